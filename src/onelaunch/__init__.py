@@ -1,0 +1,6 @@
+"""Fused, persistent GPU kernels for linear-RNN layers, SwiGLU MLPs and batch-1 decoding, and the workbench that proves when fusing pays."""
+
+from onelaunch import ops
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "ops"]

@@ -1,0 +1,120 @@
+"""Which variant runs a call here, and why.
+
+Three parts: the key (:class:`onelaunch.operation.Query`), the table of what was measured on a device (shipped with the package,
+see :mod:`onelaunch.measured`), and the choice. Where nothing near was measured, the operation's own order of preference decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onelaunch.errors import VariantUnsupported
+from onelaunch.hardware import describe
+from onelaunch.measured import Measured, nearest
+from onelaunch.operation import Call, Operation, Query, Variant, find_operation
+
+AUTO = "auto"
+
+TIE = 1.03
+"""Variants this close to the fastest measured one count as equal; the operation's own order then decides."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What dispatch thinks of one variant for one call."""
+
+    variant: str
+    chosen: bool
+    reason_against: str | None
+    """Why it cannot run; ``None`` when it can."""
+    microseconds: float | None
+    """As measured nearest to this call, if it was."""
+    times_slower: float | None
+    """Than the fastest measured variant that can run."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The dispatcher's answer with its grounds."""
+
+    query: Query
+    chosen: str
+    because: str
+    standings: tuple[Standing, ...]
+
+
+def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
+    """Run a checked call by the named variant, or the one that :func:`choose` names for ``"auto"``."""
+    query = call.query()
+    name = _choose_constant(*query) if variant == AUTO else variant
+    chosen = operation.get(name)
+    if variant != AUTO and (reason := chosen.why_not(query)) is not None:
+        raise VariantUnsupported(operation.name, name, reason=reason, instead=_able(operation, query))
+    return chosen.run(call)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(query: Query) -> Variant:
+    """The variant for a call: the fastest measured near it that can run, else the first of the operation's defaults."""
+    operation = find_operation(query.operation)
+    able = {name: operation.variants[name] for name in _able(operation, query)}
+    if not able:
+        reasons = {name: variant.why_not(query) for name, variant in operation.variants.items()}
+        raise VariantUnsupported(
+            operation.name, AUTO, reason="; ".join(f"{name} {reason}" for name, reason in reasons.items()), instead=()
+        )
+    if (measured := _measured(operation, query)) is not None:
+        times = {name: time for name, time in measured.microseconds.items() if name in able}
+        if times:
+            close = [name for name, time in times.items() if time <= TIE * min(times.values())]
+            return able[min(close, key=_preference(operation, query).index)]
+    return able[min(able, key=_preference(operation, query).index)]
+
+
+def explain(query: Query) -> Explanation:
+    """Why :func:`choose` answers as it does, with a line for every variant."""
+    operation = find_operation(query.operation)
+    chosen = choose(query)
+    measured = _measured(operation, query)
+    times = measured.microseconds if measured else {}
+    able = _able(operation, query)
+    fastest = min((times[name] for name in able if name in times), default=None)
+    standings = tuple(
+        Standing(
+            variant=name,
+            chosen=name == chosen.name,
+            reason_against=variant.why_not(query),
+            microseconds=times.get(name),
+            times_slower=times[name] / fastest if fastest and name in times else None,
+        )
+        for name, variant in operation.variants.items()
+    )
+    if chosen.name in times and measured:
+        because = f"fastest measured at {measured.where()}"
+    else:
+        because = f"first in {operation.name}'s order of preference on {query.device_type} that can run; nothing near was measured"
+    return Explanation(query, chosen.name, because, standings)
+
+
+@torch.compiler.assume_constant_result
+def _choose_constant(*query: Any) -> str:
+    """:func:`choose` as a constant under ``torch.compile``: shapes are known when a graph is traced."""
+    return choose(Query(*query)).name
+
+
+def _able(operation: Operation[..., Any], query: Query) -> list[str]:
+    return [name for name, variant in operation.variants.items() if variant.why_not(query) is None]
+
+
+def _preference(operation: Operation[..., Any], query: Query) -> list[str]:
+    first = [name for name in operation.defaults.get(query.device_type, ()) if name in operation.variants]
+    return first + [name for name in operation.variants if name not in first]
+
+
+def _measured(operation: Operation[..., Any], query: Query) -> Measured | None:
+    sizes = dict(zip(operation.dimensions, query.sizes, strict=True))
+    return nearest(describe(query.device).slug, operation.name, query.direction, query.dtype, sizes)

@@ -1,0 +1,152 @@
+"""Every error that a user can meet, each a class whose message says what to do.
+
+All derive from :class:`OneLaunchError`, and from the built-in error that callers of such a function would expect.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+class OneLaunchError(Exception):
+    """Base of every error raised on purpose by onelaunch."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` when a known name is close to ``name``, else an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names in a readable row, or ``none``."""
+    return ", ".join(names) or "none"
+
+
+# Arguments of an operation
+
+
+class ArgumentError(OneLaunchError, ValueError):
+    """An argument of an operation is wrong."""
+
+
+class ShapeError(ArgumentError):
+    """A tensor has a shape that the contract does not allow."""
+
+    def __init__(self, argument: str, *, got: Sequence[int], want: str) -> None:
+        super().__init__(f"{argument} has shape {tuple(got)}; it must be {want}.")
+        self.argument = argument
+
+
+class DTypeError(ArgumentError, TypeError):
+    """A tensor has a dtype that the contract does not allow."""
+
+    def __init__(self, argument: str, *, got: object, want: str) -> None:
+        super().__init__(f"{argument} is {got}; it must be {want}.")
+        self.argument = argument
+
+
+class DeviceError(ArgumentError):
+    """Tensors of one call lie on different devices."""
+
+    def __init__(self, argument: str, *, got: object, want: object) -> None:
+        super().__init__(f"{argument} is on {got}; it must be on {want}, like the first argument.")
+        self.argument = argument
+
+
+class ValueRangeError(ArgumentError):
+    """A tensor holds values that the contract does not allow."""
+
+    def __init__(self, argument: str, *, got: str, want: str) -> None:
+        super().__init__(f"{argument} {got}; {want}.")
+        self.argument = argument
+
+
+class PackingError(ArgumentError):
+    """``cu_seqlens`` does not describe packed sequences."""
+
+    def __init__(self, problem: str, *, want: str) -> None:
+        super().__init__(f"cu_seqlens {problem}; it must {want}.")
+        self.argument = "cu_seqlens"
+
+
+# Names
+
+
+class UnknownNameError(OneLaunchError, LookupError):
+    """A name that nothing is registered under."""
+
+    kind = "name"
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        super().__init__(f"There is no {self.kind} {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
+        self.name = name
+
+
+class UnknownOperation(UnknownNameError):
+    """No operation of that name."""
+
+    kind = "operation"
+
+
+class UnknownVariant(UnknownNameError, ValueError):
+    """The operation has no variant of that name."""
+
+    kind = "variant"
+
+
+class UnknownStudy(UnknownNameError):
+    """No study of that name, and no file at that path."""
+
+    kind = "study"
+
+
+class VariantUnsupported(OneLaunchError, RuntimeError):
+    """The named variant cannot run this call."""
+
+    def __init__(self, operation: str, variant: str, *, reason: str, instead: Iterable[str]) -> None:
+        super().__init__(
+            f"Variant {variant!r} of {operation} cannot run this call: it {reason}. These can: {listing(instead)}."
+        )
+        self.reason = reason
+
+
+# Devices and tools
+
+
+class NoDeviceError(OneLaunchError, RuntimeError):
+    """A device was asked for that is not here."""
+
+    def __init__(self, device: str, *, present: Iterable[str]) -> None:
+        super().__init__(f"There is no device {device!r} here. Present: {listing(present)}. Leave --device out to use it.")
+
+
+class InspectionError(OneLaunchError, RuntimeError):
+    """A kernel cannot be compiled or taken apart for the architecture."""
+
+
+# Studies and results
+
+
+class StudyError(OneLaunchError, ValueError):
+    """A study file is wrong."""
+
+    def __init__(self, path: Path | str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+
+
+class ResultExists(OneLaunchError, FileExistsError):
+    """A result would overwrite another."""
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(f"{path} exists already; results are never overwritten silently. Choose another --out or add --force.")
+
+
+class ResultCorrupt(OneLaunchError, ValueError):
+    """A results file cannot be read."""
+
+    def __init__(self, path: Path | str, problem: str) -> None:
+        super().__init__(f"{path} is not a result of onelaunch: {problem}. Run the study again, or restore the file.")

@@ -1,0 +1,184 @@
+"""What the device is, and what it was measured to do.
+
+A :class:`Device` holds facts read from the driver; :class:`Ceilings` hold measured rates, the only ones that a floor may rest on.
+Ceilings are measured once per device and software stack (a few seconds) and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from onelaunch.errors import NoDeviceError
+
+
+@dataclass(frozen=True)
+class Device:
+    """Facts about one device."""
+
+    type: str
+    """``cuda`` (NVIDIA and AMD) or ``cpu``."""
+    name: str
+    architecture: str
+    """``sm_90``, ``gfx942``; for a CPU the machine's name (``x86_64``)."""
+    processors: int
+    """Streaming multiprocessors, or CPU cores."""
+    cache_bytes: int
+    """Last-level cache."""
+    memory_bytes: int
+
+    @property
+    def slug(self) -> str:
+        """The name as files and folders use it: ``nvidia-h200``. One name for all CPUs: their times are never shared."""
+        return "cpu" if self.type == "cpu" else re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured rates of a device. Seconds, bytes and operations are plain SI units."""
+
+    copy_bytes_per_second: float
+    """Bytes read plus bytes written by a large copy."""
+    matrix_flops_per_second: dict[str, float]
+    """Per dtype, of a large square product of random matrices through PyTorch."""
+    launch_seconds: float
+    """An empty kernel: as a node of a CUDA graph on a GPU, a one-element addition on a CPU."""
+    measured_at: str
+    software: str
+
+
+def present() -> list[str]:
+    """Names of the devices that PyTorch sees, GPUs first."""
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())] + ["cpu"]
+
+
+def resolve(name: str = "auto") -> torch.device:
+    """A device by name; ``auto`` is the first GPU, or the CPU. :class:`NoDeviceError` when it is not here."""
+    if name == "auto":
+        return torch.device(present()[0])
+    wanted = f"{name}:0" if name == "cuda" else name
+    if wanted not in present():
+        raise NoDeviceError(name, present=present())
+    return torch.device(wanted)
+
+
+@functools.cache
+def describe(device: str) -> Device:
+    """The facts of a device that is here."""
+    if torch.device(device).type == "cpu":
+        return Device("cpu", _cpu_name(), platform.machine(), os.cpu_count() or 1, _cpu_cache_bytes(), _cpu_memory_bytes())
+    facts = torch.cuda.get_device_properties(device)
+    gcn = getattr(facts, "gcnArchName", "")
+    return Device(
+        type="cuda",
+        name=facts.name,
+        architecture=gcn.partition(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}",
+        processors=facts.multi_processor_count,
+        cache_bytes=facts.L2_cache_size,
+        memory_bytes=facts.total_memory,
+    )
+
+
+def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
+    """The device's ceilings: from the cache when this device and software were measured before, else measured now."""
+    path = cache_folder() / f"ceilings-{describe(device).slug}.json"
+    if not refresh and path.exists():
+        try:
+            stored = Ceilings(**json.loads(path.read_text()))
+            if stored.software == _software(device):
+                return stored
+        except (ValueError, TypeError):
+            pass  # written by another version: measure again
+    found = measure(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(found), indent=1))
+    return found
+
+
+def cache_folder() -> Path:
+    """Where onelaunch keeps what it can make again: ``$ONELAUNCH_CACHE``, else the user's cache folder."""
+    if own := os.environ.get("ONELAUNCH_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onelaunch"
+
+
+def measure(device: str) -> Ceilings:
+    """Measure the ceilings now: a large copy, a large matrix product per dtype, an empty launch."""
+    cpu = torch.device(device).type == "cpu"
+    elements, side = (32 << 20, 1024) if cpu else (1 << 30, 8192)
+    source = torch.empty(elements, device=device, dtype=torch.int16).random_(-100, 100)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / _seconds(device, lambda: target.copy_(source))
+    del source, target
+    rates = {}
+    for dtype in (torch.float32,) if cpu else (torch.float16, torch.bfloat16, torch.float32):
+        a = torch.randn(side, side, device=device, dtype=dtype)
+        b = torch.randn(side, side, device=device, dtype=dtype)
+        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / _seconds(device, lambda a=a, b=b: a @ b)
+    if cpu:  # 16-bit products run at most at the float32 rate there
+        rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Ceilings(copy, rates, _launch_seconds(device), now, _software(device))
+
+
+def _seconds(device: str, run: Callable[[], object], samples: int = 7) -> float:
+    """Median time of a long operation; host clock round a synchronised call is exact enough for milliseconds."""
+    synchronise = (lambda: None) if torch.device(device).type == "cpu" else (lambda: torch.cuda.synchronize(device))
+    times = []
+    for _ in range(samples + 3):
+        synchronise()
+        start = time.perf_counter()
+        run()
+        synchronise()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])
+
+
+def _launch_seconds(device: str, launches: int = 500) -> float:
+    one = torch.zeros(1, device=device)
+    if torch.device(device).type == "cpu":
+        return _seconds(device, lambda: [one.add_(1) for _ in range(launches)]) / launches
+    with torch.cuda.device(device):
+        one.add_(1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(launches):
+                one.add_(1)
+        return _seconds(device, graph.replay) / launches
+
+
+def _software(device: str) -> str:
+    return f"torch {torch.__version__}, {'CPU' if torch.device(device).type == 'cpu' else torch.version.cuda or torch.version.hip}"
+
+
+def _cpu_name() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
+
+
+def _cpu_cache_bytes() -> int:
+    caches = Path("/sys/devices/system/cpu/cpu0/cache")
+    sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
+    kib = [int(size[:-1]) * (1024 if size.endswith("M") else 1) for size in sizes if size[:-1].isdigit()]
+    return max(kib, default=32 * 1024) * 1024
+
+
+def _cpu_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0

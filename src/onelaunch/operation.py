@@ -1,0 +1,375 @@
+"""Operations and their variants: the one registry that everything else reads.
+
+An :class:`Operation` is a mathematical contract, a :class:`Variant` one way to carry it out. The public functions, the
+tests, the studies, the dispatcher and the documentation all read these objects; nothing else in the project lists variants.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant, did_you_mean, listing
+
+Direction = Literal["forward", "forward_backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
+
+PLUGINS = "onelaunch.plugins"
+"""Entry-point group: each entry names a module whose import registers operations or variants."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Query(NamedTuple):
+    """What decides which variant may run and which is fastest: a call without its tensors. Hashable: the dispatch key."""
+
+    operation: str
+    device: str
+    """As PyTorch prints it: ``cpu``, ``cuda:0``."""
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    """In the order of ``Operation.dimensions``."""
+    grad: bool = False
+    flags: tuple[str, ...] = ()
+    """Of the operation's own, such as ``packed`` or ``initial_state``."""
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition(":")[0]
+
+    @property
+    def direction(self) -> Direction:
+        return "forward_backward" if self.grad else "forward"
+
+
+class Call(Protocol):
+    """The checked arguments of one call of an operation."""
+
+    def query(self) -> Query: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operation, described without its tensors: what tests and studies enumerate."""
+
+    operation: str
+    sizes: Mapping[str, int]
+    dtype: torch.dtype
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Choices of the operation's input maker that differ from its defaults."""
+    name: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{key}{value}" for key, value in self.sizes.items()] + [str(self.dtype).removeprefix("torch.")]
+        parts += [f"{key}={value}" for key, value in self.options.items()]
+        return self.name or "-".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Work that a way of computing cannot avoid: pure arithmetic, no measurement."""
+
+    flops: int
+    """Of matrix products; the elementwise rest never decides here."""
+    bytes: int
+    """Fewest bytes to and from memory: every launch reads its inputs once and writes its outputs once."""
+    launches: int | None = None
+    """Kernels in the default path; ``None`` when a compiler decides."""
+
+    def __add__(self, other: Cost) -> Cost:
+        launches = None if self.launches is None or other.launches is None else self.launches + other.launches
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, launches)
+
+
+@dataclass(frozen=True)
+class KernelBuild:
+    """One kernel of a variant in one configuration: enough to compile it on a machine without a GPU."""
+
+    name: str
+    kernel: Any
+    """A ``triton.jit`` function."""
+    signature: Mapping[str, str]
+    """Triton type of every argument, ``constexpr`` for constants."""
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    matrix: bool = False
+    """Whether matrix instructions must be in the machine code."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The public function's inputs for one case, and which of them take gradients."""
+
+    arguments: dict[str, Any]
+    differentiable: tuple[str, ...]
+
+
+class Variant:
+    """One way to carry out an operation. Made by ``@operation.variant(...)``; calling it runs it, unchecked."""
+
+    def __init__(self, operation: Operation[..., Any], name: str, run: Callable[..., Any], tags: Mapping[str, Any]) -> None:
+        self.operation = operation
+        self.name = name
+        self.run = run
+        self.tags = dict(tags)
+        self.summary = (inspect.getdoc(run) or "").partition("\n")[0]
+        self._supports: list[Callable[[Query], str | None]] = []
+        self._kernels: Callable[[str], Iterable[KernelBuild]] | None = None
+
+    def __repr__(self) -> str:
+        return f"<variant {self.operation.name}.{self.name}>"
+
+    def __call__(self, call: Any) -> Any:
+        return self.run(call)
+
+    @property
+    def launches(self) -> int | None:
+        """Kernels that a forward call launches; ``None`` when a compiler decides."""
+        return self.tags.get("launches")
+
+    def supports(self, predicate: Callable[[Query], str | None]) -> Callable[[Query], str | None]:
+        """Decorator: add a predicate that returns ``None`` when the variant can run, else why not ("needs a GPU")."""
+        self._supports.append(predicate)
+        return predicate
+
+    def kernels(self, builds: Callable[[str], Iterable[KernelBuild]]) -> Callable[[str], Iterable[KernelBuild]]:
+        """Decorator: the function that lists this variant's kernels, as it would launch them on an architecture."""
+        self._kernels = builds
+        return builds
+
+    def why_not(self, query: Query) -> str | None:
+        """Why this variant cannot run the call, or ``None`` when it can."""
+        if query.grad and not self.tags.get("backward", True):
+            return "has no backward pass"
+        for predicate in self._supports:
+            if (reason := predicate(query)) is not None:
+                return reason
+        return None
+
+    def builds(self, architecture: str) -> list[KernelBuild]:
+        """The kernels this variant launches on an architecture such as ``sm_90a`` (none for library calls)."""
+        return list(self._kernels(architecture)) if self._kernels else []
+
+
+@dataclass(frozen=True)
+class Control:
+    """A part of the operation timed beside its variants, such as its matrix product alone. Never dispatched to."""
+
+    name: str
+    run: Callable[[Any], torch.Tensor]
+    """From the operation's call to one tensor."""
+    oracle: Callable[..., torch.Tensor]
+    """The same from the float64 arguments of the public function."""
+    cost: Callable[[Case], Cost]
+    summary: str = ""
+
+
+class Operation(Generic[P, R]):
+    """A mathematical contract with an oracle, an input maker, a cost and variants. Calling it is the public function.
+
+    Built up by the files of its folder: the contract makes it with :func:`operation`, the others register into it.
+
+    Attributes:
+        name: what the registry and the command line call it.
+        dimensions: names of its sizes, in the order that :class:`Query` holds them.
+        outputs: names of the public function's results.
+        options: the input maker's choices with their defaults; a case may override them.
+        defaults: per device type, the variants to prefer where nothing was measured.
+        variants: by name, in order of registration.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        *,
+        dimensions: tuple[str, ...],
+        outputs: tuple[str, ...],
+        bind: Callable[..., Call],
+        options: Mapping[str, Any],
+        defaults: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.name = function.__name__
+        self.dimensions = dimensions
+        self.outputs = outputs
+        self.bind = bind
+        """The checked call made of the public function's arguments (without ``variant``)."""
+        self.options = dict(options)
+        self.defaults = dict(defaults)
+        self.variants: dict[str, Variant] = {}
+        self.controls: dict[str, Control] = {}
+        self._function = function
+        self._oracle: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
+        self._inputs: Callable[[Case, torch.device, torch.Generator], Reading] | None = None
+        self._cost: Callable[[Case, Variant | None, Direction], Cost] | None = None
+        self._query: Callable[[Case, str, bool], Query] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<operation {self.name}: {listing(self.variants)}>"
+
+    # Registration, used by the files of the operation's folder and by plugins
+
+    def variant(self, name: str, **tags: Any) -> Callable[[Callable[..., Any]], Variant]:
+        """Decorator: register a function from the checked call to the tuple of results as a variant.
+
+        Common tags: ``launches`` (int), ``fuses`` (tuple of step names), ``gemm`` (``cublas``, ``triton``...),
+        ``backward`` (bool, default True), ``requires`` (a package that must be installed).
+        """
+
+        def register_variant(run: Callable[..., Any]) -> Variant:
+            if name in self.variants:
+                raise ArgumentError(f"{self.name} has a variant {name!r} already; choose another name.")
+            self.variants[name] = Variant(self, name, run, tags)
+            return self.variants[name]
+
+        return register_variant
+
+    def control(
+        self, name: str, *, oracle: Callable[..., torch.Tensor], cost: Callable[[Case], Cost]
+    ) -> Callable[[Callable[[Any], torch.Tensor]], Control]:
+        """Decorator: register a part of the operation that studies time beside its variants."""
+
+        def register_control(run: Callable[[Any], torch.Tensor]) -> Control:
+            self.controls[name] = Control(name, run, oracle, cost, (inspect.getdoc(run) or "").partition("\n")[0])
+            return self.controls[name]
+
+        return register_control
+
+    def oracle(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: the float64 reference; takes the public function's arguments, returns all results."""
+        self._oracle = function
+        return function
+
+    def inputs(self, function: Callable[..., Reading]) -> Callable[..., Reading]:
+        """Decorator: make random arguments for a case, on a device, from a generator on that device."""
+        self._inputs = function
+        return function
+
+    def costs(self, function: Callable[..., Cost]) -> Callable[..., Cost]:
+        """Decorator: the cost of a case for a variant, or of the operation itself (its minimum) for ``None``."""
+        self._cost = function
+        return function
+
+    def queries(self, function: Callable[[Case, str, bool], Query]) -> Callable[[Case, str, bool], Query]:
+        """Decorator: the query that a call of this case on this device makes, without making the tensors."""
+        self._query = function
+        return function
+
+    # What tests, studies and the dispatcher ask
+
+    def case(self, dtype: torch.dtype | str, *, name: str = "", **given: Any) -> Case:
+        """A case from its sizes and options, checked: ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""
+        sizes = {key: given.pop(key) for key in self.dimensions if key in given}
+        if missing := [key for key in self.dimensions if key not in sizes]:
+            raise ArgumentError(f"{self.name} needs the sizes {listing(self.dimensions)}; {listing(missing)} not given.")
+        for key, value in sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ArgumentError(f"Size {key} of {self.name} is {value!r}; it must be an integer of at least 0.")
+        for key in given:
+            if key not in self.options:
+                known = (*self.dimensions, *self.options)
+                raise ArgumentError(
+                    f"{self.name} has no size or option {key!r}.{did_you_mean(key, known)} Known: {listing(known)}."
+                )
+        return Case(self.name, sizes, parse_dtype(dtype), given, name)
+
+    def option(self, case: Case, name: str) -> Any:
+        """A case's option, or its default."""
+        return case.options.get(name, self.options[name])
+
+    def query(self, case: Case, device: str, *, grad: bool = False) -> Query:
+        """The dispatch key of a case."""
+        return _declared(self._query, self, "queries")(case, device, grad)
+
+    def cost(self, case: Case, variant: Variant | None = None, direction: Direction = "forward") -> Cost:
+        """What a variant must do for a case, or, for ``None``, the least that any way of computing it must do."""
+        return _declared(self._cost, self, "costs")(case, variant, direction)
+
+    def make_inputs(self, case: Case, device: torch.device, seed: int) -> Reading:
+        """Random arguments of the public function for a case; the same seed gives the same values on a device."""
+        generator = torch.Generator(device=device).manual_seed(seed)
+        return _declared(self._inputs, self, "inputs")(case, device, generator)
+
+    def reference(self, **arguments: Any) -> tuple[torch.Tensor | None, ...]:
+        """The oracle's results; pass float64 tensors."""
+        return _declared(self._oracle, self, "oracle")(**arguments)
+
+    def get(self, name: str) -> Variant:
+        """The variant of that name, or :class:`UnknownVariant`."""
+        try:
+            return self.variants[name]
+        except KeyError:
+            raise UnknownVariant(name, self.variants) from None
+
+    def variants_for(self, device: str) -> list[str]:
+        """Names of the variants that can run on a device type at all (judged at a typical small call)."""
+        case = Case(self.name, dict.fromkeys(self.dimensions, 64), torch.float16)
+        query = self.query(case, device)
+        return [name for name, variant in self.variants.items() if variant.why_not(query) is None]
+
+
+_REGISTRY: dict[str, Operation[..., Any]] = {}
+
+
+def operation(**facts: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Decorator: make a public function an operation and register it. Takes the arguments of :class:`Operation`."""
+
+    def register(function: Callable[P, R]) -> Operation[P, R]:
+        made = Operation(function, **facts)
+        if made.name in _REGISTRY:
+            raise ArgumentError(f"An operation {made.name!r} is registered already; choose another name.")
+        _REGISTRY[made.name] = made
+        return made
+
+    return register
+
+
+def find_operation(name: str) -> Operation[..., Any]:
+    """The operation of that name, or :class:`UnknownOperation`."""
+    _load_plugins()
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        raise UnknownOperation(name, _REGISTRY) from None
+
+
+def operations() -> Iterator[Operation[..., Any]]:
+    """All registered operations, those of plugins included."""
+    _load_plugins()
+    yield from _REGISTRY.values()
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """``"float16"`` or ``torch.float16`` to ``torch.float16``; anything else is an :class:`ArgumentError`."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    known = ("float16", "bfloat16", "float32")
+    if dtype not in known:
+        raise ArgumentError(f"dtype is {dtype!r}; it must be one of {listing(known)}.{did_you_mean(str(dtype), known)}")
+    return getattr(torch, dtype)
+
+
+@functools.cache
+def _load_plugins() -> None:
+    """Our own operations, then those that installed packages announce."""
+    importlib.import_module("onelaunch.ops")
+    for entry in importlib.metadata.entry_points(group=PLUGINS):
+        entry.load()
+
+
+def _declared(part: Callable[..., Any] | None, owner: Operation[..., Any], decorator: str) -> Callable[..., Any]:
+    if part is None:
+        raise NotImplementedError(f"operation {owner.name!r} has not declared @{owner.name}.{decorator}")
+    return part

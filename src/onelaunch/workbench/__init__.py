@@ -1,0 +1,1 @@
+"""The five steps of a study: plan, verify, time, count, decide; and the report."""
