@@ -1,0 +1,86 @@
+"""Checks of arguments that the contracts of several operations share: each raises an error that names the argument.
+
+Shapes, dtypes and devices are always checked; that costs no device time. Values (a positive log-decay, offsets out of order)
+can be seen only by reading the tensors, which on a GPU would wait for the device at every call: they are checked on CPU tensors,
+and on GPU tensors only while ``ONELAUNCH_CHECK_VALUES=1`` is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from onelaunch.errors import ArgumentError, DeviceError, DTypeError, PackingError, ShapeError, ValueRangeError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def tensor(argument: str, value: object) -> torch.Tensor:
+    """The value, if it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{argument} is {type(value).__name__}; it must be a torch.Tensor.")
+    return value
+
+
+def rank(argument: str, value: torch.Tensor, dimensions: str) -> None:
+    """``dimensions`` as people write them: ``[B, T, D]``."""
+    if value.dim() != dimensions.count(",") + 1:
+        raise ShapeError(argument, got=value.shape, want=f"{dimensions}, a tensor of {dimensions.count(',') + 1} dimensions")
+
+
+def shape(argument: str, value: torch.Tensor, want: Sequence[int], dimensions: str, because: str) -> None:
+    """Raise unless the shape is ``want``; ``because`` says what it has to match."""
+    if tuple(value.shape) != tuple(want):
+        raise ShapeError(argument, got=value.shape, want=f"{dimensions} = {list(want)} to match {because}")
+
+
+def dtype(argument: str, value: torch.Tensor, allowed: Sequence[torch.dtype], because: str = "") -> None:
+    """Raise unless the dtype is one of ``allowed``."""
+    if value.dtype not in allowed:
+        names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
+        raise DTypeError(argument, got=value.dtype, want=names + because)
+
+
+def device(argument: str, value: torch.Tensor, want: torch.device) -> None:
+    """Raise unless the tensor lies on ``want``."""
+    if value.device != want:
+        raise DeviceError(argument, got=value.device, want=want)
+
+
+def offsets(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:
+    """Raise unless ``cu_seqlens`` holds offsets of sequences packed into one batch entry of ``length`` steps."""
+    rank("cu_seqlens", cu_seqlens, "[N + 1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise PackingError(f"is {cu_seqlens.dtype}", want="hold int32 or int64 offsets")
+    if batch != 1:
+        raise PackingError(f"came with a batch of {batch}", want="come with B = 1: pack all sequences into one")
+    if cu_seqlens.numel() < 2:
+        raise PackingError(f"holds {cu_seqlens.numel()} offsets", want="hold N + 1 offsets for N >= 1 sequences")
+    if not values_are_checked(cu_seqlens):
+        return
+    steps = cu_seqlens.diff()
+    if bool((steps < 0).any()):
+        at = int((steps < 0).nonzero()[0])
+        raise PackingError(f"falls from {int(cu_seqlens[at])} to {int(cu_seqlens[at + 1])} at {at + 1}", want="never decrease")
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != length:
+        raise PackingError(f"runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}", want=f"run from 0 to T = {length}")
+
+
+def log_decay(value: torch.Tensor) -> None:
+    """Raise when a log-decay is positive or NaN (where values are checked)."""
+    if values_are_checked(value) and value.numel() and not bool((value <= 0).all()):
+        largest = value.max().item()
+        raise ValueRangeError(
+            "log_decay",
+            got=f"holds {'NaN' if largest != largest else f'{largest:g}'}",
+            want="a log-decay is at most 0 (decay = exp(log_decay) lies in [0, 1]); pass torch.log of your decay",
+        )
+
+
+def values_are_checked(value: torch.Tensor) -> bool:
+    """Whether this tensor's values may be read now."""
+    if torch.compiler.is_compiling() or value.is_meta:
+        return False
+    return value.device.type == "cpu" or os.environ.get("ONELAUNCH_CHECK_VALUES") == "1"

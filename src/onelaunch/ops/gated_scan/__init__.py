@@ -1,0 +1,7 @@
+"""``gated_scan``: s_t = exp(log_decay_t) * s_{t-1} + v_t, y_t = s_t * silu(gate_t)."""
+
+from onelaunch.ops.gated_scan.contract import gated_scan
+
+from onelaunch.ops.gated_scan import cost, reference, torch_variants  # isort: skip  (register into gated_scan)
+
+__all__ = ["cost", "gated_scan", "reference", "torch_variants"]

@@ -1,0 +1,118 @@
+"""The oracle of ``gated_scan``, and the inputs it is judged on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.errors import ArgumentError
+from onelaunch.operation import Case, Query, Reading
+from onelaunch.ops.gated_scan.contract import gated_scan, state_flags
+
+DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
+"""What ``decay`` may be: as models produce it (0.85 to 1), near 1, sums below -80 within 16 steps, exactly 0 (nothing is forgotten),
+-inf everywhere, or all of these by channel and step."""
+
+
+@gated_scan.oracle
+def reference(
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step by step, sequence by sequence, in the dtype of the arguments (float64 when judging)."""
+    batch, length, channels = v.shape
+    bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+    sequences = batch if cu_seqlens is None else len(bounds) - 1
+    if initial_state is None:
+        initial_state = v.new_zeros(sequences, channels)
+    decay = log_decay.exp()
+    states, finals = [], []
+    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        state = initial_state if cu_seqlens is None else initial_state[index : index + 1]
+        for t in range(start, end):
+            state = decay[:, t] * state + v[:, t]
+            states.append(state)
+        finals.append(state)
+    s = torch.stack(states, dim=1) if states else v.new_zeros(batch, 0, channels)
+    return s * F.silu(gate), torch.cat(finals)
+
+
+@gated_scan.inputs
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    """Random ``v`` and gate, and a log-decay of the kind that the case asks for."""
+    extent = (case.sizes["B"], case.sizes["T"], case.sizes["V"])
+    v = torch.randn(extent, device=device, generator=generator).to(case.dtype)
+    arguments = scan_inputs(case, gated_scan.options, extent, device, generator)
+    differentiable = tuple(name for name in ("v", "log_decay", "gate", "initial_state") if name in arguments or name == "v")
+    return Reading({"v": v, **arguments}, differentiable)
+
+
+def scan_inputs(
+    case: Case,
+    defaults: dict[str, Any],
+    extent: tuple[int, int, int],
+    device: torch.device,
+    generator: torch.Generator,
+) -> dict[str, Any]:
+    """The arguments that all operations with a gated scan share."""
+    options = {**defaults, **case.options}
+    batch, length, channels = extent
+    decay_dtype = torch.float32 if options["log_decay_dtype"] == "float32" else case.dtype
+    arguments: dict[str, Any] = {
+        "log_decay": make_log_decay(options["decay"], extent, device, generator).to(decay_dtype),
+        "gate": torch.randn(extent, device=device, generator=generator).to(case.dtype),
+        "output_final_state": bool(options["final_state"]),
+    }
+    sequences = batch
+    if options["lengths"] is not None:
+        lengths = list(options["lengths"])
+        if sum(lengths) != length or batch != 1:
+            raise ArgumentError(f"lengths add up to {sum(lengths)}; they must add up to T = {length}, with B = 1.")
+        offsets = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+        arguments["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device=device)
+        sequences = len(lengths)
+    if options["initial_state"]:
+        arguments["initial_state"] = torch.randn(sequences, channels, device=device, generator=generator)
+    return arguments
+
+
+def make_log_decay(
+    kind: str, extent: tuple[int, int, int], device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """A float32 log-decay of one of :data:`DECAYS`."""
+    uniform = torch.rand(extent, device=device, generator=generator)
+    if kind == "model":  # logsigmoid of a gate, divided by the normaliser 16 that GLA uses
+        return F.logsigmoid(4 * uniform - 2) / 16
+    if kind == "weak":
+        return -1e-3 * uniform
+    if kind == "strong":
+        return -20 * uniform
+    if kind == "zero":
+        return torch.zeros_like(uniform)
+    if kind == "forget":
+        return torch.full_like(uniform, -math.inf)
+    if kind == "mixed":
+        choice = torch.randint(0, 5, extent, device=device, generator=generator)
+        values = torch.stack([-uniform / 16, -1e-3 * uniform, -20 * uniform, 0 * uniform, torch.full_like(uniform, -math.inf)])
+        return values.gather(0, choice[None])[0]
+    raise ArgumentError(f"decay is {kind!r}; it must be one of {', '.join(DECAYS)}.")
+
+
+@gated_scan.queries
+def make_query(case: Case, device: str, grad: bool) -> Query:
+    sizes = tuple(case.sizes[name] for name in gated_scan.dimensions)
+    return Query("gated_scan", device, case.dtype, sizes, grad, case_flags(case, gated_scan.options))
+
+
+def case_flags(case: Case, defaults: dict[str, Any]) -> tuple[str, ...]:
+    """The query's flags of a case."""
+    options = {**defaults, **case.options}
+    return state_flags(options["lengths"] is not None, bool(options["initial_state"]), bool(options["final_state"]))

@@ -1,0 +1,7 @@
+"""``linear_rnn``: v = x @ weight, then the gated scan, in one launch, two, three or many."""
+
+from onelaunch.ops.linear_rnn.contract import linear_rnn
+
+from onelaunch.ops.linear_rnn import cost, reference, torch_variants  # isort: skip  (register into linear_rnn)
+
+__all__ = ["cost", "linear_rnn", "reference", "torch_variants"]

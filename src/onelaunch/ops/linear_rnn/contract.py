@@ -1,0 +1,127 @@
+"""The public function ``linear_rnn``: what it computes, what it takes, what can go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.operation import Query, operation
+from onelaunch.ops import checks
+from onelaunch.ops.gated_scan.contract import ScanCall, autocast, check_scan_arguments, state_flags
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRNNCall:
+    """Checked arguments of :func:`linear_rnn`."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    log_decay: torch.Tensor
+    gate: torch.Tensor
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    output_final_state: bool
+
+    def query(self) -> Query:
+        batch, length, width = self.x.shape
+        tensors = (self.x, self.weight, self.log_decay, self.gate, self.initial_state)
+        return Query(
+            "linear_rnn",
+            str(self.x.device),
+            self.x.dtype,
+            (batch, length, width, self.weight.shape[1]),
+            torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
+            state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state),
+        )
+
+    def project(self) -> torch.Tensor:
+        """``x @ weight`` by PyTorch (cuBLAS on NVIDIA GPUs), rounded to the dtype of ``x``."""
+        return self.x @ self.weight
+
+    def scan_call(self, v: torch.Tensor) -> ScanCall:
+        """What is left once ``v = x @ weight`` is there."""
+        return ScanCall(v, self.log_decay, self.gate, self.initial_state, self.cu_seqlens, self.output_final_state)
+
+
+def bind(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> LinearRNNCall:
+    """The checked call; raises as :func:`linear_rnn` says."""
+    checks.rank("x", checks.tensor("x", x), "[B, T, D]")
+    checks.dtype("x", x, checks.FLOATS)
+    checks.rank("weight", checks.tensor("weight", weight), "[D, V]")
+    batch, length, width = x.shape
+    channels = weight.shape[1]
+    checks.shape("weight", weight, (width, channels), "[D, V]", f"x {list(x.shape)}")
+    checks.dtype("weight", weight, (x.dtype,), ", the dtype of x")
+    checks.device("weight", weight, x.device)
+    check_scan_arguments(log_decay, gate, initial_state, cu_seqlens, x, "x", (batch, length, channels))
+    return LinearRNNCall(x, weight, log_decay, gate, initial_state, cu_seqlens, output_final_state)
+
+
+@operation(
+    dimensions=("B", "T", "D", "V"),
+    outputs=("y", "final_state"),
+    bind=bind,
+    options={"decay": "model", "lengths": None, "initial_state": False, "final_state": False, "log_decay_dtype": None},
+    defaults={"cuda": ("fused_chunked", "semi_fused", "chunked", "eager"), "cpu": ("chunked", "eager")},
+)
+def linear_rnn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    variant: str = dispatch.AUTO,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """One linear-RNN layer: project, scan with decay, gate.
+
+        v = x @ weight;  s_t = exp(log_decay_t) * s_{t-1} + v_t;  y_t = s_t * silu(gate_t)
+
+    Differentiable in every floating-point argument, through ``y`` and through the final state.
+
+    Args:
+        x: ``[B, T, D]`` float16, bfloat16 or float32.
+        weight: ``[D, V]``, dtype of ``x``.
+        log_decay: ``[B, T, V]``, at most 0, dtype of ``x`` or float32. ``-inf`` forgets the past.
+        gate: ``[B, T, V]``, dtype of ``x``.
+        initial_state: ``[N, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
+        output_final_state: also return the state after the last step of every sequence.
+        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
+            (equal neighbours are an empty sequence); needs ``B = 1``. Never read by the host on a GPU.
+        variant: a name from ``linear_rnn.variants``, or ``"auto"`` for the fastest measured one.
+
+    Returns:
+        ``y [B, T, V]`` in the dtype of ``x``, and ``s_T [N, V]`` float32 if ``output_final_state``. The state is float32 throughout.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: naming the argument, what it was and what it has to be.
+        UnknownVariant: no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; says why and which can.
+
+    Source: experiment 040; scan in one pass over memory after Merrill and Garland (2016).
+    """
+    x, log_decay, weight, gate = autocast(x, log_decay, weight, gate)
+    call = bind(
+        x,
+        weight,
+        log_decay,
+        gate,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )
+    y, final_state = dispatch.run(linear_rnn, call, variant)
+    return (y, final_state) if output_final_state else y

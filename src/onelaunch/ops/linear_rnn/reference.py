@@ -1,0 +1,57 @@
+"""The oracle of ``linear_rnn``, the inputs it is judged on, and its matrix product alone as a control."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from onelaunch.operation import Case, Cost, Query, Reading
+from onelaunch.ops.gated_scan.reference import case_flags, scan_inputs
+from onelaunch.ops.gated_scan.reference import reference as scan_reference
+from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
+
+
+@linear_rnn.oracle
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Project, then step by step, in the dtype of the arguments (float64 when judging)."""
+    return scan_reference(x @ weight, log_decay, gate, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+@linear_rnn.inputs
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    """Random x and weight such that ``v`` has unit variance, and the scan's inputs."""
+    batch, length, width, channels = (case.sizes[name] for name in linear_rnn.dimensions)
+    x = torch.randn(batch, length, width, device=device, generator=generator).to(case.dtype)
+    weight = (torch.randn(width, channels, device=device, generator=generator) / math.sqrt(max(width, 1))).to(case.dtype)
+    arguments = scan_inputs(case, linear_rnn.options, (batch, length, channels), device, generator)
+    differentiable = ("x", "weight", "log_decay", "gate") + ("initial_state",) * ("initial_state" in arguments)
+    return Reading({"x": x, "weight": weight, **arguments}, differentiable)
+
+
+@linear_rnn.queries
+def make_query(case: Case, device: str, grad: bool) -> Query:
+    sizes = tuple(case.sizes[name] for name in linear_rnn.dimensions)
+    return Query("linear_rnn", device, case.dtype, sizes, grad, case_flags(case, linear_rnn.options))
+
+
+def _gemm_cost(case: Case) -> Cost:
+    batch, length, width, channels = (case.sizes[name] for name in linear_rnn.dimensions)
+    rows = batch * length
+    elements = rows * width + width * channels + rows * channels
+    return Cost(2 * rows * width * channels, elements * case.dtype.itemsize, 1)
+
+
+@linear_rnn.control("gemm_alone", oracle=lambda x, weight, **_: x @ weight, cost=_gemm_cost)
+def gemm_alone(call: LinearRNNCall) -> torch.Tensor:
+    """The projection ``x @ weight`` by PyTorch and nothing else: what the layer would cost if scan and gate were free."""
+    return call.project()
