@@ -1,0 +1,271 @@
+"""What the compiler made of a kernel: registers, spills, shared memory, matrix instructions, on a machine without a GPU.
+
+Triton compiles for any target on any machine, and its wheel brings NVIDIA's disassembler. So whether a kernel spills, and whether
+a matrix product became the instructions that were meant, needs no device and belongs into every test run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onelaunch.errors import InspectionError, did_you_mean, listing
+from onelaunch.operation import KernelBuild, Operation
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A chip family that kernels are compiled for."""
+
+    name: str
+    backend: str
+    """Triton's: ``cuda`` or ``hip``."""
+    target: int | str
+    """As Triton's backend calls it: the compute capability, or the name."""
+    warp: int
+    matrix: tuple[str, ...]
+    """How the names of its matrix instructions begin, the ones meant for large tiles."""
+    shared_bytes: int
+    """Most shared memory that one block may use."""
+
+
+_NVIDIA_SMALL = 99 * 1024
+_HOPPER_SHARED = 227 * 1024
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture("sm_80", "cuda", 80, 32, ("HMMA", "IMMA", "DMMA"), 163 * 1024),
+        Architecture("sm_86", "cuda", 86, 32, ("HMMA", "IMMA", "DMMA"), _NVIDIA_SMALL),
+        Architecture("sm_89", "cuda", 89, 32, ("HMMA", "IMMA", "DMMA", "QMMA"), _NVIDIA_SMALL),
+        Architecture("sm_90a", "cuda", 90, 32, ("HGMMA", "IGMMA", "QGMMA"), _HOPPER_SHARED),
+        Architecture("sm_100a", "cuda", 100, 32, ("UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA"), _HOPPER_SHARED),
+        Architecture("sm_120a", "cuda", 120, 32, ("HMMA", "IMMA", "QMMA", "OMMA"), _NVIDIA_SMALL),
+        Architecture("gfx90a", "hip", "gfx90a", 64, ("v_mfma",), 64 * 1024),
+        Architecture("gfx942", "hip", "gfx942", 64, ("v_mfma", "v_smfmac"), 64 * 1024),
+        Architecture("gfx950", "hip", "gfx950", 64, ("v_mfma", "v_smfmac"), 160 * 1024),
+    )
+}
+"""What can be inspected, by name."""
+
+CHECKED = ("sm_80", "sm_90a", "sm_100a", "gfx942")
+"""What the test-suite compiles every kernel for."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One kernel of a variant, compiled for one architecture."""
+
+    variant: str
+    kernel: str
+    architecture: str
+    registers: int
+    """Per thread; on AMD the vector registers, accumulators included."""
+    spills: int
+    """Stores to and loads from local memory in the machine code; on AMD the spilled vector registers."""
+    stack_bytes: int
+    """Per thread."""
+    shared_bytes: int
+    """Per block, as launched."""
+    matrix: Mapping[str, int]
+    """Matrix instructions by name, with how often each stands in the code."""
+    instructions: int
+    problems: tuple[str, ...] = ()
+    """What is wrong with it, in sentences: spills, other matrix instructions than meant, more shared memory than there is."""
+    assembly: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """The text of each stage: ``ttgir``, and ``ptx`` and ``sass``, or ``amdgcn``."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What the machine code tells."""
+
+    registers: int
+    spills: int
+    stack_bytes: int
+    matrix: dict[str, int]
+    instructions: int
+
+
+def find_architecture(name: str) -> Architecture:
+    """The architecture of that name; ``sm_90`` means ``sm_90a``. :class:`InspectionError` when it is not known."""
+    for candidate in (name, f"{name}a"):
+        if candidate in ARCHITECTURES:
+            return ARCHITECTURES[candidate]
+    raise InspectionError(
+        f"There is no architecture {name!r}.{did_you_mean(name, ARCHITECTURES)} Known: {listing(ARCHITECTURES)}."
+    )
+
+
+def inspect_operation(
+    operation: Operation[..., Any], architecture: str, variants: Iterable[str] | None = None
+) -> list[Inspection]:
+    """Compile and take apart the kernels of an operation's variants.
+
+    Args:
+        operation: the operation.
+        architecture: a name of :data:`ARCHITECTURES`.
+        variants: names; all of the operation's by default. Those that launch no kernels of their own give no lines.
+
+    Raises:
+        InspectionError: the architecture is not known, Triton is missing or interpreting, or a kernel does not compile.
+        UnknownVariant: the operation has no such variant.
+    """
+    name = find_architecture(architecture).name
+    chosen = operation.variants.values() if variants is None else [operation.get(variant) for variant in variants]
+    return [inspect_build(build, name, variant=variant.name) for variant in chosen for build in variant.builds(name)]
+
+
+def inspect_build(build: KernelBuild, architecture: str, *, variant: str = "") -> Inspection:
+    """Compile one kernel for an architecture and take its machine code apart.
+
+    Pointers count as aligned to 16 bytes, as PyTorch's allocations are. An integer argument whose type ends in ``:16``
+    (``"i32:16"``) counts as divisible by 16, as Triton specialises it at a launch.
+
+    Raises:
+        InspectionError: the architecture is not known, Triton is missing or interpreting, or the kernel does not compile.
+    """
+    target = find_architecture(architecture)
+    compiled = _compile(build, target)
+    stages = {stage: text for stage, text in compiled.asm.items() if isinstance(text, str)}
+    if target.backend == "cuda":
+        listed = _disassemble(compiled.asm["cubin"], build.name)
+        machine = _read_sass(listed)
+        assembly = {"ttgir": stages["ttgir"], "ptx": stages["ptx"], "sass": listed}
+    else:
+        machine = _read_amdgcn(stages["amdgcn"])
+        assembly = {"ttgir": stages["ttgir"], "amdgcn": stages["amdgcn"]}
+    return Inspection(
+        variant=variant,
+        kernel=build.name,
+        architecture=target.name,
+        registers=machine.registers,
+        spills=machine.spills,
+        stack_bytes=machine.stack_bytes,
+        shared_bytes=compiled.metadata.shared,
+        matrix=machine.matrix,
+        instructions=machine.instructions,
+        problems=tuple(_problems(build, target, machine, compiled.metadata.shared)),
+        assembly=assembly,
+    )
+
+
+def _problems(build: KernelBuild, target: Architecture, machine: _Machine, shared: int) -> Iterable[str]:
+    if machine.spills:
+        yield f"spills registers: {machine.spills} accesses to local memory, {machine.stack_bytes} bytes of stack per thread"
+    if build.matrix and not any(name.startswith(target.matrix) for name in machine.matrix):
+        yield f"has no {listing(target.matrix)}; its matrix products became {listing(machine.matrix)}"
+    if shared > target.shared_bytes:
+        yield f"needs {shared} bytes of shared memory; {target.name} has {target.shared_bytes}"
+
+
+# Compiling
+
+
+def _compile(build: KernelBuild, target: Architecture) -> Any:
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+    except ImportError as error:
+        raise InspectionError("Triton is not installed, nothing can be compiled. Do: pip install 'onelaunch[triton]'.") from error
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise InspectionError("TRITON_INTERPRET=1 is set, so kernels are interpreted and cannot be compiled. Unset it.")
+    source = ASTSource(
+        build.kernel,
+        signature={name: type_.removesuffix(":16") for name, type_ in build.signature.items()},
+        constexprs=dict(build.constants),
+        attrs={
+            (build.kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+            for name, type_ in build.signature.items()
+            if type_.startswith("*") or type_.endswith(":16")
+        },
+    )
+    try:
+        return triton.compile(
+            source,
+            target=GPUTarget(target.backend, target.target, target.warp),
+            options={"num_warps": build.num_warps, "num_stages": build.num_stages},
+        )
+    except Exception as error:  # the compiler raises anything, from its own errors to those of ptxas
+        raise InspectionError(
+            f"Kernel {build.name!r} does not compile for {target.name}: {_first_line(error)}. "
+            f"Its configuration: {dict(build.constants)}, {build.num_warps} warps, {build.num_stages} stages."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The line of a compiler's message that names the problem."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "error" in line.lower()]
+    return f"{type(error).__name__}: {(telling or lines[-1:] or ['no message'])[0].rstrip('.')}"
+
+
+# Reading NVIDIA's machine code
+
+_SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", re.MULTILINE)
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+_SASS_MATRIX = re.compile(r"(?:UTC)?[A-Z]+MMA")
+
+
+def _disassemble(cubin: bytes, kernel: str) -> str:
+    """Resource usage and SASS, by the ``cuobjdump`` that Triton brings."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        try:
+            command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", str(path)]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            raise InspectionError(f"Kernel {kernel!r} compiled, but cuobjdump cannot take it apart: {error}.") from error
+
+
+def _read_sass(text: str) -> _Machine:
+    usage = _USAGE.search(text)
+    if usage is None:
+        raise InspectionError("cuobjdump printed no resource usage; its format has changed.")
+    names = Counter(_SASS.findall(text))
+    del names["NOP"]  # padding
+    return _Machine(
+        registers=int(usage[1]),
+        spills=names["STL"] + names["LDL"],
+        stack_bytes=int(usage[2]),
+        matrix={name: count for name, count in sorted(names.items()) if _SASS_MATRIX.fullmatch(name)},
+        instructions=names.total(),
+    )
+
+
+# Reading AMD's
+
+_GCN = re.compile(r"^\t([svbdgfi][a-z0-9]*_[a-z0-9_]+)", re.MULTILINE)
+_GCN_MATRIX = ("v_mfma", "v_smfmac", "v_wmma")
+
+
+def _read_amdgcn(text: str) -> _Machine:
+    def fact(name: str) -> int:
+        found = re.search(rf"^\s+(?:- )?\.{name}:\s+(\d+)", text, re.MULTILINE)
+        if found is None:
+            raise InspectionError(f"The AMD assembly has no {name}; its format has changed.")
+        return int(found[1])
+
+    names = Counter(_GCN.findall(text))
+    return _Machine(
+        registers=fact("vgpr_count"),
+        spills=fact("vgpr_spill_count"),
+        stack_bytes=fact("private_segment_fixed_size"),
+        matrix={name: count for name, count in sorted(names.items()) if name.startswith(_GCN_MATRIX)},
+        instructions=names.total(),
+    )

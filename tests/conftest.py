@@ -1,0 +1,72 @@
+"""What all tests share: markers that skip with a reason, fixed seeds, a device, no network, caches of their own."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton decides when it is imported whether kernels are interpreted, so a process does one or the other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if reason := _why_skip(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_skip(item: pytest.Item) -> str | None:
+    interpret = item.get_closest_marker("interpret") is not None
+    if interpret and not INTERPRETED:
+        return "set TRITON_INTERPRET=1 to run kernels through Triton's interpreter"
+    if INTERPRETED and not interpret:
+        return "TRITON_INTERPRET=1 is set: only tests of interpreted kernels run"
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return "needs a GPU"
+    if item.get_closest_marker("ncu") and shutil.which("ncu") is None:
+        return "needs NVIDIA's profiler ncu"
+    return None
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same random state."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """onelaunch's cache of this test run: the user's is neither read nor written."""
+    folder = tmp_path_factory.getbasetemp() / "onelaunch-cache"
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that reaches for the network fails; sockets within the machine stay possible."""
+    connect = socket.socket.connect
+
+    def refuse(address: Any) -> NoReturn:
+        raise AssertionError(f"a test tried to reach {address!r}; tests use no network")
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            refuse(address)
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
