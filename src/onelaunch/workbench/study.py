@@ -1,17 +1,27 @@
-"""A study as it is declared, before it runs: which operation, shapes and variants, against what, and what would count as success."""
+"""A study as it is declared, before it runs: which operation, shapes and variants, against what, and what counts as success."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
+import re
 import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
+from typing import Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from onelaunch.errors import OneLaunchError, StudyError, UnknownStudy, did_you_mean, listing
-from onelaunch.operation import Case, Direction, find_operation
+from onelaunch.errors import ArgumentError, OneLaunchError, StudyError, UnknownOperation, UnknownStudy, did_you_mean, listing
+from onelaunch.operation import Case, Direction, Operation, Variant, find_operation
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Scale = Literal["small", "full"]
 """``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""
@@ -36,14 +46,16 @@ class Shape(Declared):
 
 
 Selector = str | dict[str, Any]
-"""A variant or control by name, or the fastest of the variants whose tags match: ``{launches = 1}``, ``{launches = [1, 2]}``."""
+"""A variant or control by name, or the fastest of the variants whose tags match: ``{launches = 1}``, ``{launches = [1, 2]}``;
+``{}`` matches every variant."""
 
 
 class Criterion(Declared):
     """One condition of success.
 
-    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``. ``dram_bytes_ratio``: bytes of
-    ``over`` / bytes of ``of``. ``error``: the largest norm-wise error of ``of``. ``over`` is the study's baseline by default.
+    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``.
+    ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``error``: the largest norm-wise error of ``of``.
+    ``over`` is the study's baseline by default.
     """
 
     name: str
@@ -51,7 +63,7 @@ class Criterion(Declared):
     of: Selector
     over: Selector | None = None
     at: str | tuple[str, ...] | None = None
-    """Shape names; all full-scale shapes by default."""
+    """Shape names; all full-scale shapes by default (all shapes of a study that has none)."""
     in_at_least: int | None = None
     """At how many of them it must hold; at all by default."""
     direction: Direction = "forward"
@@ -99,3 +111,274 @@ class Study(Declared):
         """The variants that take part, the baseline first."""
         names = self.variants or tuple(find_operation(self.operation).variants)
         return (self.baseline, *(name for name in names if name != self.baseline))
+
+    def select(self, selector: Selector) -> tuple[str, ...]:
+        """Names of the variants (or the one control) that a selector stands for, in this study."""
+        if isinstance(selector, str):
+            return (selector,)
+        owner = find_operation(self.operation)
+        return tuple(name for name in self.variant_names() if _matches(owner.get(name), selector))
+
+    def over(self, criterion: Criterion) -> Selector:
+        """What a criterion compares with: its own ``over``, or the study's baseline."""
+        return self.baseline if criterion.over is None else criterion.over
+
+    def shapes_of(self, criterion: Criterion) -> tuple[Shape, ...]:
+        """The shapes at which a criterion is asked."""
+        if criterion.at is None:
+            return self.at_scale("full") or self.shapes
+        names = (criterion.at,) if isinstance(criterion.at, str) else criterion.at
+        return tuple(self.shape(name) for name in names)
+
+    def at_scale(self, scale: Scale) -> tuple[Shape, ...]:
+        """The shapes of one scale, in the declared order."""
+        return tuple(shape for shape in self.shapes if shape.scale == scale)
+
+
+FOLDERS = "ONELAUNCH_STUDIES"
+"""Environment variable: folders of studies beside our own, separated like ``PATH``."""
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study that was found, readable or not."""
+
+    name: str
+    path: Path
+    study: Study | None
+    problem: str = ""
+    """Why it cannot be read, when ``study`` is ``None``."""
+
+
+def study_folders() -> list[Path]:
+    """Where studies are looked for: ``./studies``, the package's own, then those in ``$ONELAUNCH_STUDIES``."""
+    own = [Path("studies"), Path(__file__).parents[1] / "studies"]
+    named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]
+    return [folder for folder in (*own, *named) if folder.is_dir()]
+
+
+def list_studies() -> list[StudyFile]:
+    """Every study that can be named, by name; of two with one name, the first that :func:`study_folders` meets."""
+    found: dict[str, StudyFile] = {}
+    for folder in study_folders():
+        for path in sorted(folder.glob("*.toml")):
+            if path.stem not in found:
+                found[path.stem] = _look(path)
+    return sorted(found.values(), key=lambda entry: entry.name)
+
+
+def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
+    """A study by its name, or by the path of its file.
+
+    Raises:
+        UnknownStudy: nothing of that name, and no file at that path.
+        StudyError: the file is wrong; says where and what would be right.
+    """
+    path = Path(name_or_path)
+    if path.is_file() or path.suffix == ".toml" or len(path.parts) > 1:
+        return path, load_study(path)
+    for folder in study_folders():
+        if (candidate := folder / f"{name_or_path}.toml").is_file():
+            return candidate, load_study(candidate)
+    raise UnknownStudy(str(name_or_path), _known_names())
+
+
+def load_study(path: str | Path) -> Study:
+    """Read and check a study file.
+
+    Raises:
+        UnknownStudy: there is no such file.
+        StudyError: the file is wrong; names the key and what would be right.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UnknownStudy(str(path), _known_names()) from None
+    except tomllib.TOMLDecodeError as error:
+        raise StudyError(path, f"this is not valid TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise StudyError(path, f"cannot be read: {error}") from error
+    return _Reader(path).read(raw)
+
+
+def _known_names() -> list[str]:
+    return sorted({path.stem for folder in study_folders() for path in folder.glob("*.toml")})
+
+
+def _look(path: Path) -> StudyFile:
+    try:
+        return StudyFile(path.stem, path, load_study(path))
+    except OneLaunchError as error:
+        return StudyFile(path.stem, path, None, str(error))
+
+
+def _members(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _matches(variant: Variant, selector: Mapping[str, Any]) -> bool:
+    """Whether each wanted tag is there with one of the wanted values; a tag that is a tuple has each of its members."""
+    return all(
+        key in variant.tags and any(value in _members(variant.tags[key]) for value in _members(wanted))
+        for key, wanted in selector.items()
+    )
+
+
+class _Reader:
+    """Turns a parsed study file into a :class:`Study`, or says which key is wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fail(self, problem: str) -> NoReturn:
+        raise StudyError(self.path, problem)
+
+    def read(self, raw: Mapping[str, Any]) -> Study:
+        self._keys("the study", raw, Study)
+        operation = self._operation(raw["operation"])
+        prepared = {
+            **raw,
+            "shapes": [self._shape(index, table, operation) for index, table in enumerate(self._tables(raw, "shapes"))],
+            "criteria": [self._criterion(index, table) for index, table in enumerate(self._tables(raw, "criteria"))],
+        }
+        study = self._validate(prepared)
+        self._check_names(study, operation)
+        for criterion in study.criteria:
+            self._check_criterion(study, criterion, operation)
+        return study
+
+    def _keys(self, where: str, table: Mapping[str, Any], model: type[Declared], more: Sequence[str] = ()) -> None:
+        known = (*model.model_fields, *more)
+        for key in table:
+            if key not in known:
+                self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
+        if missing := [name for name, field in model.model_fields.items() if field.is_required() and name not in table]:
+            self.fail(f"{where} lacks {listing(missing)}.")
+
+    def _operation(self, name: object) -> Operation[..., Any]:
+        try:
+            return find_operation(name if isinstance(name, str) else repr(name))
+        except UnknownOperation as error:
+            self.fail(f"operation: {error}")
+
+    def _tables(self, raw: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+        tables = raw.get(key, [])
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            self.fail(f"{key} must be tables, each beginning with [[{key}]].")
+        return tables
+
+    def _shape(self, index: int, table: dict[str, Any], operation: Operation[..., Any]) -> dict[str, Any]:
+        where = f"shapes[{index}] ({table.get('name', 'without a name')})"
+        own = {key: table[key] for key in ("name", "dtype", "scale") if key in table}
+        given = {key: value for key, value in table.items() if key not in own}
+        if "name" not in own:
+            self.fail(f"{where} lacks name.")
+        known = ("name", "dtype", "scale", *operation.dimensions, *operation.options)
+        for key in given:
+            if key not in known:
+                self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
+        try:
+            case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
+        except ArgumentError as error:
+            self.fail(f"{where}: {error}")
+        for key, value in case.options.items():
+            default = operation.options[key]
+            if isinstance(default, (bool, str)) and type(value) is not type(default):
+                self.fail(f"{where}: {key} is {value!r}; it must be a {type(default).__name__} like its default {default!r}.")
+        return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
+
+    def _criterion(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
+        where = f"criteria[{index}] ({table.get('name', 'without a name')})"
+        self._keys(where, table, Criterion)
+        bounds = {key: table[key] for key in ("at_least", "at_most") if key in table}
+        if len(bounds) != 1:
+            self.fail(f"{where} has {'both' if bounds else 'neither'} of at_least and at_most; it needs exactly one.")
+        for key, value in bounds.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                self.fail(f"{where}: {key} is {value!r}; it must be a number above 0.")
+        return table
+
+    def _validate(self, prepared: dict[str, Any]) -> Study:
+        try:
+            return Study.model_validate(prepared)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the study"
+            self.fail(f"{where} is {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}.")
+
+    def _check_names(self, study: Study, operation: Operation[..., Any]) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", study.name):
+            self.fail(f"name is {study.name!r}; it names files, so it must be letters, digits, '.', '_' and '-'.")
+        self._distinct("shapes", (shape.name for shape in study.shapes))
+        self._distinct("criteria", (criterion.name for criterion in study.criteria))
+        for key in ("variants", "controls", "directions", "regimes"):
+            self._distinct(key, getattr(study, key))
+        for key in ("directions", "regimes"):
+            if not getattr(study, key):
+                self.fail(f"{key} is empty; leave it out for the default.")
+        for key, names in (("baseline", (study.baseline,)), ("variants", study.variants)):
+            for name in names:
+                self._known(key, "variant", name, operation.variants, operation.name)
+        for name in study.controls:
+            self._known("controls", "control", name, operation.controls, operation.name)
+
+    def _distinct(self, key: str, names: Iterable[str]) -> None:
+        if twice := [name for name, times in Counter(names).items() if times > 1]:
+            self.fail(f"{key} has {listing(map(repr, twice))} more than once; each name must be its own.")
+
+    def _known(self, key: str, kind: str, name: str, known: Iterable[str], owner: str) -> None:
+        if name not in (known := list(known)):
+            self.fail(f"{key}: {owner} has no {kind} {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
+
+    def _check_criterion(self, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        where = f"criterion {criterion.name!r}"
+        names = [shape.name for shape in study.shapes]
+        for name in () if criterion.at is None else _members(criterion.at):
+            if name not in names:
+                self.fail(f"{where}: at names the unknown shape {name!r}.{did_you_mean(name, names)} Known: {listing(names)}.")
+        shapes = [shape.name for shape in study.shapes_of(criterion)]
+        if not shapes:
+            self.fail(f"{where}: at is empty; name one shape or more, or leave it out for all full-scale shapes.")
+        self._distinct(f"{where}: at", shapes)
+        if criterion.in_at_least is not None and not 1 <= criterion.in_at_least <= len(shapes):
+            self.fail(f"{where}: in_at_least is {criterion.in_at_least}; it must lie between 1 and its {len(shapes)} shapes.")
+        if criterion.direction not in study.directions:
+            self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
+        if criterion.regime not in study.regimes:
+            self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
+        if criterion.measure == "error" and criterion.over is not None:
+            self.fail(f"{where}: an error is judged against the oracle; leave over out.")
+        if criterion.measure == "error" and criterion.at_most is None:
+            self.fail(f"{where}: an error is bounded from above; use at_most.")
+        self._check_selector(f"{where}: of", study, criterion, criterion.of, operation)
+        if criterion.over is not None:
+            self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
+
+    def _check_selector(
+        self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]
+    ) -> None:
+        taking_part = study.variant_names()
+        if isinstance(selector, str):
+            if selector in operation.controls and selector not in taking_part:
+                if selector not in study.controls:
+                    self.fail(f"{where} is the control {selector!r}, which is not among the study's controls; add it there.")
+                if criterion.direction != "forward":
+                    self.fail(f"{where} is the control {selector!r}; controls are timed forward only.")
+            elif selector not in taking_part:
+                if selector in operation.variants:
+                    self.fail(f"{where} is {selector!r}, which is not among the study's variants; add it there.")
+                known = (*taking_part, *study.controls)
+                hint = did_you_mean(selector, known)
+                self.fail(f"{where} is {selector!r}, no variant or control.{hint} Known: {listing(known)}.")
+            return
+        tags = [operation.get(name).tags for name in taking_part]
+        known = sorted({key for entry in tags for key in entry})
+        for key in selector:
+            if key not in known:
+                hint = did_you_mean(key, known)
+                self.fail(f"{where} asks for the tag {key!r}, which no variant has.{hint} Known: {listing(known)}.")
+        if not study.select(selector):
+            there = {key: sorted({str(value) for entry in tags for value in _members(entry.get(key))}) for key in selector}
+            seen = "; ".join(f"{key} is {listing(values)}" for key, values in there.items())
+            self.fail(f"{where} = {selector} matches no variant of the study; among them {seen}.")

@@ -1,0 +1,179 @@
+"""What arithmetic says before anything runs: each variant's cost and floor, who can run, which criteria nothing could meet."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from onelaunch.operation import Cost, Direction, Variant, find_operation
+from onelaunch.workbench.result import Plan
+from onelaunch.workbench.study import Criterion, Scale, Selector, Shape, Study
+
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+"""Unit roundoff of each dtype."""
+
+EXACTNESS = 0.25
+"""A result rounded once has a norm-wise error between 0.29 and 0.58 of the unit roundoff; an error asked below this share of it
+cannot be reached by anything that stores its result in that dtype."""
+
+
+class Rates(Protocol):
+    """The measured rates that a plan rests on: :class:`onelaunch.hardware.Ceilings`, or the stored ones."""
+
+    @property
+    def copy_bytes_per_second(self) -> float: ...
+    @property
+    def matrix_flops_per_second(self) -> dict[str, float]: ...
+    @property
+    def launch_seconds(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """One variant (or control) at one shape in one direction, before it runs."""
+
+    shape: Shape
+    direction: Direction
+    variant: str
+    plan: Plan
+    control: bool = False
+    status: Literal["unsupported", "not_installed"] | None = None
+    """Why it will not run, in the words of a cell's status; ``None`` when it will."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """A study held against a device, before anything runs."""
+
+    study: Study
+    device: str
+    scale: Scale
+    cells: tuple[PlannedCell, ...]
+    """Of the shapes of this scale: by shape, direction and variant, the baseline first and controls last."""
+    infeasible: dict[str, str]
+    """Criteria that no way of computing could meet, at any scale, each with the sentence that says why."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes that run."""
+        return self.study.at_scale(self.scale)
+
+
+def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> StudyPlan:
+    """Cost, floor and feasibility of a study on a device (``cpu``, ``cuda:0``) at a scale. Nothing is run or allocated."""
+    cells: list[PlannedCell] = []
+    for shape in study.at_scale(scale):
+        for direction in study.directions:
+            cells += [_planned_variant(study, shape, direction, name, ceilings, device) for name in study.variant_names()]
+            if direction == "forward":
+                cells += [_planned_control(study, shape, name, ceilings) for name in study.controls]
+    infeasible = {
+        criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None
+    }
+    return StudyPlan(study, device, scale, tuple(cells), infeasible)
+
+
+def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
+    """The time that the fewest bytes or the matrix products need at the device's measured rates, whichever is longer."""
+    by_bytes = least.bytes / rates.copy_bytes_per_second
+    by_flops = least.flops / rates.matrix_flops_per_second.get(dtype, math.inf)
+    return 1e6 * max(by_bytes, by_flops)
+
+
+def infeasibility(study: Study, criterion: Criterion) -> str | None:
+    """Why arithmetic alone refutes a criterion, or ``None``. Criteria on times need a measured baseline first."""
+    shapes = study.shapes_of(criterion)
+    needed = criterion.in_at_least or len(shapes)
+    refuted = [why for shape in shapes if (why := _infeasible_at(study, criterion, shape)) is not None]
+    return "; ".join(refuted) if len(shapes) - len(refuted) < needed else None
+
+
+def mebibytes(count: float) -> str:
+    """Bytes as people read them: ``0.031 MiB``, ``11.0 MiB``, ``1.50 GiB``."""
+    amount = count / 2**20
+    return f"{amount:.1f} MiB" if 1 <= amount < 1000 else f"{amount:.3g} MiB" if amount < 1 else f"{amount / 1024:.2f} GiB"
+
+
+def _infeasible_at(study: Study, criterion: Criterion, shape: Shape) -> str | None:
+    if criterion.measure == "dram_bytes_ratio" and criterion.at_least is not None:
+        most = _most_bytes(study, study.over(criterion), shape, criterion.direction)
+        least = _least(study, shape, criterion.direction).bytes
+        if least and most / least < criterion.at_least:
+            return (
+                f"at most {most / least:.2f}x fewer bytes is possible at {shape.name} ({mebibytes(most)} against "
+                f"{mebibytes(least)}), the study asks for at least {criterion.at_least:g}x"
+            )
+    if criterion.measure == "error" and criterion.at_most is not None:
+        finest = EXACTNESS * ROUNDING[shape.dtype]
+        if criterion.at_most < finest:
+            return (
+                f"rounding to {shape.dtype} alone makes an error above {finest:.1e} at {shape.name}, "
+                f"the study asks for at most {criterion.at_most:.1e}"
+            )
+    return None
+
+
+def _least(study: Study, shape: Shape, direction: Direction) -> Cost:
+    return find_operation(study.operation).cost(study.case(shape), None, direction)
+
+
+def _most_bytes(study: Study, selector: Selector, shape: Shape, direction: Direction) -> int:
+    operation, case = find_operation(study.operation), study.case(shape)
+    if isinstance(selector, str) and selector in operation.controls and selector not in operation.variants:
+        return operation.controls[selector].cost(case).bytes
+    return max(operation.cost(case, operation.get(name), direction).bytes for name in study.select(selector))
+
+
+def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
+    launching = 1e6 * (cost.launches or 0) * rates.launch_seconds
+    return Plan(
+        flops=cost.flops,
+        bytes=cost.bytes,
+        least_bytes=least.bytes,
+        launches=cost.launches,
+        floor_microseconds=floor_microseconds(least, dtype, rates),
+        planned_microseconds=floor_microseconds(cost, dtype, rates) + launching,
+    )
+
+
+def _planned_variant(
+    study: Study, shape: Shape, direction: Direction, name: str, rates: Rates, device: str
+) -> PlannedCell:
+    operation, case = find_operation(study.operation), study.case(shape)
+    variant = operation.get(name)
+    plan = _plan(operation.cost(case, variant, direction), _least(study, shape, direction), shape.dtype, rates)
+    if (package := missing_package(variant)) is not None:
+        return PlannedCell(shape, direction, name, plan, status="not_installed", reason=f"needs the package {package}")
+    query = operation.query(case, device, grad=direction == "forward_backward")
+    if (reason := variant.why_not(query)) is not None:
+        return PlannedCell(shape, direction, name, plan, status="unsupported", reason=reason)
+    return PlannedCell(shape, direction, name, plan)
+
+
+def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> PlannedCell:
+    cost = find_operation(study.operation).controls[name].cost(study.case(shape))
+    return PlannedCell(shape, "forward", name, _plan(cost, cost, shape.dtype, rates), control=True)
+
+
+def missing_package(variant: Variant) -> str | None:
+    """The package that the variant's tag ``requires`` names, if it cannot be imported here."""
+    package = variant.tags.get("requires")
+    if package is None or _importable(package):
+        return None
+    return package
+
+
+def _importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def scale_for(device_type: str) -> Scale:
+    """The scale that suits a device: full on a GPU, small on a CPU."""
+    return "small" if device_type == "cpu" else "full"
+
