@@ -1,0 +1,57 @@
+# Everything runs in .venv, which is made on first use; `make` alone lists the targets.
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --build-constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types layers docs check format clean
+
+help: ## say what there is
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/.runtime ## run the 040 study at the size that suits this machine; the report goes to reports/
+	@mkdir -p reports
+	$(BIN)/onelaunch study run 040-linear-rnn --out reports/040-linear-rnn --force
+
+test: $(VENV)/.developer ## run the test-suite: once with kernels compiled, once with kernels interpreted
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not interpret"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m interpret
+
+lint: $(VENV)/.developer ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.developer ## pyrefly
+	$(BIN)/pyrefly check
+
+layers: $(VENV)/.developer ## import-linter: nothing imports upward, kernel files stand alone
+	$(BIN)/lint-imports --no-cache --no-logo
+
+docs: $(VENV)/.developer ## build the documentation; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+check: lint types layers docs test ## all of the above but the demo
+
+format: $(VENV)/.developer ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what was built; measured results stay
+	rm -rf $(VENV) build dist docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.pip: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "onelaunch needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt pip
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.pip pyproject.toml
+	$(PIP) --editable '.[workbench,triton]'
+	@touch $@
+
+$(VENV)/.developer: $(VENV)/.runtime
+	$(PIP) --group test --group lint --group docs
+	@touch $@
