@@ -29,7 +29,7 @@ Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "
 class Stored(BaseModel):
     """Base of all stored values: closed and unchangeable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 class Estimate(Stored):

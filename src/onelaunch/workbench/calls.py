@@ -1,0 +1,117 @@
+"""Calling an operation as tests, timings and profiles do: made inputs, one call, and the answer by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from onelaunch.operation import Case, Control, Direction, Operation
+
+Answer = dict[str, torch.Tensor | None]
+"""What one call gave: results by name, then ``grad NAME`` for every differentiable input (``None`` where there is none)."""
+
+
+@dataclass
+class Inputs:
+    """The arguments of one call, and, when it is followed by its backward pass, the gradients of its results."""
+
+    arguments: dict[str, Any]
+    differentiable: tuple[str, ...] = ()
+    """Empty for a forward call."""
+    output_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By result name, in the dtype of the result."""
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor that the call may read and must not change."""
+        for name, value in self.arguments.items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
+        for name, value in self.output_gradients.items():
+            yield f"gradient of {name}", value
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for _, tensor in self.named_tensors())
+
+    def clone(self) -> Inputs:
+        """The same contents in new storage."""
+        arguments = {
+            name: value.detach().clone().requires_grad_(name in self.differentiable) if isinstance(value, torch.Tensor) else value
+            for name, value in self.arguments.items()
+        }
+        return Inputs(arguments, self.differentiable, {name: g.clone() for name, g in self.output_gradients.items()})
+
+    @torch.no_grad()
+    def load(self, other: Inputs) -> None:
+        """Copy another's contents into this storage; a tensor whose shape differs is left as it is."""
+        contents = dict(other.named_tensors())
+        for name, tensor in self.named_tensors():
+            if name in contents and contents[name].shape == tensor.shape:
+                tensor.copy_(contents[name])
+
+
+def make_inputs(operation: Operation[..., Any], case: Case, device: torch.device, seed: int, direction: Direction) -> Inputs:
+    """The operation's inputs for a case, ready for the direction, but for the gradients of the results."""
+    reading = operation.make_inputs(case, device, seed)
+    return Inputs(reading.arguments, reading.differentiable if direction == "forward_backward" else ()).clone()
+
+
+def draw_gradients(outputs: Answer, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """Random gradients for every floating-point result, with values that ``dtype`` holds exactly, in the dtype of the result."""
+    drawn = {}
+    for name, output in outputs.items():
+        if output is not None and output.is_floating_point():
+            generator = torch.Generator(device=output.device).manual_seed(seed + 1 + len(drawn))
+            values = torch.randn(output.shape, device=output.device, generator=generator)
+            drawn[name] = values.to(dtype).to(output.dtype)
+    return drawn
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What is called: a variant through the public function, a control, or the oracle."""
+
+    name: str
+    call: Callable[..., Any]
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def variant(cls, operation: Operation[..., Any], name: str) -> Callee:
+        """A variant as a user calls it, checks and dispatch included."""
+        operation.get(name)
+        return cls(name, lambda **arguments: operation(**arguments, variant=name), operation.outputs)
+
+    @classmethod
+    def control(cls, operation: Operation[..., Any], control: Control) -> Callee:
+        """A control on the operation's checked call; its result goes by the control's name."""
+        return cls(control.name, lambda **arguments: control.run(operation.bind(**arguments)), (control.name,))
+
+    def __call__(self, inputs: Inputs) -> Answer:
+        """Call once, with the backward pass when the inputs ask for gradients."""
+        if not inputs.differentiable:
+            with torch.no_grad():
+                return self._outputs(inputs)
+        with torch.enable_grad():
+            outputs = self._outputs(inputs)
+            reached = {name: output for name, output in outputs.items() if output is not None and output.requires_grad}
+            leaves = [inputs.arguments[name] for name in inputs.differentiable]
+            gradients: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
+            if reached and inputs.output_gradients:
+                seeds = [inputs.output_gradients[name].to(output.dtype) for name, output in reached.items()]
+                gradients = torch.autograd.grad(list(reached.values()), leaves, seeds, allow_unused=True)
+        answer: Answer = {name: None if output is None else output.detach() for name, output in outputs.items()}
+        return answer | {f"grad {name}": gradient for name, gradient in zip(inputs.differentiable, gradients, strict=True)}
+
+    def _outputs(self, inputs: Inputs) -> Answer:
+        result = self.call(**inputs.arguments)
+        results = result if isinstance(result, tuple) else (result,)
+        return dict(zip(self.outputs, results, strict=False))
+
+
+def duplicate(answer: Answer) -> Answer:
+    """Copies of the tensors of an answer, taken on the current stream."""
+    return {name: None if value is None else value.clone() for name, value in answer.items()}

@@ -1,0 +1,253 @@
+"""A toy operation for the workbench's own tests: a weighted running sum, with honest variants and one rogue per exploit."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.operation import Case, Cost, Direction, Operation, Query, Reading, Variant, operation
+
+
+@dataclass(frozen=True)
+class ToyCall:
+    """Checked arguments of :func:`toy_sum`."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+
+    def query(self) -> Query:
+        grad = torch.is_grad_enabled() and (self.x.requires_grad or self.weight.requires_grad)
+        return Query("toy_sum", str(self.x.device), self.x.dtype, tuple(self.x.shape), grad)
+
+
+@operation(
+    dimensions=("B", "T", "V"),
+    outputs=("y", "final_state"),
+    bind=ToyCall,
+    options={"weight": "random"},
+    defaults={"cpu": ("parallel", "eager"), "cuda": ("parallel", "eager")},
+)
+def toy_sum(x: torch.Tensor, weight: torch.Tensor, *, variant: str = dispatch.AUTO) -> tuple[torch.Tensor, torch.Tensor]:
+    """y_t = sum over s <= t of x_s * weight; x is ``[B, T, V]``, weight ``[V]``. Also the last sum, float32 ``[B, V]``."""
+    return dispatch.run(toy_sum, ToyCall(x, weight), variant)
+
+
+@toy_sum.oracle
+def reference(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sums, total = [], torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        total = total + x[:, t] * weight
+        sums.append(total)
+    return torch.stack(sums, dim=1), total
+
+
+@toy_sum.inputs
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    batch, length, width = (case.sizes[name] for name in ("B", "T", "V"))
+    x = torch.randn(batch, length, width, device=device, generator=generator)
+    weight = torch.randn(width, device=device, generator=generator)
+    if toy_sum.option(case, "weight") == "zero":
+        weight.zero_()
+    return Reading({"x": x.to(case.dtype), "weight": weight.to(case.dtype)}, ("x", "weight"))
+
+
+@toy_sum.costs
+def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+    elements = math.prod(case.sizes.values())
+    passes = {"forward": 2, "forward_backward": 5}[direction] + (variant is not None and variant.name == "eager")
+    return Cost(0, passes * elements * case.dtype.itemsize, None if variant is None else variant.launches)
+
+
+@toy_sum.queries
+def query(case: Case, device: str, grad: bool) -> Query:
+    return Query("toy_sum", device, case.dtype, tuple(case.sizes[name] for name in ("B", "T", "V")), grad)
+
+
+@toy_sum.variant("eager", yardstick=True)
+def eager(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step by step."""
+    total = torch.zeros_like(call.x[:, 0], dtype=torch.float32)
+    sums = []
+    for t in range(call.x.shape[1]):
+        total = total + call.x[:, t].float() * call.weight.float()
+        sums.append(total.to(call.x.dtype))
+    return torch.stack(sums, dim=1), total
+
+
+@toy_sum.variant("parallel", launches=2)
+def parallel(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """All steps at once."""
+    sums = (call.x.float() * call.weight.float()).cumsum(1)
+    return sums.to(call.x.dtype), sums[:, -1].contiguous()
+
+
+@toy_sum.control("product", oracle=lambda x, weight: x * weight, cost=lambda case: Cost(0, 2 * math.prod(case.sizes.values()), 1))
+def product(call: ToyCall) -> torch.Tensor:
+    """The product alone."""
+    return call.x * call.weight
+
+
+@toy_sum.variant("gpu_only")
+def gpu_only(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """An honest variant for another device."""
+    return parallel(call)
+
+
+@gpu_only.supports
+def _needs_a_gpu(query: Query) -> str | None:
+    return None if query.device_type == "cuda" else "needs a GPU"
+
+
+@toy_sum.variant("missing_package", requires="a_package_that_nobody_has")
+def missing_package(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """An honest variant of a package that is not installed."""
+    return parallel(call)
+
+
+# Rogues: each looks fast or right to a careless bench
+
+
+@toy_sum.variant("zeros", rogue=True)
+def zeros(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns zeros."""
+    return torch.zeros_like(call.x), torch.zeros_like(call.x[:, 0], dtype=torch.float32)
+
+
+@toy_sum.variant("unwritten", rogue=True)
+def unwritten(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leaves the last step unwritten."""
+    sums, state = parallel(call)
+    y = torch.empty_like(sums)
+    y[:, :-1] = sums[:, :-1]
+    return y, state
+
+
+@toy_sum.variant("mutates", rogue=True)
+def mutates(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Works in its input."""
+    result = parallel(call)
+    call.x.mul_(2)
+    return result
+
+
+_answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+@toy_sum.variant("caches", rogue=True)
+def caches(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Remembers answers by the address of the input."""
+    return _answers.setdefault(call.x.data_ptr(), parallel(call))
+
+
+@toy_sum.variant("later", rogue=True)
+def later(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns at once and computes in a thread."""
+    sums, state = parallel(call)
+    result = torch.zeros_like(sums), torch.zeros_like(state)
+
+    def finish() -> None:
+        time.sleep(0.003)
+        result[0].copy_(sums)
+        result[1].copy_(state)
+
+    threading.Thread(target=finish).start()
+    return result
+
+
+_streams: list[torch.cuda.Stream] = []
+
+
+@toy_sum.variant("other_stream", rogue=True)
+def other_stream(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes on a stream of its own, without waiting for the caller's."""
+    if not _streams:
+        _streams.append(torch.cuda.Stream())
+    with torch.cuda.stream(_streams[0]):
+        return parallel(call)
+
+
+@other_stream.supports
+def _needs_streams(query: Query) -> str | None:
+    return None if query.device_type == "cuda" else "needs a GPU"
+
+
+@toy_sum.variant("nan", rogue=True)
+def nan(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """One NaN in a right answer."""
+    sums, state = parallel(call)
+    sums[0, 0, 0] = float("nan")
+    return sums, state
+
+
+@toy_sum.variant("wrong_dtype", rogue=True)
+def wrong_dtype(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The right values in a dtype that was not asked for."""
+    sums, state = parallel(call)
+    return sums.double(), state
+
+
+@toy_sum.variant("wrong_shape", rogue=True)
+def wrong_shape(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The right values without the batch."""
+    sums, state = parallel(call)
+    return sums.flatten(0, 1), state
+
+
+@toy_sum.variant("wrong_state", rogue=True)
+def wrong_state(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state of the step before the last."""
+    sums, _ = parallel(call)
+    return sums, sums[:, -2].float().contiguous()
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(weight)
+        return parallel(ToyCall(x, weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] * weight, torch.zeros_like(weight)
+
+
+@toy_sum.variant("wrong_gradient", rogue=True)
+def wrong_gradient(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right forward, wrong backward."""
+    return _WrongGradient.apply(call.x, call.weight)
+
+
+@toy_sum.variant("no_gradient", rogue=True)
+def no_gradient(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forgets that it is differentiated."""
+    return parallel(ToyCall(call.x.detach(), call.weight.detach()))
+
+
+@toy_sum.variant("raises", rogue=True)
+def raises(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Falls over."""
+    raise RuntimeError("the kernel fell over")
+
+
+@toy_sum.variant("runs_out", rogue=True)
+def runs_out(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Asks for more memory than there is."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+
+
+HONEST = ("eager", "parallel")
+
+
+def toy_case(dtype: str = "float32", **options: Any) -> Case:
+    """A small case of the toy operation."""
+    sizes = {"B": 2, "T": 24, "V": 8} | {key: options.pop(key) for key in ("B", "T", "V") if key in options}
+    return toy_sum.case(dtype, name=options.pop("name", ""), **sizes, **options)
+
+
