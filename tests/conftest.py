@@ -6,11 +6,15 @@ import os
 import random
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
+
+from onelaunch import dispatch, operation
+from tests.toys import make_scale
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton decides when it is imported whether kernels are interpreted, so a process does one or the other."""
@@ -70,3 +74,12 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[operation.Operation]:
+    """The toy operation of :mod:`tests.toys`, registered for one test."""
+    dispatch.choose.cache_clear()
+    monkeypatch.setattr(operation, "_REGISTRY", dict(operation._REGISTRY))
+    yield make_scale()
+    dispatch.choose.cache_clear()

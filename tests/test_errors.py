@@ -1,0 +1,107 @@
+"""Every error says what was wrong and what would be right, and is of the kind that a caller expects."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from onelaunch import errors
+from onelaunch.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    NoDeviceError,
+    OneLaunchError,
+    PackingError,
+    ResultCorrupt,
+    ResultExists,
+    ShapeError,
+    StudyError,
+    UnknownOperation,
+    UnknownStudy,
+    UnknownVariant,
+    ValueRangeError,
+    VariantUnsupported,
+    did_you_mean,
+)
+
+MESSAGES = [
+    (
+        ShapeError("gate", got=[4, 8], want="[B, T, V] = [4, 2, 8] to match x [4, 2, 16]"),
+        "gate has shape (4, 8); it must be [B, T, V] = [4, 2, 8] to match x [4, 2, 16].",
+    ),
+    (DTypeError("x", got="torch.int8", want="float16 or float32"), "x is torch.int8; it must be float16 or float32."),
+    (DeviceError("gate", got="cpu", want="cuda:0"), "gate is on cpu; it must be on cuda:0, like the first argument."),
+    (
+        ValueRangeError("log_decay", got="has a positive value", want="every value must be at most 0"),
+        "log_decay has a positive value; every value must be at most 0.",
+    ),
+    (PackingError("decreases at 2", want="never decrease"), "cu_seqlens decreases at 2; it must never decrease."),
+    (
+        UnknownOperation("linaer", ["linear", "scan"]),
+        "There is no operation 'linaer'. Did you mean 'linear'? Known: linear, scan.",
+    ),
+    (UnknownVariant("zzz", ["b", "a"]), "There is no variant 'zzz'. Known: a, b."),
+    (UnknownStudy("x", []), "There is no study 'x'. Known: none."),
+    (
+        VariantUnsupported("scan", "triton", reason="needs a GPU", instead=["eager", "chunked"]),
+        "Variant 'triton' of scan cannot run this call: it needs a GPU. These can: eager, chunked.",
+    ),
+    (NoDeviceError("cuda", present=["cpu"]), "There is no device 'cuda' here. Present: cpu. Leave --device out to use it."),
+    (StudyError("a.toml", "there is no key 'shaeps'"), "a.toml: there is no key 'shaeps'"),
+    (
+        ResultExists("r.json"),
+        "r.json exists already; results are never overwritten silently. Choose another --out or add --force.",
+    ),
+    (
+        ResultCorrupt("r.json", "it is empty"),
+        "r.json is not a result of onelaunch: it is empty. Run the study again, or restore the file.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), MESSAGES, ids=lambda value: type(value).__name__ if isinstance(value, Exception) else ""
+)
+def test_the_message(error, message):
+    assert str(error) == message
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ArgumentError, ValueError),
+        (ShapeError, ValueError),
+        (DTypeError, TypeError),
+        (DTypeError, ValueError),
+        (PackingError, ValueError),
+        (UnknownOperation, LookupError),
+        (UnknownVariant, ValueError),
+        (VariantUnsupported, RuntimeError),
+        (NoDeviceError, RuntimeError),
+        (StudyError, ValueError),
+        (ResultExists, FileExistsError),
+        (ResultCorrupt, ValueError),
+    ],
+)
+def test_a_caller_who_expects_the_built_in_error_catches_ours(error, expected):
+    assert issubclass(error, expected)
+
+
+def test_every_error_has_one_base_and_a_docstring():
+    classes = [found for _, found in inspect.getmembers(errors, inspect.isclass) if found.__module__ == errors.__name__]
+    assert len(classes) > 15
+    for found in classes:
+        assert issubclass(found, OneLaunchError)
+        assert found.__doc__
+
+
+def test_errors_about_arguments_name_the_argument():
+    assert ShapeError("gate", got=(1,), want="[B]").argument == "gate"
+    assert PackingError("is float32", want="be int32").argument == "cu_seqlens"
+
+
+def test_a_suggestion_is_made_only_when_a_name_is_near():
+    assert did_you_mean("smi_fused", ["semi_fused", "eager"]) == " Did you mean 'semi_fused'?"
+    assert did_you_mean("quantum", ["semi_fused", "eager"]) == ""

@@ -1,0 +1,202 @@
+"""The registry: what an operation and its variants know, and how a wrong question is answered."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+
+import pytest
+import torch
+
+from onelaunch import operation
+from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
+from onelaunch.operation import Cost, KernelBuild, Query, find_operation, operations, parse_dtype
+from tests.toys import make_scale
+
+
+def test_calling_an_operation_is_calling_the_function(scale):
+    x = torch.arange(4.0)
+    assert torch.equal(scale(x, 2.0), 2 * x)
+    assert torch.equal(scale(x, 2.0, variant="loop"), 2 * x)
+
+
+def test_an_operation_keeps_the_name_and_docstring_of_its_function(scale):
+    assert scale.name == "scale"
+    assert scale.__doc__ == "Multiply a vector by a number."
+    assert repr(scale) == "<operation scale: loop, vector, no_backward, elsewhere>"
+
+
+def test_a_registered_operation_is_found_and_listed(scale):
+    assert find_operation("scale") is scale
+    assert scale in list(operations())
+
+
+def test_the_operations_of_the_package_are_registered():
+    assert {"gated_scan", "linear_rnn"} <= {found.name for found in operations()}
+
+
+def test_an_unknown_operation_suggests_the_nearest(scale):
+    with pytest.raises(UnknownOperation, match=r"no operation 'scael'\. Did you mean 'scale'\? Known: .*scale"):
+        find_operation("scael")
+
+
+def test_two_operations_cannot_share_a_name(scale):
+    with pytest.raises(ArgumentError, match="'scale' is registered already"):
+        make_scale()
+
+
+def test_two_variants_cannot_share_a_name(scale):
+    with pytest.raises(ArgumentError, match="scale has a variant 'loop' already"):
+        scale.variant("loop")(lambda call: call)
+
+
+def test_a_variant_knows_its_tags_and_the_first_line_of_its_docstring(scale):
+    loop = scale.get("loop")
+    assert loop.tags == {"launches": None, "gemm": "none"}
+    assert loop.launches is None
+    assert scale.get("vector").launches == 1
+    assert loop.summary == "One element after the other."
+    assert repr(loop) == "<variant scale.loop>"
+
+
+def test_an_unknown_variant_suggests_the_nearest(scale):
+    with pytest.raises(UnknownVariant, match=r"no variant 'vectro'\. Did you mean 'vector'\?"):
+        scale.get("vectro")
+
+
+@pytest.mark.parametrize(
+    ("variant", "query", "reason"),
+    [
+        ("loop", Query("scale", "cpu", torch.float32, (8,)), None),
+        ("elsewhere", Query("scale", "cuda:0", torch.float32, (8,)), "needs a quantum computer"),
+        ("elsewhere", Query("scale", "quantum", torch.float32, (8,)), None),
+        ("vector", Query("scale", "cpu", torch.float32, (1001,)), "takes at most 1000 elements"),
+        ("no_backward", Query("scale", "cpu", torch.float32, (8,), grad=True), "has no backward pass"),
+        ("no_backward", Query("scale", "cpu", torch.float32, (8,)), None),
+    ],
+)
+def test_a_variant_says_why_it_cannot_run(scale, variant, query, reason):
+    assert scale.get(variant).why_not(query) == reason
+
+
+def test_the_first_predicate_that_refuses_gives_the_reason(scale):
+    @scale.get("elsewhere").supports
+    def _(query):
+        return "needs more patience"
+
+    elsewhere = scale.get("elsewhere")
+    assert elsewhere.why_not(Query("scale", "cpu", torch.float32, (8,))) == "needs a quantum computer"
+    assert elsewhere.why_not(Query("scale", "quantum", torch.float32, (8,))) == "needs more patience"
+
+
+def test_variants_for_a_device(scale):
+    assert scale.variants_for("cpu") == ["loop", "vector", "no_backward"]
+    assert scale.variants_for("quantum") == ["loop", "vector", "no_backward", "elsewhere"]
+
+
+def test_a_variant_lists_its_kernels_for_an_architecture(scale):
+    vector = scale.get("vector")
+    assert vector.builds("sm_90a") == []
+
+    @vector.kernels
+    def _(architecture):
+        yield KernelBuild(f"scale_{architecture}", None, {}, {})
+
+    assert [build.name for build in vector.builds("sm_90a")] == ["scale_sm_90a"]
+
+
+def test_a_query_knows_its_device_type_and_direction():
+    query = Query("scale", "cuda:1", torch.float16, (8,))
+    assert (query.device_type, query.direction) == ("cuda", "forward")
+    assert query._replace(grad=True).direction == "forward_backward"
+
+
+def test_a_case_is_made_of_sizes_and_options(scale):
+    case = scale.case("float16", N=8, decay="strong")
+    assert (case.sizes, case.dtype, case.options) == ({"N": 8}, torch.float16, {"decay": "strong"})
+    assert str(case) == "N8-float16-decay=strong"
+    assert str(scale.case(torch.float32, name="small", N=8)) == "small"
+    assert scale.option(case, "decay") == "strong"
+    assert scale.option(scale.case("float32", N=8), "decay") == "model"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "scale needs the sizes N; N not given"),
+        ({"N": -1}, "Size N of scale is -1; it must be an integer of at least 0"),
+        ({"N": 2.5}, "Size N of scale is 2.5"),
+        ({"N": True}, "Size N of scale is True"),
+        ({"N": 8, "decai": "strong"}, "no size or option 'decai'. Did you mean 'decay'"),
+    ],
+)
+def test_a_wrong_case_is_refused(scale, given, message):
+    with pytest.raises(ArgumentError) as caught:
+        scale.case("float16", **given)
+    assert message in str(caught.value)
+
+
+def test_a_dtype_is_read_from_its_name():
+    assert parse_dtype("bfloat16") is parse_dtype(torch.bfloat16) is torch.bfloat16
+    with pytest.raises(ArgumentError, match=r"dtype is 'flaot16'; .*Did you mean 'float16'"):
+        parse_dtype("flaot16")
+    with pytest.raises(ArgumentError, match="must be one of float16, bfloat16, float32"):
+        parse_dtype("int8")
+
+
+def test_the_same_seed_makes_the_same_inputs(scale):
+    case = scale.case("float32", N=16)
+    first, again, other = (scale.make_inputs(case, torch.device("cpu"), seed) for seed in (1, 1, 2))
+    assert first.differentiable == ("x",)
+    assert torch.equal(first.arguments["x"], again.arguments["x"])
+    assert not torch.equal(first.arguments["x"], other.arguments["x"])
+
+
+def test_oracle_and_cost_are_asked_through_the_operation(scale):
+    (y,) = scale.reference(x=torch.ones(3, dtype=torch.float64), factor=3.0)
+    assert y.tolist() == [3.0, 3.0, 3.0]
+    assert scale.cost(scale.case("float16", N=10)) == Cost(10, 40, 1)
+    assert scale.cost(scale.case("float32", N=10), scale.get("loop")).launches is None
+
+
+def test_costs_add_up_and_an_unknown_number_of_launches_stays_unknown():
+    assert Cost(1, 2, 3) + Cost(10, 20, 30) == Cost(11, 22, 33)
+    assert (Cost(1, 2, None) + Cost(10, 20, 30)).launches is None
+
+
+def test_an_operation_without_a_part_says_which_is_missing(scale):
+    scale._oracle = None
+    with pytest.raises(NotImplementedError, match=r"'scale' has not declared @scale\.oracle"):
+        scale.reference(x=torch.ones(1))
+
+
+def test_a_control_is_registered_beside_the_variants(scale):
+    @scale.control("copy", oracle=lambda x, factor: x, cost=lambda case: Cost(0, 8, 1))
+    def copy(call):
+        """A plain copy."""
+        return call.x.clone()
+
+    assert scale.controls["copy"].summary == "A plain copy."
+    assert "copy" not in scale.variants
+    assert math.isclose(scale.controls["copy"].cost(scale.case("float16", N=1)).bytes, 8)
+
+
+def test_a_plugin_of_another_package_is_loaded_once(scale, monkeypatch):
+    loaded = []
+
+    class Entry:
+        def load(self):
+            loaded.append(self)
+
+    def entry_points(*, group):
+        assert group == "onelaunch.plugins"
+        return [Entry()]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    operation._load_plugins.cache_clear()
+    try:
+        find_operation("scale")
+        list(operations())
+        assert len(loaded) == 1
+    finally:
+        operation._load_plugins.cache_clear()

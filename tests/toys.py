@@ -1,0 +1,83 @@
+"""A tiny operation that needs no kernels: scale a vector. Registered only while a test runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch import operation as registry
+from onelaunch.operation import Case, Cost, Direction, Operation, Query, Reading, Variant
+
+
+@dataclass(frozen=True)
+class ScaleCall:
+    x: torch.Tensor
+    factor: float
+
+    def query(self) -> Query:
+        grad = torch.is_grad_enabled() and self.x.requires_grad
+        return Query("scale", str(self.x.device), self.x.dtype, (self.x.shape[0],), grad)
+
+
+def make_scale() -> Operation:
+    """A fresh ``scale`` operation with the variants ``loop``, ``vector``, ``no_backward`` and ``elsewhere``."""
+
+    @registry.operation(
+        dimensions=("N",),
+        outputs=("y",),
+        bind=ScaleCall,
+        options={"decay": "model"},
+        defaults={"cpu": ("vector", "loop", "not_registered")},
+    )
+    def scale(x: torch.Tensor, factor: float = 2.0, *, variant: str = dispatch.AUTO) -> torch.Tensor:
+        """Multiply a vector by a number."""
+        return dispatch.run(scale, ScaleCall(x, factor), variant)
+
+    @scale.variant("loop", launches=None, gemm="none")
+    def loop(call: ScaleCall) -> torch.Tensor:
+        """One element after the other.
+
+        Slow, obvious.
+        """
+        return torch.stack([element * call.factor for element in call.x])
+
+    @scale.variant("vector", launches=1)
+    def vector(call: ScaleCall) -> torch.Tensor:
+        return call.x * call.factor
+
+    @scale.variant("no_backward", launches=1, backward=False)
+    def no_backward(call: ScaleCall) -> torch.Tensor:
+        return call.x.detach() * call.factor
+
+    @scale.variant("elsewhere", launches=1)
+    def elsewhere(call: ScaleCall) -> torch.Tensor:
+        raise AssertionError("must never run here")
+
+    @elsewhere.supports
+    def _(query: Query) -> str | None:
+        return None if query.device_type == "quantum" else "needs a quantum computer"
+
+    @vector.supports
+    def _(query: Query) -> str | None:
+        return "takes at most 1000 elements" if query.sizes[0] > 1000 else None
+
+    @scale.oracle
+    def _(x: torch.Tensor, factor: float) -> tuple[torch.Tensor]:
+        return (x * factor,)
+
+    @scale.inputs
+    def _(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+        x = torch.randn(case.sizes["N"], device=device, generator=generator).to(case.dtype)
+        return Reading({"x": x, "factor": 3.0}, ("x",))
+
+    @scale.costs
+    def _(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+        return Cost(case.sizes["N"], 2 * case.dtype.itemsize * case.sizes["N"], variant.launches if variant else 1)
+
+    @scale.queries
+    def _(case: Case, device: str, grad: bool) -> Query:
+        return Query("scale", device, case.dtype, (case.sizes["N"],), grad)
+
+    return scale
