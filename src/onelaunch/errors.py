@@ -150,3 +150,7 @@ class ResultCorrupt(OneLaunchError, ValueError):
 
     def __init__(self, path: Path | str, problem: str) -> None:
         super().__init__(f"{path} is not a result of onelaunch: {problem}. Run the study again, or restore the file.")
+
+
+class ResultMismatch(OneLaunchError, ValueError):
+    """Results that do not belong together, or hold nothing of what is wanted from them."""

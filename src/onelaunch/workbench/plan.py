@@ -70,9 +70,7 @@ def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> Stud
             cells += [_planned_variant(study, shape, direction, name, ceilings, device) for name in study.variant_names()]
             if direction == "forward":
                 cells += [_planned_control(study, shape, name, ceilings) for name in study.controls]
-    infeasible = {
-        criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None
-    }
+    infeasible = {criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None}
     return StudyPlan(study, device, scale, tuple(cells), infeasible)
 
 
@@ -139,9 +137,7 @@ def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
     )
 
 
-def _planned_variant(
-    study: Study, shape: Shape, direction: Direction, name: str, rates: Rates, device: str
-) -> PlannedCell:
+def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str, rates: Rates, device: str) -> PlannedCell:
     operation, case = find_operation(study.operation), study.case(shape)
     variant = operation.get(name)
     plan = _plan(operation.cost(case, variant, direction), _least(study, shape, direction), shape.dtype, rates)
@@ -176,4 +172,3 @@ def _importable(package: str) -> bool:
 def scale_for(device_type: str) -> Scale:
     """The scale that suits a device: full on a GPU, small on a CPU."""
     return "small" if device_type == "cpu" else "full"
-

@@ -21,7 +21,7 @@ from onelaunch.operation import Case, Direction, Operation, Variant, find_operat
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyrefly: ignore[missing-import]
 
 Scale = Literal["small", "full"]
 """``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""

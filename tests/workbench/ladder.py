@@ -1,0 +1,181 @@
+"""An operation that is all cost and tags and never runs: to hold plans, criteria and decisions against numbers made by hand.
+
+A layer of a matrix product and two elementwise steps over ``[N, V]``: 8 bytes a row and channel for three launches, 6 for two, 4 for
+one, in float16. Timings are made up by :func:`measured`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from onelaunch.operation import Case, Cost, Direction, Query, Reading, Variant, operation
+from onelaunch.workbench import stats
+from onelaunch.workbench.result import Cell, ComponentError, Noise, Plan, Provenance, Result, StoredCeilings, Timing, Traffic, Verdict
+from onelaunch.workbench.study import Criterion, Shape, Study
+
+RATES = StoredCeilings(
+    copy_bytes_per_second=1e12,
+    matrix_flops_per_second={"float16": 1e14, "bfloat16": 1e14, "float32": 1e13},
+    launch_seconds=0.5e-6,
+    measured_at="2026-11-20T12:00:00+00:00",
+    software="made up",
+)
+"""1 MB takes 1 us, 100 MFLOP in float16 1 us, a launch half a us."""
+
+
+class LadderCall(NamedTuple):
+    x: torch.Tensor
+
+    def query(self) -> Query:
+        return Query("ladder", str(self.x.device), self.x.dtype, tuple(self.x.shape))
+
+
+@operation(
+    dimensions=("N", "V"),
+    outputs=("y",),
+    bind=LadderCall,
+    options={"kind": "plain", "masked": False},
+    defaults={"cpu": ("three",), "cuda": ("one",)},
+)
+def ladder(x: torch.Tensor, *, variant: str = "auto") -> torch.Tensor:
+    """Twice ``x``, in the end."""
+    return 2 * x
+
+
+@ladder.costs
+def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+    launches = variant.launches if variant is not None else 1
+    passes = {3: 4, 2: 3, 1: 2}.get(launches or 3, 4) * (1 if direction == "forward" else 3)
+    elements = case.sizes["N"] * case.sizes["V"]
+    return Cost(flops=100 * elements, bytes=passes * elements * case.dtype.itemsize, launches=launches)
+
+
+@ladder.queries
+def query(case: Case, device: str, grad: bool) -> Query:
+    return Query("ladder", device, case.dtype, (case.sizes["N"], case.sizes["V"]), grad)
+
+
+@ladder.inputs
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    return Reading({"x": torch.randn(case.sizes["N"], case.sizes["V"], device=device, generator=generator)}, ("x",))
+
+
+def _register(name: str, **tags: Any) -> Variant:
+    @ladder.variant(name, **tags)
+    def run(call: LadderCall) -> tuple[torch.Tensor]:
+        return (2 * call.x,)
+
+    return run
+
+
+_register("three", launches=3, fuses=(), gemm="own")
+_register("three_library", launches=3, fuses=(), gemm="library")
+_register("two", launches=2, fuses=("b", "c"), gemm="library")
+_register("one", launches=1, fuses=("a", "b", "c"), gemm="own")
+_register("forward_only", launches=1, fuses=("a", "b", "c"), gemm="own", carry="serial", backward=False)
+_register("peer", requires="a_package_that_nobody_has")
+
+
+@ladder.control("product", oracle=lambda x: 2 * x, cost=lambda case: Cost(0, 2 * case.sizes["N"] * case.sizes["V"], 1))
+def product(call: LadderCall) -> torch.Tensor:
+    """The product alone."""
+    return 2 * call.x
+
+
+MEGA = Shape(name="mega", dtype="float16", sizes={"N": 1000, "V": 1000})
+"""A floor of 4 us by bytes (1 us by FLOPs) at :data:`RATES`; three launches need 8 MB, two 6, one 4."""
+
+TINY = Shape(name="tiny", dtype="float32", scale="small", sizes={"N": 10, "V": 10})
+
+
+def study(*criteria: Criterion, **more: Any) -> Study:
+    facts: dict[str, Any] = {
+        "name": "ladder-study",
+        "question": "Is one launch enough?",
+        "operation": "ladder",
+        "baseline": "three",
+        "controls": ("product",),
+        "shapes": (MEGA, TINY),
+        "regimes": ("cold",),
+    }
+    return Study(**(facts | more), criteria=criteria)
+
+
+def plan(of: Shape, variant: str, direction: Direction = "forward") -> Plan:
+    case = ladder.case(of.dtype, **of.sizes)
+    own = ladder.controls[variant].cost(case) if variant in ladder.controls else ladder.cost(case, ladder.get(variant), direction)
+    least = ladder.cost(case, None, direction)
+    return Plan(
+        flops=own.flops,
+        bytes=own.bytes,
+        least_bytes=least.bytes,
+        launches=own.launches,
+        floor_microseconds=1e6 * least.bytes / RATES.copy_bytes_per_second,
+        planned_microseconds=1e6 * own.bytes / RATES.copy_bytes_per_second,
+    )
+
+
+def ok_cell(
+    variant: str,
+    time: float,
+    *,
+    of: Shape = MEGA,
+    rounds: int = 20,
+    spread: float = 0.0,
+    error: float = 1e-4,
+    counted: float | None = None,
+    direction: Direction = "forward",
+) -> Cell:
+    """A correct cell whose rounds alternate ``spread`` above and below ``time`` microseconds; ``counted`` bytes by ncu."""
+    values = tuple(time * (1 + spread * (-1) ** index) for index in range(rounds))
+    planned = plan(of, variant, direction)
+    by_arithmetic = Traffic(source="analytic", read=planned.bytes / 2, written=planned.bytes / 2)
+    return Cell(
+        shape=of.name,
+        direction=direction,
+        variant=variant,
+        control=variant in ladder.controls,
+        status="ok",
+        plan=planned,
+        verdict=Verdict(ok=True, components=(ComponentError(name="y", error=error, max_error=error, allowed=1e-3),)),
+        timings=(Timing(regime="cold", microseconds=stats.estimate(values), rounds=values),),
+        traffic=by_arithmetic if counted is None else Traffic(source="ncu", read=counted, written=0.0),
+    )
+
+
+def bad_cell(variant: str, status: Any, reason: str = "", *, of: Shape = MEGA, **more: Any) -> Cell:
+    return Cell(
+        shape=of.name, direction="forward", variant=variant, status=status, reason=reason, plan=plan(of, variant), **more
+    )
+
+
+def noise(floor: float = 1.01, of: Shape = MEGA, direction: Direction = "forward") -> Noise:
+    same = stats.estimate([1.0] * 20)
+    return Noise(shape=of.name, direction=direction, regime="cold", ratio=same, floor=floor)
+
+
+def measured(declared: Study, *cells: Cell, floor: float | None = 1.01, scale: str = "full", **more: Any) -> Result:
+    """A result of these cells, with an A/A run of that floor wherever something ran."""
+    places = dict.fromkeys((cell.shape, cell.direction) for cell in cells)
+    runs = [] if floor is None else [noise(floor, declared.shape(shape), direction) for shape, direction in places]
+    facts: Mapping[str, Any] = {
+        "device": "Some GPU",
+        "slug": "some-gpu",
+        "architecture": "sm_90",
+        "driver": "1.0",
+        "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+        "commit": "abc1234",
+        "date": "2026-11-20T12:00:00+00:00",
+    }
+    return Result(
+        study=declared,
+        study_digest=declared.digest(),
+        provenance=Provenance(**facts, scale=scale, rounds=20),
+        ceilings=RATES,
+        cells=cells,
+        noise=tuple(runs),
+        **more,
+    )

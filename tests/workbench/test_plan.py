@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.workbench.plan import infeasibility, mebibytes, plan_study, scale_for
+from onelaunch.workbench.study import Criterion, Shape
+from tests.workbench.ladder import MEGA, RATES, TINY, study
+
+
+def planned(variant, direction="forward", declared=None, device="cuda:0"):
+    found = plan_study(declared or study(directions=("forward", "forward_backward")), RATES, device, "full")
+    return next(cell for cell in found.cells if (cell.variant, cell.direction) == (variant, direction))
+
+
+@pytest.mark.parametrize(("variant", "bytes_", "microseconds"), [("three", 8e6, 8 + 1.5), ("two", 6e6, 6 + 1.0), ("one", 4e6, 4 + 0.5)])
+def test_a_plan_is_bytes_over_bandwidth_plus_launches(variant, bytes_, microseconds):
+    plan = planned(variant).plan
+    assert plan.bytes == bytes_
+    assert plan.planned_microseconds == pytest.approx(microseconds)
+    assert plan.floor_microseconds == pytest.approx(4.0)  # 4 MB at 1 TB/s; its 100 MFLOP need 1 us
+    assert plan.least_bytes == 4e6
+    assert plan.flops == 1e8
+
+
+def test_the_matrix_rate_of_the_dtype_sets_the_floor_where_it_is_slower():
+    single = Shape(name="single", dtype="float32", sizes=MEGA.sizes)  # 1e8 flops at 1e13 is 10 us, 8 MB are 8 us
+    assert planned("one", declared=study(shapes=(single,))).plan.floor_microseconds == pytest.approx(10.0)
+
+
+def test_the_backward_pass_has_a_plan_of_its_own():
+    assert planned("one", "forward_backward").plan.bytes == 12e6
+
+
+def test_who_cannot_run_is_known_before_anything_runs():
+    assert planned("forward_only").status is None
+    backward = planned("forward_only", "forward_backward")
+    assert (backward.status, backward.reason) == ("unsupported", "has no backward pass")
+    peer = planned("peer")
+    assert (peer.status, peer.reason) == ("not_installed", "needs the package a_package_that_nobody_has")
+
+
+def test_the_baseline_comes_first_and_controls_last_and_forward_only():
+    cells = plan_study(study(baseline="two", directions=("forward", "forward_backward")), RATES, "cpu", "full").cells
+    forward = [cell.variant for cell in cells if cell.direction == "forward"]
+    backward = [cell.variant for cell in cells if cell.direction == "forward_backward"]
+    assert (forward[0], backward[0], forward[-1]) == ("two", "two", "product")
+    assert "product" not in backward
+    control = next(cell for cell in cells if cell.control)
+    assert control.plan.floor_microseconds == pytest.approx(2.0)  # its own bytes, not the operation's
+
+
+def test_only_the_shapes_of_the_scale_are_planned():
+    assert {cell.shape.name for cell in plan_study(study(), RATES, "cpu", "small").cells} == {"tiny"}
+    assert plan_study(study(), RATES, "cpu", "full").shapes == (MEGA,)
+    assert (scale_for("cpu"), scale_for("cuda")) == ("small", "full")
+
+
+def traffic(at_least, **more):
+    return Criterion(name="traffic", measure="dram_bytes_ratio", of="one", at_least=at_least, **more)
+
+
+def test_fewer_bytes_than_must_move_are_infeasible_with_the_arithmetic():
+    why = infeasibility(study(), traffic(2.5))
+    assert why == "at most 2.00x fewer bytes is possible at mega (7.6 MiB against 3.8 MiB), the study asks for at least 2.5x"
+    assert infeasibility(study(), traffic(2.0)) is None
+    assert infeasibility(study(), traffic(1.6, over="two")) is not None
+
+
+def test_the_most_wasteful_of_several_baselines_counts():
+    assert infeasibility(study(), traffic(1.9, over={"launches": [2, 3]})) is None
+    assert infeasibility(study(), traffic(1.9, over={"launches": [1, 2]})) is not None
+
+
+def test_infeasible_at_too_many_shapes_for_in_at_least():
+    half = Shape(name="half", dtype="float16", sizes={"N": 1, "V": 1})
+    declared = study(shapes=(MEGA, half))
+    assert infeasibility(declared, traffic(2.5, in_at_least=1)) is not None
+    assert infeasibility(declared, traffic(1.5, in_at_least=1)) is None
+
+
+def test_criteria_are_checked_at_every_scale():
+    declared = study(traffic(2.5))
+    assert set(plan_study(declared, RATES, "cpu", "small").infeasible) == {"traffic"}
+
+
+@pytest.mark.parametrize(("dtype", "asked", "feasible"), [
+    ("float16", 5e-3, True), ("float16", 2e-4, True), ("float16", 1e-4, False),
+    ("bfloat16", 2e-3, True), ("bfloat16", 5e-4, False), ("float32", 1e-6, True), ("float32", 1e-9, False),
+])
+def test_an_error_below_the_rounding_of_the_dtype_is_infeasible(dtype, asked, feasible):
+    declared = study(shapes=(Shape(name="s", dtype=dtype, sizes=TINY.sizes),))
+    why = infeasibility(declared, Criterion(name="e", measure="error", of="one", at_most=asked))
+    assert (why is None) == feasible
+    assert why is None or dtype in why
+
+
+def test_rounding_once_is_not_below_what_the_plan_calls_infeasible():
+    import torch
+
+    exact = torch.randn(100_000, dtype=torch.float64)
+    for dtype, finest in ((torch.float16, 0.25 * 2.0**-11), (torch.bfloat16, 0.25 * 2.0**-8)):
+        error = (exact.to(dtype).double() - exact).norm() / exact.norm()
+        assert finest < error
+
+
+def test_times_cannot_be_refuted_before_they_are_measured():
+    assert infeasibility(study(), Criterion(name="t", measure="speedup", of="one", at_least=1e6)) is None
+    assert infeasibility(study(), Criterion(name="t", measure="time_ratio", of="one", over="product", at_most=1e-6)) is None
+
+
+def test_bytes_read_well():
+    assert [mebibytes(count) for count in (11.03 * 2**20, 32 * 2**10, 1.5 * 2**30)] == ["11.0 MiB", "0.0312 MiB", "1.50 GiB"]
