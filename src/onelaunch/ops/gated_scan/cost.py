@@ -10,33 +10,32 @@ from onelaunch.ops.gated_scan.contract import gated_scan
 
 @gated_scan.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """Forward: v, log_decay and gate in, y out; backward: those and dy in, three gradients out.
-
-    A variant that does not fuse scan and gate writes the states and reads them again, in both directions.
-    """
-    elements = case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
-    passes = scan_passes(variant, direction)
-    launches = launch_count(variant, direction)
-    return Cost(flops=0, bytes=scan_bytes(case, gated_scan.options, passes, elements), launches=launches)
-
-
-def scan_passes(variant: Variant | None, direction: Direction) -> tuple[int, int]:
-    """Tensor passes of the scan and gate: over tensors of the call's dtype, and over the log-decay and its gradient."""
+    """Forward: v, log_decay, gate in, y out; backward: those and dy in, three gradients out. See :func:`scan_bytes`."""
     fused = variant is None or "gate" in variant.tags.get("fuses", ())
-    values, decays = (3, 1) if fused else (5, 1)  # v, gate, y; unfused also s out and in
-    if direction == "forward_backward":
-        values += 5 if fused else 8  # v, gate, dy in, dv, dgate out; unfused also s in, ds out and in
-        decays += 2
-    return values, decays
+    values = 1 if direction == "forward" else 3  # v in; backward v in, dv out
+    elements = case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
+    moved = values * elements * case.dtype.itemsize + scan_bytes(case, gated_scan.options, direction, fused)
+    return Cost(flops=0, bytes=moved, launches=launch_count(variant, direction))
 
 
-def scan_bytes(case: Case, defaults: dict[str, Any], passes: tuple[int, int], elements: int) -> int:
-    """Bytes of so many passes over tensors of ``elements``."""
+def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused: bool) -> int:
+    """Bytes of the scan and gate beside v and its gradient: log_decay, gate, y, the end states, and their gradients.
+
+    Where scan and gate are launches of their own, the states go to memory and back, and so does their gradient, in float32.
+    """
     options = {**defaults, **case.options}
-    decay_bytes = 4 if options["log_decay_dtype"] == "float32" else case.dtype.itemsize
-    states = 4 * case.sizes["V"] * (case.sizes["B"] if options["lengths"] is None else len(options["lengths"]))
-    ends = states * (bool(options["initial_state"]) + bool(options["final_state"]))
-    return passes[0] * elements * case.dtype.itemsize + passes[1] * elements * decay_bytes + ends
+    value = case.dtype.itemsize
+    decay = 4 if options["log_decay_dtype"] == "float32" else value
+    per_element = 2 * value + decay  # gate, y, log_decay
+    if not fused:
+        per_element += 2 * value  # states out, in
+    if direction == "forward_backward":
+        per_element += 3 * value + 2 * decay  # gate, dy, dgate; log_decay and its gradient
+        if not fused:
+            per_element += value + 2 * 4  # states in, their gradient out and in
+    sequences = case.sizes["B"] if options["lengths"] is None else len(options["lengths"])
+    ends = 4 * sequences * case.sizes["V"] * (bool(options["initial_state"]) + bool(options["final_state"]))
+    return case.sizes["B"] * case.sizes["T"] * case.sizes["V"] * per_element + ends
 
 
 def launch_count(variant: Variant | None, direction: Direction) -> int | None:

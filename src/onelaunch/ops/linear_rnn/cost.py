@@ -18,23 +18,15 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     scan and gate are fused, and in the backward pass ``v`` and its gradient ``dv`` for the matrix products.
     """
     batch, length, width, channels = (case.sizes[name] for name in linear_rnn.dimensions)
-    rows, size = batch * length, case.dtype.itemsize
+    rows, value = batch * length, case.dtype.itemsize
     fuses = ("projection", "scan", "gate") if variant is None else variant.tags.get("fuses", ())
-    values, decays = 2, 1  # gate, y; log_decay
-    wide, weights = 1, 1  # passes over x and weight
-    if "projection" not in fuses:
-        values += 2  # v out and in
-    if "gate" not in fuses:
-        values += 2  # s out and in
+    operands = rows * width + width * channels
+    handed = 0 if "projection" in fuses else 2  # v out and in
     if direction == "forward_backward":
-        values += 3  # gate, dy in, dgate out
-        decays += 2
-        wide, weights = wide + 2, weights + 2  # x in, dx out; weight in, dweight out
+        operands *= 3  # x and weight in again, their gradients out
         if variant is not None:
-            values += 4 if "projection" not in fuses else 5  # v in (and out, when fused), dv out, in and in
-        if "gate" not in fuses:
-            values += 3  # s in, ds out and in
-    elements = rows * channels
-    moved = size * (wide * rows * width + weights * width * channels)
-    moved += scan_bytes(case, linear_rnn.options, (values, decays), elements)
+            handed += 1 + ("projection" in fuses)  # v in, which a fused forward must also write
+            handed += 3  # dv out, and in for each product
+    moved = value * (operands + handed * rows * channels)
+    moved += scan_bytes(case, linear_rnn.options, direction, "gate" in fuses)
     return Cost(GEMMS[direction] * 2 * rows * width * channels, moved, launch_count(variant, direction))

@@ -1,0 +1,153 @@
+"""Launches of the scan's kernels: allocate the results, choose the tiles, pass the pointers. No checks, no autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from onelaunch.ops.gated_scan import backward_kernels, kernels
+from onelaunch.ops.workspace import workspace
+
+
+@dataclass(frozen=True, slots=True)
+class ScanTiles:
+    """How a scan is cut: BT steps by BV channels a program, GROUP tiles read at once by the look-back."""
+
+    steps: int = 64
+    channels: int = 64
+    group: int = 32
+    warps: int = 4
+    backward_warps: int = 4
+
+    def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
+        return triton.cdiv(length, self.steps), batch * triton.cdiv(width, self.channels)
+
+    def words(self, batch: int, length: int, width: int) -> int:
+        """Words of the look-back: one per tile and channel, one per group and channel."""
+        tiles = triton.cdiv(length, self.steps)
+        return batch * width * (tiles + triton.cdiv(tiles, self.group))
+
+
+class Sequences(NamedTuple):
+    """Where the scan's sequences begin, and with what."""
+
+    initial: torch.Tensor | None
+    offsets: torch.Tensor | None
+
+    def count(self, batch: int) -> int:
+        return batch if self.offsets is None else self.offsets.shape[0] - 1
+
+    def bisection_steps(self) -> int:
+        """Halvings that find a sequence among all."""
+        return 0 if self.offsets is None else self.count(1).bit_length()
+
+
+def scan_tiles(length: int, width: int) -> ScanTiles:
+    """Tiles for a scan over ``length`` steps of ``width`` channels; the backward pass uses the same, since it reads the carries."""
+    channels = min(64, max(16, triton.next_power_of_2(width)))
+    return ScanTiles(steps=min(64, max(16, triton.next_power_of_2(length))), channels=channels)
+
+
+def inner_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied only if neighbouring channels are not neighbours in memory."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def forward(
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor | None,
+    sequences: Sequences,
+    *,
+    want_final: bool,
+    want_carries: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scan, and gate unless ``gate`` is ``None``: y or the states ``[B, T, V]``, final state ``[N, V]``, carries ``[B, tiles, V]``.
+
+    What is not wanted comes back with no elements.
+    """
+    batch, length, width = v.shape
+    tiles = scan_tiles(length, width)
+    v, log_decay = inner_contiguous(v), inner_contiguous(log_decay)
+    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    final, carries = empty_states(v, sequences, tiles, want_final, want_carries)
+    words, header = workspace(v.device, tiles.words(batch, length, width))
+    gate = v if gate is None else inner_contiguous(gate)
+    kernels.scan_gate_kernel[tiles.grid(batch, length, width)](
+        v, log_decay, gate, sequences.initial, sequences.offsets, y, final, carries, words, header.view(torch.int32),
+        length, width, sequences.count(batch),
+        v.stride(0), v.stride(1), log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
+        BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, STEPS=sequences.bisection_steps(),
+        GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
+        FINAL=want_final, CARRIES=want_carries, num_warps=tiles.warps,
+    )  # fmt: skip
+    return y, final, carries
+
+
+def empty_states(
+    v: torch.Tensor, sequences: Sequences, tiles: ScanTiles, want_final: bool, want_carries: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the final state and the carries; no elements where not wanted."""
+    batch, length, width = v.shape
+    final = v.new_empty((sequences.count(batch), width) if want_final else (0,), dtype=torch.float32)
+    kept = (batch, triton.cdiv(length, tiles.steps), width) if want_carries else (0,)
+    return final, v.new_empty(kept, dtype=torch.float32)
+
+
+def backward(
+    dy: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor | None,
+    sequences: Sequences,
+    carries: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """dv, dlog_decay, dgate (``None`` without gate) and dinitial (``None`` without initial state), in their inputs' dtypes."""
+    batch, length, width = v.shape
+    tiles = scan_tiles(length, width)
+    dy, v, log_decay = inner_contiguous(dy), inner_contiguous(v), inner_contiguous(log_decay)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    dlog_decay = torch.empty(v.shape, dtype=log_decay.dtype, device=v.device)
+    dgate = None if gate is None else torch.empty(v.shape, dtype=gate.dtype, device=v.device)
+    dinitial = None if sequences.initial is None else torch.empty_like(sequences.initial)
+    words, header = workspace(v.device, tiles.words(batch, length, width))
+    gate = v if gate is None else inner_contiguous(gate)
+    backward_kernels.scan_gate_backward_kernel[tiles.grid(batch, length, width)](
+        dy, dfinal, v, log_decay, gate, sequences.initial, sequences.offsets, carries,
+        dv, dlog_decay, dgate, dinitial, words, header.view(torch.int32),
+        length, width, sequences.count(batch),
+        dy.stride(0), dy.stride(1), v.stride(0), v.stride(1),
+        log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
+        BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, STEPS=sequences.bisection_steps(),
+        GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
+        DFINAL=dfinal is not None, num_warps=tiles.backward_warps,
+    )  # fmt: skip
+    return dv, dlog_decay, dgate, dinitial
+
+
+def gate_states(s: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``s * silu(gate)`` in one launch of its own."""
+    batch, length, width = s.shape
+    tiles = scan_tiles(length, width)
+    gate, y = inner_contiguous(gate), torch.empty_like(s)
+    kernels.gate_kernel[tiles.grid(batch, length, width)](
+        s, gate, y, length, width, gate.stride(0), gate.stride(1), BT=tiles.steps, BV=tiles.channels, num_warps=tiles.warps
+    )
+    return y
+
+
+def gate_states_backward(dy: torch.Tensor, s: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the states, float32 (the scan behind adds them up), and of the gate."""
+    batch, length, width = s.shape
+    tiles = scan_tiles(length, width)
+    dy, gate = inner_contiguous(dy), inner_contiguous(gate)
+    ds, dgate = torch.empty_like(s, dtype=torch.float32), torch.empty_like(s)
+    backward_kernels.gate_backward_kernel[tiles.grid(batch, length, width)](
+        dy, s, gate, ds, dgate, length, width, dy.stride(0), dy.stride(1), gate.stride(0), gate.stride(1),
+        BT=tiles.steps, BV=tiles.channels, num_warps=tiles.warps,
+    )  # fmt: skip
+    return ds, dgate

@@ -1,0 +1,36 @@
+"""The peer: the library's matrix product, ``fla``'s chunkwise HGRN scan, and a SiLU gate."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.operation import Query
+from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
+
+
+@linear_rnn.variant("fla", launches=None, fuses=(), gemm="cublas", requires="fla")
+def fla(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """cuBLAS, then ``chunk_hgrn`` of flash-linear-attention and a SiLU gate in PyTorch."""
+    from fla.ops.hgrn import chunk_hgrn  # pyrefly: ignore[missing-import]
+
+    s, final = chunk_hgrn(call.project(), call.log_decay, call.initial_state, call.output_final_state)
+    return F.silu(call.gate) * s, None if final is None else final.float()
+
+
+@fla.supports
+def what_chunk_hgrn_can(query: Query) -> str | None:
+    """Its limits as of fla 0.6.0: the gradients of both states are dropped without a word, so those calls are refused."""
+    if importlib.util.find_spec("fla") is None:
+        return "needs fla, which is not installed"
+    if query.device_type != "cuda":
+        return "needs a CUDA or ROCm device"
+    if "packed" in query.flags:
+        return "takes no packed sequences (fla 0.6.0)"
+    if query.grad and {"initial_state", "final_state"} & set(query.flags):
+        return "drops the gradients of the initial and final state (fla 0.6.0)"
+    if 0 in query.sizes:
+        return "needs at least one element in every dimension"
+    return None

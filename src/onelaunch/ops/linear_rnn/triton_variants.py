@@ -1,0 +1,271 @@
+"""Variants of ``linear_rnn`` in three, two and one launch, and how PyTorch sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onelaunch.operation import KernelBuild, Query
+from onelaunch.ops.gated_scan import triton_variants as scan
+from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
+
+Results = tuple[torch.Tensor, torch.Tensor]
+Optional = torch.Tensor | None
+
+
+# Three launches and two: a matrix product, then the kernels of gated_scan
+
+
+def run_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a [M, K] @ b [K, N]`` by the Triton kernel."""
+    from onelaunch.ops.linear_rnn import launch
+
+    return launch.matmul(a, b)
+
+
+matmul = torch.library.custom_op("onelaunch::matmul", run_matmul, mutates_args=())
+
+
+@matmul.register_fake
+def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+
+
+def _matmul_gradients(ctx: Any, product: Any, dout: torch.Tensor) -> tuple[Optional, Optional]:
+    a, b = ctx.saved_tensors
+    da = product(dout, b.t()) if ctx.needs_input_grad[0] else None
+    db = product(a.t(), dout) if ctx.needs_input_grad[1] else None
+    return da, db
+
+
+matmul.register_autograd(
+    lambda ctx, dout: _matmul_gradients(ctx, matmul, dout),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class _EagerMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return run_matmul(a, b)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Optional, Optional]:
+        return _matmul_gradients(ctx, run_matmul, gradients[0])
+
+
+@linear_rnn.variant("three_launch", launches=3, backward_launches=4, fuses=(), gemm="triton")
+def three_launch(call: LinearRNNCall) -> Results:
+    """A Triton matrix product, a scan kernel, a gate kernel: the write-up's baseline."""
+    product = matmul if torch.compiler.is_compiling() else _EagerMatmul.apply
+    v = product(call.x.flatten(0, 1), call.weight).unflatten(0, call.x.shape[:2])
+    return scan.scan_and_gate(call.scan_call(v), separate=True)
+
+
+@linear_rnn.variant("three_launch_cublas", launches=3, backward_launches=4, fuses=(), gemm="cublas")
+def three_launch_cublas(call: LinearRNNCall) -> Results:
+    """The library's matrix product, a scan kernel, a gate kernel: the control that the write-up lacked."""
+    return scan.scan_and_gate(call.scan_call(call.project()), separate=True)
+
+
+@linear_rnn.variant("semi_fused", launches=2, backward_launches=3, fuses=("scan", "gate"), gemm="cublas")
+def semi_fused(call: LinearRNNCall) -> Results:
+    """The library's matrix product, then scan and gate in one kernel."""
+    return scan.scan_and_gate(call.scan_call(call.project()), separate=False)
+
+
+# One launch
+
+
+def run_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    want_final: bool,
+    keep: bool,
+    stepwise: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, the final state, and for the backward pass v and the carries."""
+    from onelaunch.ops.gated_scan.launch import Sequences
+    from onelaunch.ops.linear_rnn import launch
+
+    sequences = Sequences(initial, offsets)
+    return launch.project_scan_gate(
+        x, weight, log_decay, gate, sequences, want_final=want_final, keep=keep, stepwise=stepwise
+    )
+
+
+def run_backward(
+    dy: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    v: torch.Tensor,
+    carries: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, weight, log_decay, gate and the initial state (no elements where there is none)."""
+    from onelaunch.ops.gated_scan import launch
+
+    sequences = launch.Sequences(initial, offsets)
+    dv, dlog_decay, dgate, dinitial = launch.backward(dy, dfinal, v, log_decay, gate, sequences, carries)
+    dx = dv @ weight.t()
+    dweight = x.flatten(0, 1).t() @ dv.flatten(0, 1)
+    return dx, dweight, dlog_decay, dgate, x.new_empty(0) if dinitial is None else dinitial  # type: ignore[return-value]
+
+
+forward = torch.library.custom_op("onelaunch::linear_rnn_forward", run_forward, mutates_args=())
+backward = torch.library.custom_op("onelaunch::linear_rnn_backward", run_backward, mutates_args=())
+
+
+@forward.register_fake
+def _(x, weight, log_decay, gate, initial, offsets, want_final, keep, stepwise):  # type: ignore[no-untyped-def]
+    from onelaunch.ops.gated_scan.launch import Sequences, empty_states
+    from onelaunch.ops.linear_rnn import launch
+
+    y = torch.empty((*x.shape[:2], weight.shape[1]), dtype=x.dtype, device=x.device)
+    tiles = launch.project_tiles(x.shape[1], x.shape[2], weight.shape[1], x.element_size()).scan
+    final, carries = empty_states(y, Sequences(initial, offsets), tiles, want_final, keep)
+    return y, final, torch.empty_like(y) if keep else y.new_empty(0), carries
+
+
+@backward.register_fake
+def _(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries):  # type: ignore[no-untyped-def]
+    gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weight, log_decay, gate)]
+    return *gradients, x.new_empty(0) if initial is None else torch.empty_like(initial)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, ctx.want_final, _, _ = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, operator: Any, dy: Optional, dfinal: Optional) -> tuple[Optional, ...]:
+    x, weight, log_decay, gate, initial, offsets, v, carries = ctx.saved_tensors
+    dy = torch.zeros_like(v) if dy is None else dy
+    dfinal = dfinal if ctx.want_final else None
+    *gradients, dinitial = operator(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries)
+    return *gradients, None if initial is None else dinitial, None, None, None, None
+
+
+forward.register_autograd(
+    lambda ctx, dy, dfinal, *_: _gradients(ctx, backward, dy, dfinal),
+    setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output),
+)
+
+
+class _Eager(torch.autograd.Function):
+    """The same pair without the operator's boundary."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        output = run_forward(*inputs)
+        _save(ctx, inputs, output)
+        ctx.mark_non_differentiable(*output[2:])
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Optional, ...]:
+        return _gradients(ctx, run_backward, gradients[0], gradients[1])
+
+
+def _one_launch(call: LinearRNNCall, *, stepwise: bool) -> Results:
+    grad = call.query().grad
+    inputs = (
+        call.x, call.weight, call.log_decay, call.gate, call.initial_state, call.cu_seqlens,
+        call.output_final_state, grad, stepwise,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return forward(*inputs)[:2]
+    return (_Eager.apply if grad else run_forward)(*inputs)[:2]
+
+
+@linear_rnn.variant(
+    "fused_stepwise", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="vector"
+)
+def fused_stepwise(call: LinearRNNCall) -> Results:
+    """One launch, a vector-matrix product per time step: the write-up's loser, kept as the lesson it is."""
+    return _one_launch(call, stepwise=True)
+
+
+@linear_rnn.variant(
+    "fused_chunked", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="triton"
+)
+def fused_chunked(call: LinearRNNCall) -> Results:
+    """One launch that keeps the tensor cores: a tile of time at once, the carry by decoupled look-back."""
+    return _one_launch(call, stepwise=False)
+
+
+for _variant in (three_launch, three_launch_cublas, semi_fused, fused_stepwise, fused_chunked):
+    _variant.supports(scan.needs_triton)
+
+
+@fused_stepwise.supports
+def fits_registers(query: Query) -> str | None:
+    """The stepwise kernel holds its weights in registers, and its states between tiles assume unpacked sequences."""
+    from onelaunch.ops.linear_rnn.launch import STEPWISE_WIDTH
+
+    if query.sizes[2] > STEPWISE_WIDTH:
+        return f"needs D of at most {STEPWISE_WIDTH}: it holds the weights of 16 channels in registers"
+    return None
+
+
+def _builds(architecture: str) -> dict[str, KernelBuild]:
+    from onelaunch.ops.linear_rnn import kernels, launch
+
+    tiles = launch.project_tiles(2048, 256, 64, 2)
+    flags = {"INITIAL": False, "PACKED": False, "FINAL": False, "KEEP": True}
+    fused = scan.scan_build(
+        "project_scan_gate", kernels.project_scan_gate_kernel, tiles.scan, tiles.scan.warps,
+        BD=tiles.inner, EVEN=True, stages=tiles.stages, matrix=True, **flags,
+    )  # fmt: skip
+    stepwise = scan.scan_build(
+        "stepwise", kernels.stepwise_kernel, tiles.scan, launch.stepwise_warps(256),
+        **{**flags, "BV": launch.STEPWISE_CHANNELS, "BD": 256},
+    )  # fmt: skip
+    plain = launch.matmul_tiles(8192, 64, 2)
+    sizes = {name: "i32:16" for name in ("M", "N", "K", "a_stride_m", "b_stride_k")}
+    matmul_build = KernelBuild(
+        "matmul", kernels.matmul_kernel,
+        {"a": "*fp16", "b": "*fp16", "out": "*fp16", **sizes, "a_stride_k": "constexpr", "b_stride_n": "constexpr",
+         **dict.fromkeys(("BM", "BN", "BK", "GROUP_M"), "constexpr")},
+        {"a_stride_k": 1, "b_stride_n": 1, "BM": plain.m, "BN": plain.n, "BK": plain.k, "GROUP_M": plain.group},
+        plain.warps, plain.stages, matrix=True,
+    )  # fmt: skip
+    return {"fused": fused, "stepwise": stepwise, "matmul": matmul_build}
+
+
+@three_launch.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    return [_builds(architecture)["matmul"], *scan.separate.builds(architecture)]
+
+
+@three_launch_cublas.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    return scan.separate.builds(architecture)
+
+
+@semi_fused.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    return scan.fused.builds(architecture)
+
+
+@fused_stepwise.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    return [_builds(architecture)["stepwise"], *scan.fused.builds(architecture)[1:]]
+
+
+@fused_chunked.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    return [_builds(architecture)["fused"], *scan.fused.builds(architecture)[1:]]
