@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from onelaunch import dispatch
-from onelaunch.operation import Case, Cost, Direction, Operation, Query, Reading, Variant, operation
+from onelaunch.operation import Case, Cost, Direction, Query, Reading, Variant, operation
 
 
 @dataclass(frozen=True)
@@ -249,5 +249,3 @@ def toy_case(dtype: str = "float32", **options: Any) -> Case:
     """A small case of the toy operation."""
     sizes = {"B": 2, "T": 24, "V": 8} | {key: options.pop(key) for key in ("B", "T", "V") if key in options}
     return toy_sum.case(dtype, name=options.pop("name", ""), **sizes, **options)
-
-

