@@ -99,10 +99,11 @@ class Callee:
                 return self._outputs(inputs)
         with torch.enable_grad():
             outputs = self._outputs(inputs)
-            reached = {name: output for name, output in outputs.items() if output is not None and output.requires_grad}
+            reached = {name: outputs[name] for name in inputs.output_gradients if name in outputs}
+            reached = {name: output for name, output in reached.items() if output is not None and output.requires_grad}
             leaves = [inputs.arguments[name] for name in inputs.differentiable]
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
-            if reached and inputs.output_gradients:
+            if reached:
                 seeds = [inputs.output_gradients[name].to(output.dtype) for name, output in reached.items()]
                 gradients = torch.autograd.grad(list(reached.values()), leaves, seeds, allow_unused=True)
         answer: Answer = {name: None if output is None else output.detach() for name, output in outputs.items()}
