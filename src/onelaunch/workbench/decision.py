@@ -5,14 +5,15 @@ In this order, the first that applies:
 1. A variant that a criterion rests on is incorrect, failed, or was faster than its floor: *debug*.
 2. The measured baseline stands so near the floor that a criterion's gain is out of reach of anything: *abandon*.
 3. A criterion is missed although the floor leaves room: *debug*, with the likely bottleneck named.
-4. A criterion is inconclusive or not measured: *measure more*.
+4. A criterion is inconclusive or not measured, or refuted by arithmetic without a measurement beside it: *measure more*.
 5. A met speed-up is mostly explained by neither saved bytes nor saved launches, and no measured pair of variants differs in one
    factor only, so that it cannot be said what brought it: *measure more*.
 6. Otherwise, and if at least one criterion is met: *proceed*.
 
-Two kinds of criteria are set aside, with a sentence, and never count as met: those that arithmetic refutes (no measurement can
-speak for or against them), and in a full-scale run those that are declared for small-scale shapes alone. A small-scale run
-sets nothing aside: the question of a study is asked at full scale.
+Two kinds of criteria are set aside, with a sentence, and never count as met: those that arithmetic refutes, once what they ask
+about was measured (the number then says how near one comes; without it a study would be decided on a question that it neither
+asked well nor looked at), and in a full-scale run those that are declared for small-scale shapes alone. A small-scale run sets
+no criterion of full-scale shapes aside: the question of a study is asked at full scale.
 """
 
 from __future__ import annotations
@@ -120,11 +121,11 @@ def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[
     """The decision and what forced it, by the order of the module's text."""
     if broken := _broken(result, judged):
         return "debug", broken
-    if unreachable := [outcome for outcome in judged if outcome.status == "infeasible"]:
+    if unreachable := [outcome for outcome in judged if outcome.status == "infeasible" and not _refuted(outcome)]:
         return "abandon", [f"{outcome.criterion.name!r} is out of reach: {outcome.evidence}" for outcome in unreachable]
     if missed := [outcome for outcome in judged if outcome.status == "missed"]:
         return "debug", [_missed(result, outcome) for outcome in missed]
-    if unsettled := [outcome for outcome in judged if outcome.status in ("inconclusive", "not_measured")]:
+    if unsettled := [outcome for outcome in judged if outcome.status != "met"]:
         return "measure_more", _unsettled(unsettled)
     if not judged:
         return "measure_more", ["Declare a criterion that can be met and missed."]
@@ -136,12 +137,17 @@ def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[
 def _set_aside(result: Result, outcome: Outcome) -> str | None:
     """Why a criterion takes no part in the decision, or ``None`` when it does."""
     criterion = outcome.criterion
-    if outcome.status == "infeasible" and criterion.measure in ("dram_bytes_ratio", "error"):
+    if _refuted(outcome) and outcome.values:
         return f"is infeasible and never counts as met: {outcome.evidence}"
     scales = {shape.scale for shape in result.study.shapes_of(criterion)}
     if scales == {"small"} and result.provenance.scale == "full" and outcome.status == "not_measured":
         return "is declared for small-scale shapes, which a full-scale run leaves out."
     return None
+
+
+def _refuted(outcome: Outcome) -> bool:
+    """Whether arithmetic alone makes the criterion infeasible: for times it takes a measured baseline."""
+    return outcome.status == "infeasible" and outcome.criterion.measure in ("dram_bytes_ratio", "error")
 
 
 def _broken(result: Result, judged: list[Outcome]) -> list[str]:
@@ -192,7 +198,8 @@ def _unsettled(outcomes: list[Outcome]) -> list[str]:
     """One sentence each; criteria that wait for the same thing are named together."""
     grouped: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
-        grouped.setdefault((outcome.status.replace("_", " "), outcome.evidence), []).append(outcome)
+        status = "infeasible, and what it asks about was not measured" if _refuted(outcome) else outcome.status.replace("_", " ")
+        grouped.setdefault((status, outcome.evidence), []).append(outcome)
     return [
         f"{listing(_quoted(group))} {'is' if len(group) == 1 else 'are'} {status}: {evidence}"
         for (status, evidence), group in grouped.items()

@@ -227,6 +227,8 @@ class Result(Stored):
     noise: tuple[Noise, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     decision: Decision | None = None
+    notes: tuple[str, ...] = ()
+    """How it was measured, in sentences: input sets, rounds, what cut them short, why nothing was counted."""
     interrupted: bool = False
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:

@@ -1,0 +1,122 @@
+"""The original 040 write-up as a result of the workbench: what it measured, and what it would have had to measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from onelaunch.workbench import stats
+from onelaunch.workbench.criteria import evaluate
+from onelaunch.workbench.decision import decide
+from onelaunch.workbench.plan import infeasibility, plan_study
+from onelaunch.workbench.result import Cell, ComponentError, Noise, Provenance, Result, StoredCeilings, Timing, Traffic, Verdict
+from onelaunch.workbench.study import Criterion, Shape, Study
+
+FIGURES: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures" / "040-original.json").read_text())
+DEVICE = FIGURES["device"]
+CEILINGS = StoredCeilings(
+    copy_bytes_per_second=DEVICE["copy_bytes_per_second"],
+    matrix_flops_per_second={"float16": DEVICE["matrix_flops_per_second"]},
+    launch_seconds=DEVICE["launch_seconds"],
+    measured_at="2026-02-01T00:00:00+00:00",
+    software="data sheet",
+)
+TARGET = "4x2048"
+
+
+def study(*, ratio: float) -> Study:
+    """The write-up's declaration, with the bound on bytes that it asks for."""
+    criteria = FIGURES["criteria"]
+    shapes = [
+        Shape(name=f"{row['B']}x{row['T']}", dtype="float16", sizes={"B": row["B"], "T": row["T"], "D": 256, "V": 64})
+        for row in FIGURES["sweep"]
+    ]
+    return Study(
+        name="040-original",
+        question="Do two launches, or one, beat three?",
+        operation="linear_rnn",
+        baseline="three_launch",
+        variants=("eager", "three_launch", "three_launch_cublas", "semi_fused", "fused_stepwise"),
+        regimes=("cold",),
+        shapes=tuple(shapes),
+        criteria=(
+            Criterion(
+                name="faster", measure="speedup", of={"launches": [1, 2]}, at=TARGET, at_least=criteria["speedup_at_least"]
+            ),
+            Criterion(name="correct", measure="error", of="semi_fused", at=TARGET, at_most=criteria["error_at_most"]),
+            Criterion(name="traffic", measure="dram_bytes_ratio", of="semi_fused", at=TARGET, at_least=ratio),
+        ),
+    )
+
+
+def original(
+    *, steady: bool = False, counted: bool = False, control: float | None = None, ratio: float | None = None
+) -> Result:
+    """The write-up's numbers, judged and decided.
+
+    Args:
+        steady: as if the headline had been measured in twenty equal rounds with an A/A noise of 1 %. In truth its own sweep
+            measured the same shape again: two rounds, and a baseline that differs from itself 1.62-fold.
+        counted: as if the bytes had been counted, and been those of the arithmetic.
+        control: milliseconds of the library's product, scan and gate in three launches, had it been measured.
+        ratio: another bound on bytes than the write-up's.
+    """
+    declared = study(ratio=ratio or FIGURES["criteria"]["dram_bytes_ratio_at_least"])
+    plan = plan_study(declared, CEILINGS, "cuda:0", "full")
+    cells = tuple(
+        cell
+        for planned in plan.cells
+        if (cell := _cell(planned, _rounds(planned.shape.name, planned.variant, steady, control), counted)) is not None
+    )
+    baseline = _rounds(TARGET, "three_launch", steady, control)
+    again = stats.ratio(baseline[::-1], baseline)  # the same kernel at the same shape: 1.38 and 0.85 ms
+    noise = Noise(shape=TARGET, direction="forward", regime="cold", ratio=again, floor=stats.noise_floor(again))
+    result = Result(
+        study=declared,
+        study_digest=declared.digest(),
+        provenance=Provenance(
+            device=DEVICE["name"],
+            slug=DEVICE["slug"],
+            architecture=DEVICE["architecture"],
+            driver="",
+            versions={},
+            commit="",
+            date="2026-02-01T00:00:00+00:00",
+            scale="full",
+        ),
+        ceilings=CEILINGS,
+        cells=cells,
+        noise=(noise,),
+    )
+    refuted = {c.name: why for c in declared.criteria if (why := infeasibility(declared, c)) is not None}
+    judged = result.model_copy(update={"outcomes": evaluate(result, refuted)})
+    return judged.model_copy(update={"decision": decide(judged)})
+
+
+def _rounds(shape: str, variant: str, steady: bool, control: float | None) -> tuple[float, ...]:
+    """Every time that was reported for a variant at a shape, in microseconds."""
+    rows = [FIGURES["headline"]] if shape == TARGET else []
+    if not (steady and rows):
+        rows += [row for row in FIGURES["sweep"] if f"{row['B']}x{row['T']}" == shape]
+    times = tuple(1e3 * row[variant] for row in rows if variant in row)
+    if variant == "three_launch_cublas" and control is not None and shape == TARGET:
+        times = (1e3 * control,)
+    return 20 * times if steady and shape == TARGET else times
+
+
+def _cell(planned: Any, rounds: tuple[float, ...], counted: bool) -> Cell | None:
+    if not rounds:
+        return None
+    error = FIGURES["norm_errors"].get(planned.variant, 3e-4)
+    half = planned.plan.bytes / 2
+    return Cell(
+        shape=planned.shape.name,
+        direction="forward",
+        variant=planned.variant,
+        status="ok",
+        plan=planned.plan,
+        verdict=Verdict(ok=True, components=(ComponentError(name="y", error=error, max_error=0.0078, allowed=1e-3),)),
+        timings=(Timing(regime="cold", microseconds=stats.estimate(rounds), rounds=rounds),),
+        traffic=Traffic(source="ncu" if counted else "analytic", read=half, written=half),
+    )

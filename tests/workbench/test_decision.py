@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.workbench.criteria import evaluate
+from onelaunch.workbench.decision import bottleneck, decide, explain_savings
+from onelaunch.workbench.plan import infeasibility
+from onelaunch.workbench.result import Verdict
+from onelaunch.workbench.study import Criterion
+from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study
+
+FASTER = Criterion(name="faster", measure="speedup", of="one", at_least=1.3)
+CORRECT = Criterion(name="correct", measure="error", of="one", at_most=5e-3)
+HALVES = Criterion(name="halves", measure="dram_bytes_ratio", of="one", at_least=2.5)
+SMALL = Criterion(name="small", measure="speedup", of="one", at="tiny", at_least=1.3)
+
+
+def decided(declared, *cells, **more):
+    result = measured(declared, *cells, **more)
+    refuted = {c.name: why for c in declared.criteria if (why := infeasibility(declared, c)) is not None}
+    result = result.model_copy(update={"outcomes": evaluate(result, refuted)})
+    return decide(result)
+
+
+def all_of(decision):
+    return " ".join((*decision.because, *decision.unexplained))
+
+
+def test_proceed_when_every_criterion_is_met():
+    """one saves 5.1 us over three: 4 MB are 4 us, two launches 1 us."""
+    decision = decided(study(FASTER, CORRECT), ok_cell("three", 10.1), ok_cell("one", 5.0))
+    assert decision.kind == "proceed"
+    assert decision.because[0] == "Every criterion is met: 'faster', 'correct'."
+    assert "one is 2.02x as fast as three" in all_of(decision)
+    assert decision.unexplained == ("No DRAM bytes were counted: what bytes explain is arithmetic.",)
+
+
+def test_savings_are_bytes_launches_and_a_rest():
+    cells = ok_cell("three", 10.1), ok_cell("two", 8.0), ok_cell("one", 5.0)
+    (saving,) = explain_savings(measured(study(), *cells))
+    assert (saving.variant, saving.shape, saving.direction, saving.traffic_source) == ("one", "mega", "forward", "analytic")
+    assert saving.saved_microseconds == pytest.approx(5.1)
+    assert saving.by_bytes == pytest.approx(4.0)
+    assert saving.by_launches == pytest.approx(1.0)
+    assert saving.unexplained == pytest.approx(0.1)
+
+
+def test_counted_bytes_explain_savings_where_both_sides_have_them():
+    cells = ok_cell("three", 10.1, counted=9e6), ok_cell("one", 5.0, counted=4e6)
+    (saving,) = explain_savings(measured(study(), *cells))
+    assert (saving.by_bytes, saving.traffic_source) == (pytest.approx(5.0), "ncu")
+
+
+def test_no_saving_where_nothing_beats_the_baseline():
+    assert explain_savings(measured(study(), ok_cell("three", 4.0), ok_cell("one", 5.0))) == ()
+
+
+@pytest.mark.parametrize("status", ["incorrect", "invalid", "error"])
+def test_debug_when_a_variant_that_a_criterion_rests_on_is_broken(status):
+    decision = decided(study(FASTER), ok_cell("three", 10.0), bad_cell("one", status, "it went wrong"))
+    assert decision.kind == "debug"
+    assert "it went wrong" in all_of(decision)
+
+
+def test_debug_even_if_other_criteria_are_met():
+    wrong = bad_cell("one", "incorrect", verdict=Verdict(ok=False, problems=("y is NaN.",)))
+    met = Criterion(name="two is faster", measure="speedup", of="two", at_least=1.1)
+    decision = decided(study(met, FASTER), ok_cell("three", 10.0), ok_cell("two", 7.5), wrong)
+    assert decision.kind == "debug"
+    assert "y is NaN." in all_of(decision)
+
+
+def test_a_broken_bystander_changes_nothing():
+    decision = decided(study(FASTER), ok_cell("three", 10.0), ok_cell("one", 5.0), bad_cell("two", "incorrect", "off"))
+    assert decision.kind == "proceed"
+
+
+def test_a_broken_baseline_is_no_bystander():
+    decision = decided(study(FASTER), bad_cell("three", "incorrect", "off"), ok_cell("one", 5.0))
+    assert decision.kind == "debug"
+
+
+def test_debug_names_the_bottleneck_when_missed_with_headroom():
+    decision = decided(study(FASTER), ok_cell("three", 100.0), ok_cell("one", 90.0))
+    assert decision.kind == "debug"
+    assert "22.5x above the floor of 4 us" in all_of(decision)
+    assert "latency or too little parallel work: of 90 us, memory traffic 4 us, matrix products 1 us, launches 0.5 us" in all_of(decision)
+
+
+def test_the_bottleneck_is_the_largest_need_when_it_fills_the_time():
+    one = ok_cell("one", 5.0)
+    assert bottleneck(measured(study(), one), one).startswith("most likely memory traffic")
+    wasteful = ok_cell("one", 30.0, counted=25e6)
+    assert "memory traffic: of 30 us, memory traffic 25 us" in bottleneck(measured(study(), wasteful), wasteful)
+
+
+def test_abandon_when_no_variant_could_gain_enough():
+    """The baseline takes 5 us and the floor is 4: 1.3x is beyond anything."""
+    decision = decided(study(FASTER), ok_cell("three", 5.0), ok_cell("one", 4.5))
+    assert decision.kind == "abandon"
+    assert "at most 1.25x the speed of three is possible" in all_of(decision)
+
+
+def test_measure_more_when_inconclusive_or_not_measured():
+    assert decided(study(FASTER), ok_cell("three", 6.6), ok_cell("one", 5.05), floor=1.1).kind == "measure_more"
+    missing = decided(study(FASTER, CORRECT), ok_cell("three", 10.0), bad_cell("one", "not_installed", "needs it"))
+    assert missing.kind == "measure_more"
+    assert "needs it" in all_of(missing)
+
+
+def test_an_uncounted_criterion_forbids_proceed():
+    feasible = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="one", at_least=1.5)
+    cells = ok_cell("three", 10.0), ok_cell("one", 5.0)
+    assert decided(study(FASTER, feasible), *cells).kind == "measure_more"
+    counted = ok_cell("three", 10.0, counted=8e6), ok_cell("one", 5.0, counted=4e6)
+    assert decided(study(FASTER, feasible), *counted).kind == "proceed"
+
+
+COUNTED = ok_cell("three", 10.0, counted=8.4e6), ok_cell("one", 5.0, counted=4.2e6)
+
+
+def test_an_infeasible_criterion_is_set_aside_and_named_once_it_was_looked_at():
+    decision = decided(study(FASTER, HALVES), *COUNTED)
+    assert decision.kind == "proceed"
+    assert decision.because[0] == "Every criterion is met: 'faster'."
+    assert decision.because[-1].startswith("Set aside: 'halves' is infeasible and never counts as met: At most 2.00x fewer bytes")
+    assert "counted by ncu at mega: 2.00x" in decision.because[-1]
+
+
+def test_an_infeasible_criterion_that_nobody_looked_at_forbids_proceed():
+    decision = decided(study(FASTER, HALVES), ok_cell("three", 10.0), ok_cell("one", 5.0))
+    assert decision.kind == "measure_more"
+    assert "'halves' is infeasible, and what it asks about was not measured: At most 2.00x fewer bytes" in all_of(decision)
+
+
+def test_infeasible_criteria_alone_decide_nothing():
+    decision = decided(study(HALVES), *COUNTED)
+    assert decision.kind == "measure_more"
+    assert decision.because[0] == "No criterion is left to decide on."
+
+
+def test_a_study_without_criteria_decides_nothing():
+    assert decided(study(), ok_cell("three", 10.0), ok_cell("one", 5.0)).kind == "measure_more"
+
+
+def test_a_full_run_sets_small_criteria_aside_and_a_small_run_nothing():
+    cells = ok_cell("three", 10.0), ok_cell("one", 5.0)
+    full = decided(study(FASTER, SMALL), *cells)
+    assert full.kind == "proceed"
+    assert "Set aside: 'small' is declared for small-scale shapes" in all_of(full)
+    small = decided(study(FASTER, SMALL), ok_cell("three", 10.0, of=TINY), ok_cell("one", 5.0, of=TINY), scale="small")
+    assert small.kind == "measure_more"
+    assert "'faster' is not measured: Needs full scale: run on a GPU" in all_of(small)
+    assert "'small'" in small.because[0]
+
+
+def test_a_small_study_can_be_decided_on_a_small_machine():
+    cells = ok_cell("three", 0.02, of=TINY), ok_cell("one", 0.01, of=TINY)
+    declared = study(Criterion(name="small", measure="time_ratio", of="one", over="three", at_most=0.9), shapes=(TINY,))
+    assert decided(declared, *cells, scale="small").kind == "proceed"
+
+
+def test_a_saving_that_nothing_explains_and_nothing_isolates_forbids_proceed():
+    """two differs from three in library and fusion at once; 500 us saved, 2.5 explained."""
+    criterion = Criterion(name="two is faster", measure="speedup", of="two", at_least=1.3)
+    decision = decided(study(criterion), ok_cell("three", 1380.0), ok_cell("two", 860.0))
+    assert decision.kind == "measure_more"
+    assert "two saves 520 us over three at mega; saved bytes explain 2 us (analytic), saved launches 0.5 us" in all_of(decision)
+    assert "two and three differ in fusion, gemm, and no measured pair differs in one factor only" in all_of(decision)
+
+
+def test_the_missing_control_lifts_it():
+    criterion = Criterion(name="two is faster", measure="speedup", of="two", at_least=1.3)
+    cells = ok_cell("three", 1380.0), ok_cell("two", 860.0)
+    assert decided(study(criterion), *cells, ok_cell("three_library", 1200.0)).kind == "proceed"
+    no_gain = decided(study(criterion), *cells, ok_cell("three_library", 865.0))
+    assert no_gain.kind == "measure_more"  # against its control, two gains nothing: the library did
+
+
+def test_what_stays_unexplained_is_said_even_when_a_control_isolates_it():
+    decision = decided(study(FASTER), ok_cell("three", 1380.0), ok_cell("one", 860.0))
+    assert decision.kind == "proceed"  # one and three differ in fusion alone
+    assert "515 us (99%) stay unexplained" in all_of(decision)
+
+
+def test_comparisons_with_a_peer_are_facts_that_need_no_control():
+    criterion = Criterion(name="beats the peer", measure="speedup", of="one", over="peer", at_least=2)
+    assert decided(study(criterion), ok_cell("peer", 1000.0), ok_cell("one", 5.0), ok_cell("three", 8.0)).kind == "proceed"
+
+
+def test_an_interrupted_run_says_so():
+    decision = decided(
+        study(FASTER), ok_cell("three", 10.0), bad_cell("one", "interrupted", "stopped by hand"), interrupted=True
+    )
+    assert decision.kind == "measure_more"
+    assert "The run was interrupted: 1 of 2 measurements were not made." in decision.unexplained
+
+
+def test_a_baseline_that_cannot_run_is_said():
+    near = Criterion(name="near", measure="time_ratio", of="one", over="product", at_most=3)
+    decision = decided(study(near), bad_cell("three", "unsupported", "needs a GPU"), ok_cell("one", 5.0), ok_cell("product", 2.0))
+    assert "The baseline three did not run (needs a GPU), so no saving over it is explained." in decision.unexplained
+
+
+def test_savings_within_noise_are_not_called_unexplained():
+    near = Criterion(name="near", measure="time_ratio", of="one", over="product", at_most=9)
+    cells = ok_cell("three", 10.1), ok_cell("three_library", 10.0), ok_cell("one", 11.0), ok_cell("product", 2.0)
+    assert not any("unexplained" in sentence for sentence in decided(study(near), *cells, floor=1.05).unexplained)
+    assert any("three_library" in sentence for sentence in decided(study(near), *cells, floor=1.001).unexplained)
+
+
+def test_the_shape_of_a_decision_is_the_one_stored():
+    decision = decided(study(FASTER), ok_cell("three", 10.0, of=MEGA), ok_cell("one", 5.0))
+    assert type(decision).model_validate_json(decision.model_dump_json()) == decision

@@ -1,0 +1,109 @@
+"""The write-up said "proceed". From its own numbers the workbench must not, and each of its faults alone must be enough."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.workbench.result import Result
+from onelaunch.workbench.study import load_study
+from tests.workbench.original_040 import FIGURES, TARGET, original
+
+
+def said(result: Result) -> str:
+    return " ".join((*result.decision.because, *result.decision.unexplained))
+
+
+def status(result: Result) -> dict[str, str]:
+    return {outcome.criterion.name: outcome.status for outcome in result.outcomes}
+
+
+def test_the_original_numbers_do_not_proceed():
+    result = original()
+    assert FIGURES["verdict"] == "proceed"
+    assert result.decision.kind == "measure_more"
+    assert status(result) == {"faster": "inconclusive", "correct": "met", "traffic": "infeasible"}
+    assert "1.57x fewer bytes is possible at 4x2048 (11.0 MiB against 7.0 MiB), the study asks for at least 2x" in said(result)
+
+
+def test_had_everything_been_done_they_would_have():
+    """Steady rounds, counted bytes, a bound that arithmetic allows, and the control: the other tests take one of them away."""
+    result = original(steady=True, counted=True, control=1.25, ratio=1.2)
+    assert status(result) == {"faster": "met", "correct": "met", "traffic": "met"}
+    assert result.decision.kind == "proceed", said(result)
+
+
+def test_the_contradiction_of_headline_and_sweep_alone_forbids_it():
+    result = original(steady=False, counted=True, control=1.25, ratio=1.2)
+    assert status(result) == {"faster": "inconclusive", "correct": "met", "traffic": "met"}
+    assert result.decision.kind == "measure_more"
+    (noise,) = result.noise
+    assert noise.floor == pytest.approx(1.38 / 0.85, rel=0.01)
+
+
+def test_its_noise_alone_forbids_it_even_with_many_rounds():
+    result = original(steady=True, counted=True, control=1.25, ratio=1.2)
+    noisy = result.noise[0].model_copy(update={"floor": 1.38 / 0.85})
+    from onelaunch.workbench.criteria import evaluate
+    from onelaunch.workbench.decision import decide
+
+    again = result.model_copy(update={"noise": (noisy,), "decision": None})
+    again = again.model_copy(update={"outcomes": evaluate(again, {})})
+    assert {outcome.criterion.name: outcome.status for outcome in again.outcomes}["faster"] == "inconclusive"
+    assert decide(again).kind == "measure_more"
+
+
+def test_the_uncounted_traffic_alone_forbids_it():
+    for ratio in (1.2, 2.0):  # whether its bound was possible or not
+        result = original(steady=True, counted=False, control=1.25, ratio=ratio)
+        assert status(result)["faster"] == "met"
+        assert status(result)["traffic"] == ("not_measured" if ratio == 1.2 else "infeasible")
+        assert result.decision.kind == "measure_more"
+
+
+def test_the_saving_that_bytes_do_not_explain_alone_forbids_it():
+    """520 us claimed, 2 MiB saved: 7 us of the T4's bandwidth and 3 of one launch. The library changed as well as the fusion."""
+    result = original(steady=True, counted=True, control=None, ratio=1.2)
+    assert status(result) == {"faster": "met", "correct": "met", "traffic": "met"}
+    assert result.decision.kind == "measure_more"
+    (saving,) = [saving for saving in result.decision.savings if saving.shape == TARGET]
+    assert saving.saved_microseconds == pytest.approx(520)
+    assert saving.by_bytes == pytest.approx(2 * 2**20 / 320e9 * 1e6)
+    assert saving.by_launches == pytest.approx(3)
+    assert saving.unexplained / saving.saved_microseconds > 0.98
+    assert "semi_fused and three_launch differ in fusion, gemm" in said(result)
+    assert "(98%) stay unexplained" in said(result)
+
+
+def test_a_control_that_shows_no_gain_does_not_lift_it():
+    assert original(steady=True, counted=True, control=0.865, ratio=1.2).decision.kind == "measure_more"
+
+
+def test_an_impossible_criterion_never_counts_as_met():
+    result = original(steady=True, counted=True, control=1.25)
+    assert status(result)["traffic"] == "infeasible"
+    assert "Set aside: 'traffic' is infeasible" in said(result)
+
+
+def test_the_replay_is_a_result_like_any_other(tmp_path):
+    result = original()
+    assert Result.load(result.save(tmp_path / "original.json")) == result
+
+
+def test_the_study_of_today_tells_the_original_figures(study_040):
+    for figure in ("90.13", "1.38", "0.86", "9.64", "1.61x", "0.97x", "0.0078", "0.85/0.88", "1.27/0.98"):
+        assert figure in study_040.notes
+
+
+def test_the_study_of_today_asks_what_the_original_asked(study_040):
+    sweep = {(row["B"], row["T"]) for row in FIGURES["sweep"]}
+    full = {(shape.sizes["B"], shape.sizes["T"]) for shape in study_040.at_scale("full") if shape.sizes["D"] == 256}
+    assert full == sweep
+    asked = {criterion.name: criterion for criterion in study_040.criteria}
+    assert asked["fused is faster"].at_least == FIGURES["criteria"]["speedup_at_least"]
+    assert asked["traffic halves"].at_least == FIGURES["criteria"]["dram_bytes_ratio_at_least"]
+    assert {asked[name].over for name in ("fused is faster", "traffic halves")} == {"three_launch"}
+
+
+@pytest.fixture
+def study_040(pytestconfig):
+    return load_study(pytestconfig.rootpath / "studies" / "040-linear-rnn.toml")
