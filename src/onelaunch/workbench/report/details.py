@@ -1,0 +1,256 @@
+"""What follows the first screen: every time, error and byte with how it was obtained, and where the result comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onelaunch.operation import Direction
+from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench.report.summary import (
+    REGIMES,
+    Section,
+    believed,
+    cells_at,
+    directions,
+    main_regime,
+    shapes,
+    sizes,
+    speedup,
+    times_floor,
+    way,
+)
+from onelaunch.workbench.report.tables import Table, columns, words
+from onelaunch.workbench.result import Cell, ComponentError, Result
+from onelaunch.workbench.study import Shape
+
+MANY = 3
+"""More tables than this in a section are folded away on a page."""
+
+CLOCKS = {
+    "sm_mhz": "SM clock, MHz, median",
+    "sm_mhz_lowest": "SM clock, MHz, lowest",
+    "memory_mhz": "memory clock, MHz, median",
+    "power_w": "power, W, median",
+    "temperature_c": "temperature, °C, median",
+}
+"""What was sampled during a run, with its unit."""
+
+READING = (
+    "Cold: inputs rotated through more than three last-level caches, replayed as a graph on a GPU. Warm: the same inputs again. "
+    "Eager: as a Python caller sees it, checks and dispatch included. Times are medians over rounds with their 95 % bootstrap "
+    "interval; speeds are medians of ratios taken round by round."
+)
+HISTORY = "History, as the original write-up reported it. Nothing here was measured by this run or used in its decision."
+
+
+def details(result: Result) -> tuple[Section, ...]:
+    """The sections after the first screen, without those that have nothing to show."""
+    sections = (
+        _shapes(result),
+        *(_times(result, direction) for direction in directions(result)),
+        _savings(result),
+        *(_traffic(result, direction) for direction in directions(result)),
+        _correctness(result),
+        _noise(result),
+        Section("Notes of the run", result.notes, folded=len(result.notes) > MANY),
+        _history(result),
+        _provenance(result),
+    )
+    return tuple(section for section in sections if section.tables or section.text)
+
+
+def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
+    """All variants and controls at one shape in one direction."""
+    cells = cells_at(result, shape.name, direction)
+    over = next((cell for cell in cells if cell.variant == result.study.baseline), None)
+    regime = main_regime(result)
+    rows = []
+    for cell in cells:
+        gain, distance = speedup(cell, over, regime), times_floor(cell, regime)
+        measured = [timing.microseconds for name in REGIMES if (timing := believed(cell, name))]
+        rows.append(
+            (
+                f"{cell.variant} (control)" if cell.control else cell.variant,
+                words(cell.status),
+                *(q.interval(timing.microseconds) if (timing := believed(cell, name)) else q.NONE for name in REGIMES),
+                "baseline" if cell is over else q.ratio_interval(gain) if gain else q.NONE,
+                q.ratio(distance) if distance else q.NONE,
+                q.span([estimate.samples for estimate in measured]) if measured else q.NONE,
+            )
+        )
+    floor = next((q.time(cell.plan.floor_microseconds) for cell in cells if cell.plan and not cell.control), "not known")
+    return Table(
+        f"{shape.name}: {sizes(shape)}, {way(direction)}; floor {floor}",
+        columns("variant", "status", ">cold", "?>warm", ">eager", f">speed ({regime or 'not timed'})", ">/ floor", "?>rounds"),
+        tuple(rows),
+    )
+
+
+def _shapes(result: Result) -> Section:
+    rows = []
+    for shape in result.study.shapes:
+        plan = next((cell.plan for cell in result.cells if cell.shape == shape.name and cell.plan and not cell.control), None)
+        known = (q.work(plan.flops), q.size(plan.least_bytes), q.time(plan.floor_microseconds)) if plan else (q.NONE,) * 3
+        rows.append((shape.name, sizes(shape), shape.scale, *known))
+    note = "By arithmetic, for one forward call; the floor is the larger of bytes and FLOPs over the measured ceilings."
+    table = Table("", columns("shape", "sizes", "scale", ">matrix work", ">least bytes", ">floor"), tuple(rows), note)
+    return Section("Shapes", tables=(table,))
+
+
+def _times(result: Result, direction: Direction) -> Section:
+    tables = tuple(times_table(result, shape, direction) for shape in shapes(result, direction))
+    return Section(f"All times, {way(direction)}", (READING,), tables, folded=len(tables) > MANY)
+
+
+def _savings(result: Result) -> Section:
+    savings = result.decision.savings if result.decision else ()
+    rows = tuple(
+        (
+            saving.shape,
+            way(saving.direction),
+            saving.variant,
+            q.time(saving.saved_microseconds),
+            q.time(saving.by_bytes),
+            q.time(saving.by_launches),
+            q.time(saving.unexplained),
+            source(saving.traffic_source),
+        )
+        for saving in savings
+    )
+    heads = columns("shape", "direction", "variant", ">saved", ">by bytes", ">by launches", ">unexplained", "bytes from")
+    note = "Saved bytes over the measured bandwidth, saved launches times the measured launch cost; the rest is unexplained."
+    tables = (Table("", heads, rows, note),) if rows else ()
+    return Section(f"Where the time went that is saved over {result.study.baseline}", tables=tables)
+
+
+def _traffic(result: Result, direction: Direction) -> Section:
+    tables = []
+    for shape in shapes(result, direction):
+        cells = [cell for cell in cells_at(result, shape.name, direction) if cell.plan and not cell.control]
+        if cells:
+            heads = columns(
+                "variant",
+                ">launches",
+                ">own bytes",
+                ">planned",
+                "?>read",
+                "?>written",
+                ">total / least",
+                "bytes from",
+                "?>peak memory",
+            )
+            notes = sorted({cell.traffic.note for cell in cells if cell.traffic and cell.traffic.note})
+            least = next(q.size(cell.plan.least_bytes) for cell in cells if cell.plan)
+            title = f"{shape.name}: {sizes(shape)}, {way(direction)}; least {least}"
+            tables.append(Table(title, heads, tuple(_traffic_row(cell) for cell in cells), "; ".join(notes)))
+    text = (
+        "Own bytes: the fewest that this way of computing must move; planned: the time that those, its FLOPs and launches take "
+        "at the measured ceilings. Read and written: one call, counted by the hardware (ncu) or by arithmetic. "
+        "Peak memory: most in use above the inputs."
+    )
+    title = f"Bytes and launches, {way(direction)}"
+    return Section(title, (text,), tuple(tables), folded=len(tables) > MANY) if tables else Section(title)
+
+
+def _traffic_row(cell: Cell) -> tuple[str, ...]:
+    plan, traffic = cell.plan, cell.traffic
+    planned = (
+        (str(plan.launches or "the compiler's"), q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
+    )
+    moved = (q.NONE, q.NONE, q.NONE, "not counted")
+    if traffic:
+        share = q.ratio(traffic.total / plan.least_bytes) if plan and plan.least_bytes else q.NONE
+        moved = (q.size(traffic.read), q.size(traffic.written), share, source(traffic.source))
+    return (cell.variant, *planned, *moved, q.size(cell.peak_bytes) if cell.peak_bytes is not None else q.NONE)
+
+
+def source(name: str) -> str:
+    """Where a number of bytes comes from, in words."""
+    return {"ncu": "counted (ncu)", "analytic": "arithmetic"}[name]
+
+
+def _correctness(result: Result) -> Section:
+    groups: dict[tuple[str, str], list[Cell]] = {}
+    for cell in result.cells:
+        if cell.verdict:
+            groups.setdefault((cell.direction, cell.variant), []).append(cell)
+    rows: list[tuple[str, ...]] = []
+    for (direction, variant), cells in groups.items():
+        passed = sum(cell.verdict.ok for cell in cells if cell.verdict)
+        worst: dict[str, tuple[ComponentError, str]] = {}
+        for cell in cells:
+            for component in cell.verdict.components if cell.verdict else ():
+                if component.name not in worst or _share(component) > _share(worst[component.name][0]):
+                    worst[component.name] = (component, cell.shape)
+        for component, shape in worst.values():
+            right = f"{passed} of {len(cells)}"
+            rows.append((variant, way(direction), right, component.name, *_error_row(component), shape))
+    heads = columns(
+        "variant", "direction", ">right", "of", ">worst error", ">allowed", "?>largest difference", "?>along the sequence", "?at"
+    )
+    note = (
+        "Against the float64 oracle, norm-wise, where each result is nearest to its limit: the smaller of the dtype's "
+        "cap and twice the error of plain PyTorch in the same dtype. Along the sequence: error of its first and of its last part."
+    )
+    return Section("Correctness", tables=(Table("", heads, tuple(rows), note),) if rows else (), folded=len(rows) > 12)
+
+
+def _error_row(component: ComponentError) -> tuple[str, ...]:
+    parts = component.error_by_position
+    drift = f"{q.scientific(parts[0])} to {q.scientific(parts[-1])}" if parts else q.NONE
+    return (q.scientific(component.error), q.scientific(component.allowed), q.scientific(component.max_error), drift)
+
+
+def _share(component: ComponentError) -> float:
+    return component.error / component.allowed if component.allowed else float("inf")
+
+
+def _noise(result: Result) -> Section:
+    rows = tuple(
+        (
+            noise.shape,
+            way(noise.direction),
+            noise.regime,
+            q.ratio_interval(noise.ratio),
+            str(noise.ratio.samples),
+            q.percent(noise.floor),
+        )
+        for noise in result.noise
+    )
+    heads = columns("shape", "direction", "regime", ">A/A ratio", ">rounds", ">smallest claim")
+    note = f"{result.study.baseline} against itself: differences below the smallest claim are noise."
+    return Section("Noise", tables=(Table("", heads, rows, note),) if rows else (), folded=len(rows) > 12)
+
+
+def _history(result: Result) -> Section:
+    notes = result.study.notes.strip()
+    return Section("Reported before (history)", (HISTORY, notes) if notes else ())
+
+
+def _provenance(result: Result) -> Section:
+    facts, ceilings = result.provenance, result.ceilings
+    run = (
+        ("device", f"{facts.device} ({facts.architecture})"),
+        ("driver", facts.driver or "none"),
+        *((name, version) for name, version in facts.versions.items()),
+        ("commit", facts.commit or "not known"),
+        ("date", facts.date),
+        ("command", facts.command or "not recorded"),
+        ("scale, rounds", f"{facts.scale or 'not recorded'}, {facts.rounds}"),
+        *((CLOCKS.get(name, name.replace("_", " ")), q.number(value, 4)) for name, value in facts.clocks.items()),
+        ("study digest", result.study_digest),
+        ("schema", str(result.schema_version)),
+    )
+    rates: Iterable[tuple[str, str]] = (
+        ("copy bandwidth", q.rate(ceilings.copy_bytes_per_second, "B/s")),
+        *((f"matrix product, {dtype}", q.rate(rate, "FLOP/s")) for dtype, rate in ceilings.matrix_flops_per_second.items()),
+        ("launch", q.time(1e6 * ceilings.launch_seconds)),
+    )
+    measured = f"Measured at {ceilings.measured_at} with {ceilings.software}."
+    return Section(
+        "Provenance and ceilings",
+        tables=(
+            Table("Where this comes from", columns("fact", "value"), run),
+            Table("Ceilings of the device", columns("ceiling", ">measured"), tuple(rates), measured),
+        ),
+    )

@@ -1,0 +1,178 @@
+"""The one table writer: a plain :class:`Table` and its three spellings."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import rich.table
+
+Tone = Literal["good", "bad", "open", "quiet"]
+
+TONES: Mapping[str, Tone] = {
+    "proceed": "good",
+    "met": "good",
+    "ok": "good",
+    "correct": "good",
+    "faster": "good",
+    "feasible": "good",
+    "runs": "good",
+    "debug": "bad",
+    "abandon": "bad",
+    "missed": "bad",
+    "incorrect": "bad",
+    "invalid": "bad",
+    "error": "bad",
+    "slower": "bad",
+    "missing": "bad",
+    "measure more": "open",
+    "inconclusive": "open",
+    "infeasible": "open",
+    "interrupted": "open",
+    "not decided": "open",
+    "out of memory": "open",
+    "not measured": "quiet",
+    "unsupported": "quiet",
+    "not installed": "quiet",
+    "cannot run": "quiet",
+    "same": "quiet",
+}
+"""How a status word is coloured. Colour never says anything that the word does not."""
+
+STYLES: Mapping[Tone, str] = {"good": "green", "bad": "red", "open": "yellow", "quiet": "dim"}
+"""In a terminal."""
+
+ROOMY = 100
+"""A terminal of at least this many columns shows optional columns too."""
+
+LONG = 40
+"""A text of more characters than this is a sentence: it gets room on a page, and wraps."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """The head of a column."""
+
+    title: str
+    right: bool = False
+    """Numbers stand to the right."""
+    optional: bool = False
+    """Left out of narrow terminals."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a title, with what a reader must know about all of them in the note."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def columns(*titles: str) -> tuple[Column, ...]:
+    """Columns from titles: ``>`` before a title puts it to the right, ``?`` makes it optional (``?>`` both)."""
+    return tuple(Column(title.lstrip("?>"), ">" in title[:2], title.startswith("?")) for title in titles)
+
+
+def words(status: str) -> str:
+    """A stored status as people write it: ``not_measured`` to ``not measured``."""
+    return status.replace("_", " ")
+
+
+def to_markdown(table: Table, *, title: bool = True) -> str:
+    """A Markdown table, its columns aligned in the source as well."""
+    heads = [_markdown(column.title) for column in table.columns]
+    rows = [[_markdown(text) for text in row] for row in table.rows]
+    widths = [max(3, *(len(row[index]) for row in [heads, *rows])) for index in range(len(heads))]
+    lines = [_markdown_row(heads, widths, table.columns)]
+    rules = ["-" * (width - 1) + (":" if column.right else "-") for width, column in zip(widths, table.columns, strict=True)]
+    lines.append(_markdown_row(rules, widths, table.columns))
+    lines += [_markdown_row(row, widths, table.columns) for row in rows]
+    head = [f"**{_markdown(table.title)}**", ""] if title and table.title else []
+    note = ["", _markdown(table.note)] if table.note else []
+    return "\n".join(head + lines + note)
+
+
+def to_html(table: Table) -> str:
+    """An HTML table. On a narrow screen sentences stack under their heads; numbers scroll sideways, optional columns go."""
+    stacks = ' class="stacks"' if any(len(text) > LONG for row in table.rows for text in row) else ""
+    parts = ['<figure class="table">']
+    if table.title:
+        parts.append(f"<figcaption>{html.escape(table.title)}</figcaption>")
+    parts.append(f'<div class="scroll" tabindex="0"><table{stacks}><thead><tr>')
+    parts += [f"<th{_html_class(column)}>{html.escape(column.title)}</th>" for column in table.columns]
+    parts.append("</tr></thead><tbody>")
+    for row in table.rows:
+        parts.append(f"<tr>{''.join(map(_html_cell, row, table.columns))}</tr>")
+    parts.append("</tbody></table></div>")
+    if table.note:
+        parts.append(f'<p class="note">{html.escape(table.note)}</p>')
+    return "\n".join([*parts, "</figure>"])
+
+
+def to_rich(table: Table, width: int) -> rich.table.Table:
+    """A table for a terminal of that many columns."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = [index for index, column in enumerate(table.columns) if width >= ROOMY or not column.optional]
+    drawn = RichTable(
+        title=table.title or None,
+        title_justify="left",
+        title_style="italic",
+        caption=table.note or None,
+        caption_justify="left",
+        caption_style="dim",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    whole = _fits(table, shown, width)
+    for index in shown:
+        column = table.columns[index]
+        right = column.right
+        drawn.add_column(column.title, justify="right" if right else "left", no_wrap=right and whole, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(row[index], style=STYLES[TONES[row[index]]] if row[index] in TONES else "") for index in shown))
+    return drawn
+
+
+def _fits(table: Table, shown: list[int], width: int) -> bool:
+    """Whether the numbers can stand unbroken and leave some room to the words."""
+    needed = 2 * len(shown)
+    for index in shown:
+        widest = max(len(text) for text in [table.columns[index].title, *(row[index] for row in table.rows)])
+        needed += widest if table.columns[index].right else min(widest, 12)
+    return needed <= width
+
+
+def _markdown(text: str) -> str:
+    """Text that Markdown leaves as it is."""
+    for mark in "\\|<`*":
+        text = text.replace(mark, "\\" + mark)
+    return " ".join(text.split())
+
+
+def _markdown_row(texts: Iterable[str], widths: list[int], heads: tuple[Column, ...]) -> str:
+    cells = (
+        text.rjust(width) if column.right else text.ljust(width) for text, width, column in zip(texts, widths, heads, strict=True)
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _html_cell(text: str, column: Column) -> str:
+    tone = TONES.get(text)
+    content = f'<span class="{tone}">{html.escape(text)}</span>' if tone else html.escape(text)
+    return f'<td{_html_class(column, text)} data-head="{html.escape(column.title)}">{content}</td>'
+
+
+def _html_class(column: Column, text: str = "") -> str:
+    classes = ["right"] if column.right else ["long" if " " in text else "digest"] if len(text) > LONG else []
+    if column.optional:
+        classes.append("optional")
+    return f' class="{" ".join(classes)}"' if classes else ""

@@ -1,0 +1,363 @@
+"""Reports say everything that a result holds, the same in every form, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import html.parser
+import io
+import re
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from onelaunch.errors import ResultExists
+from onelaunch.operation import DIRECTIONS
+from onelaunch.workbench.report import docs_table, markdown, page, write_report
+from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench.report.details import details
+from onelaunch.workbench.report.plots import STAND_INS, plots
+from onelaunch.workbench.report.summary import summarize
+from onelaunch.workbench.report.tables import Table, columns, to_html, to_markdown, to_rich, words
+from onelaunch.workbench.report.terminal import show
+from onelaunch.workbench.result import Estimate, Result
+from tests.workbench import results
+
+Maker = Callable[[], Result]
+every_result = pytest.mark.parametrize("make", results.ALL, ids=lambda make: make.__name__)
+
+
+def terminal(result: Result, width: int = 120, *, full: bool = False, **options: object) -> str:
+    buffer = io.StringIO()
+    show(result, Console(file=buffer, width=width, **options), full=full)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects the text of a page, and complains about elements that are not closed in order."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "hr"})
+    SVG_LEAVES = frozenset({"path", "use", "rect", "line", "circle"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.note(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.note(attrs)
+
+    def note(self, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "srcset", "action", "data")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if "style" not in self.open else ""
+
+
+@functools.cache
+def page_of(make: Maker) -> str:
+    return page.render(make())
+
+
+def read(make: Maker) -> Reader:
+    return Reader(page_of(make))
+
+
+def plain(text: str) -> str:
+    """Text without line breaks, table bars and escapes: what a reader takes in."""
+    return " ".join(re.sub(r"\\([|<`*\\])", r"\1", text).split())
+
+
+@every_result
+def test_all_forms_agree_on_the_decision_and_its_grounds(make: Maker) -> None:
+    result = make()
+    decision = words(result.decision.kind) if result.decision else "not decided"
+    forms = {
+        "markdown": plain(markdown.render(result)),
+        "html": plain(read(make).text),
+        "terminal": plain(terminal(result, 200)),
+    }
+    for form, text in forms.items():
+        assert f"Decision: {decision}" in text or f"Decision {decision}" in text, form
+        for other in {"proceed", "debug", "abandon", "measure more", "not decided"} - {decision}:
+            assert f"Decision: {other}" not in text, form
+            assert f"Decision {other}" not in text, form
+        for reason in result.decision.because if result.decision else ():
+            assert plain(reason) in text, form
+
+
+@every_result
+def test_every_criterion_is_there_with_status_and_evidence(make: Maker) -> None:
+    result = make()
+    text, seen = plain(read(make).text), plain(markdown.render(result))
+    for outcome in result.outcomes:
+        for form in (text, seen):
+            assert outcome.criterion.name in form
+            assert plain(outcome.evidence) in form
+            assert words(outcome.status) in form
+
+
+@every_result
+def test_the_decision_comes_first_and_the_provenance_last(make: Maker) -> None:
+    heads = re.findall(r"^## (.+)$", markdown.render(make()), re.MULTILINE)
+    assert heads[0].startswith("Decision")
+    assert heads[1:3] == ["Which variant to use", "Unexplained or unmeasured"]
+    assert heads[-1] == "Provenance and ceilings"
+
+
+@every_result
+def test_every_cell_that_is_not_ok_is_named_with_its_reason(make: Maker) -> None:
+    result = make()
+    summary = summarize(result)
+    bad = [cell for cell in result.cells if cell.status != "ok"]
+    assert (summary.missing is None) == (not bad)
+    for cell in bad:
+        assert summary.missing
+        row = next(row for row in summary.missing.rows if cell.variant in row[0] and words(cell.status) == row[1])
+        assert cell.shape in row[2] or "all" in row[2]
+        assert cell.reason in row[3]
+
+
+@every_result
+def test_every_believed_time_is_there_with_its_interval(make: Maker) -> None:
+    result = make()
+    text = markdown.render(result)
+    for cell in result.cells:
+        for timing in cell.timings:
+            assert (q.interval(timing.microseconds) in text) or cell.status != "ok"
+
+
+def test_a_time_that_is_not_believed_stands_nowhere_as_a_time() -> None:
+    result = results.wrong_and_invalid()
+    fast = result.cell("target", "fused_chunked")
+    assert fast
+    assert fast.timings
+    for text in (markdown.render(result), page.render(result), terminal(result)):
+        assert q.interval(fast.timings[0].microseconds) not in text
+    assert "fused_chunked" not in {row[2] for table in summarize(result).use for row in table.rows}
+    assert any("Not to be used: fused_chunked, semi_fused" in alert for alert in summarize(result).alerts)
+
+
+def test_an_incorrect_variant_says_what_was_wrong() -> None:
+    missing = summarize(results.wrong_and_invalid()).missing
+    assert missing
+    assert any("NaN in 12 %" in row[3] for row in missing.rows)
+
+
+def test_an_interrupted_result_says_so_first() -> None:
+    make = results.interrupted_on_cpu
+    result = make()
+    assert "8 of 16 cells were reached" in summarize(result).alerts[0]
+    for text in (plain(markdown.render(result)), plain(terminal(result)), plain(read(make).text)):
+        assert text.index("Interrupted: 8 of 16") < text.index("measure more", 60)
+
+
+def test_a_moved_criterion_is_noticed() -> None:
+    result = results.proceed_on_gpu()
+    easier = result.study.model_copy(update={"criteria": result.study.criteria[:1]})
+    assert any("digest differs" in alert for alert in summarize(result.model_copy(update={"study": easier})).alerts)
+    assert not summarize(result).alerts
+
+
+def test_history_is_marked_as_history_and_left_out_where_there_is_none() -> None:
+    text = markdown.render(results.proceed_on_gpu())
+    section = text[text.index("## Reported before (history)") :]
+    assert "Nothing here was measured by this run" in section
+    assert "never repeated; its own sweep" in section
+    assert "never repeated; its own sweep" not in text[: text.index("## Reported before (history)")]
+    assert "Reported before" not in markdown.render(results.nothing_ran())
+
+
+def test_the_variant_to_use_is_the_fastest_correct_one() -> None:
+    result = results.proceed_on_gpu()
+    table = summarize(result).use[0]
+    for row in table.rows:
+        cells = [cell for cell in result.cells if cell.shape == row[0] and cell.direction == "forward" and not cell.control]
+        best = min((cell for cell in cells if cell.timings), key=lambda cell: cell.timings[0].microseconds.median)
+        assert row[2] == best.variant
+        assert row[3] == q.interval(best.timings[0].microseconds)
+
+
+def test_a_variant_within_the_noise_is_named_beside_the_fastest() -> None:
+    of = results.shape("target", B=4, T=2048, D=256, V=64)
+    one, other = results.ok_cell(of, "fused_chunked"), results.ok_cell(of, "semi_fused")
+    same = tuple(results.timing(timing.regime, timing.microseconds.median * 1.002) for timing in one.timings)
+    slow = results.ok_cell(of, "three_launch_cublas")
+    base = results.wrong_and_invalid()
+    result = base.model_copy(update={"cells": (slow, one, other.model_copy(update={"timings": same}))})
+    assert summarize(result).use[0].rows[0][2] == "fused_chunked or semi_fused"
+
+
+def test_bytes_say_whether_they_were_counted() -> None:
+    text = markdown.render(results.proceed_on_gpu())
+    assert "counted (ncu)" in text
+    assert "arithmetic" in text
+    assert "cold caches (--cache-control all)" in text
+    assert any("counted at target alone (1 of 8 shapes)" in line for line in summarize(results.proceed_on_gpu()).open)
+    assert any("counted nowhere" in line for line in summarize(results.largest()).open)
+
+
+def test_missing_traffic_and_plan_are_no_error() -> None:
+    result = results.proceed_on_gpu()
+    bare = tuple(cell.model_copy(update={"traffic": None, "plan": None}) for cell in result.cells)
+    stripped = result.model_copy(update={"cells": bare, "outcomes": (), "decision": None, "noise": ()})
+    assert "not decided" in markdown.render(stripped)
+    assert not [plot for plot in plots(stripped) if "bytes" in plot.title]
+    Reader(page.render(stripped))
+
+
+@every_result
+def test_the_page_is_well_formed_and_fetches_nothing(make: Maker) -> None:
+    text, reader = page_of(make), read(make)
+    assert not reader.open
+    assert len(reader.ids) == len(set(reader.ids))
+    assert all(address.startswith("#") and address[1:] in reader.ids for address in reader.addresses)
+    for outside in ("http:", "https:", "//cdn", "@import", "<script", "<link", "<img", "url(http"):
+        assert outside not in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+
+
+def test_the_page_escapes_what_a_study_says() -> None:
+    result = results.nothing_ran()
+    rude = result.study.model_copy(update={"question": "<script>alert(1)</script> & more", "name": '"quoted" <b>'})
+    text = page.render(result.model_copy(update={"study": rude}))
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in text
+
+
+@every_result
+def test_plots_take_their_colours_from_the_page(make: Maker) -> None:
+    result = make()
+    drawn = plots(result)
+    assert bool(drawn) == any(cell.status == "ok" for cell in result.cells)
+    for plot in drawn:
+        assert plot.svg.startswith("<svg")
+        assert plot.svg.endswith("</svg>")
+        assert not any(stand_in in plot.svg for stand_in in STAND_INS)
+        assert not set(re.findall(r"#[0-9a-f]{6}\b", plot.svg)) - {"#ffffff"}
+
+
+def test_the_plots_show_time_distance_and_bytes_of_each_direction() -> None:
+    titles = [plot.title for plot in plots(results.proceed_on_gpu())]
+    for direction in ("forward", "forward + backward"):
+        assert f"Time, {direction}, D=256 V=64 float16" in titles
+        assert f"Time, {direction}, D=2048 V=2048 float16" in titles
+        assert f"Distance from the roofline, {direction}" in titles
+        assert f"DRAM bytes, {direction}, target" in titles
+
+
+def test_a_plot_of_times_draws_the_floor() -> None:
+    for make in (results.proceed_on_gpu, results.largest, results.wrong_and_invalid):
+        times = [plot.svg for plot in plots(make()) if plot.title.startswith("Time")]
+        assert times
+        assert all("floor" in svg and "var(--floor)" in svg for svg in times)
+
+
+@every_result
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_is_never_overrun_and_has_no_codes_in_a_pipe(make: Maker, width: int) -> None:
+    for full in (False, True):
+        text = terminal(make(), width, full=full)
+        assert max(map(len, text.splitlines())) <= width
+        assert "\x1b" not in text
+
+
+def test_a_terminal_gets_colours() -> None:
+    assert "\x1b[" in terminal(results.proceed_on_gpu(), force_terminal=True, color_system="standard")
+
+
+def test_the_full_terminal_has_every_section() -> None:
+    result = results.proceed_on_gpu()
+    text = plain(terminal(result, 160, full=True))
+    for section in details(result):
+        assert section.title in text
+
+
+def test_write_report_writes_three_files_and_keeps_another_result(tmp_path) -> None:
+    result = results.proceed_on_gpu()
+    paths = write_report(result, tmp_path / "new" / "report")
+    assert {kind: path.name for kind, path in paths.items()} == {
+        "markdown": "report.md",
+        "html": "report.html",
+        "json": "result.json",
+    }
+    assert Result.load(paths["json"]) == result
+    assert write_report(result, tmp_path / "new" / "report") == paths  # the same result again is no conflict
+    other = results.nothing_ran()
+    with pytest.raises(ResultExists, match=re.escape("result.json")):
+        write_report(other, tmp_path / "new" / "report")
+    assert Result.load(paths["json"]) == result
+    write_report(other, tmp_path / "new" / "report", force=True)
+    assert Result.load(paths["json"]) == other
+
+
+@pytest.mark.parametrize("which", ["use", "times", "criteria", "missing", "provenance"])
+def test_docs_tables_are_markdown_that_names_its_source(which) -> None:
+    text = docs_table(results.proceed_on_gpu(), which)
+    assert text.count("\n| -") + text.count("\n|:-") >= 1
+    assert "NVIDIA H200" in text.splitlines()[-1]
+    assert "d1e54a6" in text.splitlines()[-1]
+
+
+def test_docs_tables_can_be_narrowed() -> None:
+    result = results.proceed_on_gpu()
+    one = docs_table(result, "times", direction="forward", shape="target")
+    assert one.count("**target") == 1
+    assert "8x2048" not in one
+    assert docs_table(result, "use", direction=DIRECTIONS[0]).count("**Forward") == 1
+
+
+def test_the_table_writer_keeps_odd_text_whole() -> None:
+    table = Table("t", columns("a", ">b"), (("x | y <z>", "1"), ("`c` *d*", "22")), "note")
+    lines = to_markdown(table).splitlines()
+    assert lines[2] == "| a           |   b |"
+    assert lines[3] == "| ----------- | --: |"
+    assert lines[4] == r"| x \| y \<z> |   1 |"
+    assert "x | y &lt;z&gt;" in to_html(table)
+    buffer = io.StringIO()
+    Console(file=buffer, width=60).print(to_rich(table, 60))
+    assert "x | y <z>" in buffer.getvalue()
+    assert "`c` *d*" in buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (q.time(7.9234), "7.92 µs"),
+        (q.time(90130.0), "90.1 ms"),
+        (q.time(2.5e6), "2.50 s"),
+        (q.time(-2.03), "-2.03 µs"),
+        (q.time(999.96), "1000 µs"),
+        (q.time(0.0), "0 µs"),
+        (q.interval(Estimate(median=1234.5, low=1200.0, high=1300.0, samples=9)), "1.23 ms [1.20, 1.30]"),
+        (q.ratio(1.5714), "1.57x"),
+        (q.size(7 * 2**20), "7.00 MiB"),
+        (q.size(12), "12 B"),
+        (q.size(0), "0 B"),
+        (q.rate(4.02e12, "B/s"), "4.02 TB/s"),
+        (q.work(2.68e8), "268 MFLOP"),
+        (q.percent(1.014), "1.4 %"),
+        (q.scientific(3.1e-4), "3.1e-04"),
+        (q.scientific(float("inf")), "not finite"),
+        (q.span([7, 20, 20]), "7 to 20"),
+        (q.plural(1, "round"), "1 round"),
+        (q.plural(2, "study", "studies"), "2 studies"),
+    ],
+)
+def test_numbers_are_written_one_way(text: str, want: str) -> None:
+    assert text == want
