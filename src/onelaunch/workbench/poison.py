@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ class Poison(TorchDispatchMode):
             with self:  # straight to the operator's kernel, so that what it calls comes through here again
                 return func.redispatch(keys, *args, **given)
         return func(*args, **given)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """A region in which allocations are poisoned.
+
+    What is compiled runs uncompiled here: Dynamo would otherwise meet a dispatch mode, and never compile that function again.
+    """
+    with torch.compiler.set_stance("force_eager"), Poison():
+        yield
 
 
 @torch.no_grad()

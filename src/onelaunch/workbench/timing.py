@@ -183,6 +183,7 @@ class _Session:
 
     def verify(self) -> None:
         """No time without a passing verdict."""
+        torch.compiler.reset()  # else compiled variants stop being compiled after a few cases, and say so only in a log
         for done, entry in enumerate(list(self.entries.values())):
             self.progress("verify", done, len(self.entries))
             subject = entry.subject

@@ -16,7 +16,7 @@ import torch
 
 from onelaunch.operation import Case, Control, Direction, Operation
 from onelaunch.workbench.calls import Answer, Callee, Inputs, duplicate, make_inputs
-from onelaunch.workbench.poison import Poison
+from onelaunch.workbench.poison import poisoned
 from onelaunch.workbench.result import ComponentError, Verdict
 from onelaunch.workbench.truth import Truth, find_truth
 
@@ -203,7 +203,7 @@ def _examine(callee: Callee, truth: Truth, decoy: Inputs, device: torch.device) 
         finish()
 
         live.load(truth.inputs)
-        with Poison():
+        with poisoned():
             kept = callee(live)
         taken = duplicate(kept)
         finish()

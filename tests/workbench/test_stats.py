@@ -1,0 +1,67 @@
+"""Medians, intervals, paired ratios."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onelaunch.workbench import stats
+
+TIMES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=40)
+
+
+@given(TIMES)
+def test_the_median_lies_in_its_interval_and_the_interval_among_the_samples(samples):
+    found = stats.estimate(samples)
+    assert min(samples) <= found.low <= found.median <= found.high <= max(samples)
+    assert found.median == pytest.approx(float(np.median(samples)))
+    assert found.samples == len(samples)
+
+
+@given(TIMES)
+def test_the_same_samples_give_the_same_interval(samples):
+    assert stats.estimate(samples) == stats.estimate(list(samples))
+
+
+def test_the_interval_covers_the_true_median_about_95_times_in_100():
+    generator = np.random.default_rng(1)
+    found = [stats.estimate(generator.normal(10.0, 1.0, 25).tolist()) for _ in range(300)]
+    covered = sum(one.low <= 10.0 <= one.high for one in found) / len(found)
+    assert 0.90 <= covered <= 0.99
+
+
+def test_one_slow_round_does_not_move_the_median():
+    steady = stats.estimate([10.0, 10.1, 9.9, 10.0, 10.05, 9.95, 10.0])
+    disturbed = stats.estimate([10.0, 10.1, 9.9, 10.0, 10.05, 9.95, 1000.0])
+    assert disturbed.median == pytest.approx(steady.median, rel=0.01)
+
+
+def test_an_estimate_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one sample"):
+        stats.estimate([])
+
+
+def test_ratios_are_taken_round_by_round():
+    drift = np.linspace(1.0, 3.0, 20)  # the clocks fall to a third while we measure
+    found = stats.ratio((2.0 * drift).tolist(), drift.tolist())
+    assert (found.low, found.median, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    unpaired = stats.estimate((2.0 * drift).tolist())
+    assert unpaired.high / unpaired.low > 1.2, "the drift must matter for this test to say anything"
+
+
+def test_a_ratio_uses_the_rounds_that_both_have():
+    assert stats.ratio([2.0, 4.0, 6.0], [1.0, 2.0]).samples == 2
+
+
+def test_the_geometric_mean_of_a_ratio_and_its_inverse_is_one():
+    assert stats.geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "floor"),
+    [([1.0, 1.0, 1.0], 1.01), ([1.1, 1.1, 1.1], 1.1), ([0.8, 0.8, 0.8], 1.25)],
+)
+def test_the_noise_floor_is_how_far_an_a_a_ratio_strays_from_one(ratios, floor):
+    assert stats.noise_floor(stats.estimate(ratios)) == pytest.approx(floor)
