@@ -1,4 +1,4 @@
-"""Fused, persistent GPU kernels for linear-RNN layers, SwiGLU MLPs and batch-1 decoding, and the workbench that proves when fusing pays."""
+"""Fused, persistent GPU kernels for linear-RNN layers, and the workbench that proves when fusing pays."""
 
 from onelaunch import ops
 

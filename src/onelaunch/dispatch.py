@@ -96,7 +96,8 @@ def explain(query: Query) -> Explanation:
     if chosen.name in times and measured:
         because = f"fastest measured at {measured.where()}"
     else:
-        because = f"first in {operation.name}'s order of preference on {query.device_type} that can run; nothing near was measured"
+        order = f"{operation.name}'s order of preference on {query.device_type}"
+        because = f"first in {order} that can run; nothing near was measured"
     return Explanation(query, chosen.name, because, standings)
 
 

@@ -117,10 +117,7 @@ def measure(device: str) -> Ceilings:
     """Measure the ceilings now: a large copy, a large matrix product per dtype, an empty launch."""
     cpu = torch.device(device).type == "cpu"
     elements, side = (32 << 20, 1024) if cpu else (1 << 30, 8192)
-    source = torch.empty(elements, device=device, dtype=torch.int16).random_(-100, 100)
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / _seconds(device, lambda: target.copy_(source))
-    del source, target
+    copy = _copy_bytes_per_second(device, elements)
     rates = {}
     for dtype in (torch.float32,) if cpu else (torch.float16, torch.bfloat16, torch.float32):
         a = torch.randn(side, side, device=device, dtype=dtype)
@@ -130,6 +127,12 @@ def measure(device: str) -> Ceilings:
         rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Ceilings(copy, rates, _launch_seconds(device), now, _software(device))
+
+
+def _copy_bytes_per_second(device: str, elements: int) -> float:
+    source = torch.empty(elements, device=device, dtype=torch.int16).random_(-100, 100)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(device, lambda: target.copy_(source))
 
 
 def _seconds(device: str, run: Callable[[], object], samples: int = 7) -> float:
@@ -159,7 +162,8 @@ def _launch_seconds(device: str, launches: int = 500) -> float:
 
 
 def _software(device: str) -> str:
-    return f"torch {torch.__version__}, {'CPU' if torch.device(device).type == 'cpu' else torch.version.cuda or torch.version.hip}"
+    stack = "CPU" if torch.device(device).type == "cpu" else torch.version.cuda or torch.version.hip
+    return f"torch {torch.__version__}, {stack}"
 
 
 def _cpu_name() -> str:
