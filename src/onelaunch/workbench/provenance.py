@@ -1,0 +1,118 @@
+"""Where, when and with what a result is made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import onelaunch
+from onelaunch.hardware import describe
+from onelaunch.operation import find_operation
+from onelaunch.workbench.result import Provenance
+from onelaunch.workbench.study import Scale, Study
+
+PACKAGE = Path(onelaunch.__file__).parent
+
+
+def provenance(
+    study: Study, device: torch.device, *, scale: Scale, rounds: int, clocks: Sequence[Mapping[str, float]] = (), command: str = ""
+) -> Provenance:
+    """The provenance of a run of a study that ends now.
+
+    Args:
+        study: whose variants name the peers that take part.
+        device: where it ran.
+        scale: which shapes ran.
+        rounds: how many were asked for.
+        clocks: as sampled at each shape and direction.
+        command: how it was started; this process's command line by default.
+    """
+    facts = describe(str(device))
+    return Provenance(
+        device=facts.name,
+        slug=facts.slug,
+        architecture=facts.architecture,
+        driver=driver(device),
+        versions=versions(study),
+        commit=commit(),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        clocks=merge_clocks(clocks),
+        command=command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        scale=scale,
+        rounds=rounds,
+    )
+
+
+def driver(device: torch.device) -> str:
+    """The GPU driver's version; empty for a CPU, or where nvidia-ml-py cannot tell."""
+    if device.type != "cuda" or torch.version.hip:
+        return ""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        found = pynvml.nvmlSystemGetDriverVersion()
+    except Exception:  # noqa: BLE001 - the library raises its own errors; a missing fact must not stop a study
+        return ""
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def versions(study: Study) -> dict[str, str]:
+    """Versions of Python, torch, triton, CUDA (or ROCm), onelaunch, and the packages that the study's variants require."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__), "onelaunch": onelaunch.__version__}
+    if toolkit := torch.version.cuda:
+        found["cuda"] = toolkit
+    if toolkit := torch.version.hip:
+        found["rocm"] = toolkit
+    owner = find_operation(study.operation)
+    peers = [package for name in study.variant_names() if (package := owner.get(name).tags.get("requires"))]
+    for package in ("triton", *peers):
+        if (version := _version(package)) is not None:
+            found[package] = version
+    return found
+
+
+def commit() -> str:
+    """The commit of the checkout that the package lies in, with ``-dirty`` when its files differ; empty for an installed package."""
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return ""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    changes = _git("status", "--porcelain", "--", ".")
+    return f"{head}{'-dirty' if changes else ''}" if head else ""
+
+
+def merge_clocks(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Medians over all shapes; of what is a lowest value, the lowest."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            values.setdefault(name, []).append(value)
+    return {
+        name: min(found) if name.endswith("_lowest") else float(statistics.median(found)) for name, found in sorted(values.items())
+    }
+
+
+def _version(package: str) -> str | None:
+    """The version of the distribution that holds an importable package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        owners = importlib.metadata.packages_distributions().get(package, ())
+        return importlib.metadata.version(owners[0]) if owners else None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, timeout=20, check=True)  # noqa: S607
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

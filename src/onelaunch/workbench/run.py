@@ -1,0 +1,315 @@
+"""Run a study: plan, verify, time, count, judge its criteria, decide. What is measured is never lost.
+
+One shape and direction after another; each is kept on disk before the next begins. Whatever a variant does wrong (raise, run out of
+memory, answer incorrectly) is its result, and the rest goes on. Ctrl-C ends the run early with everything that was measured.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from onelaunch import hardware
+from onelaunch.errors import ResultExists
+from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
+from onelaunch.workbench.calls import status_of
+from onelaunch.workbench.count import Request, analytic, count_all
+from onelaunch.workbench.criteria import evaluate
+from onelaunch.workbench.decision import decide
+from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
+from onelaunch.workbench.provenance import provenance
+from onelaunch.workbench.result import Cell, Noise, Result, StoredCeilings, Traffic
+from onelaunch.workbench.study import Scale, Shape, Study
+from onelaunch.workbench.timing import Interrupted, Measurements, measure
+from onelaunch.workbench.verify import Judge
+
+TIME_CAP_SECONDS: dict[Scale, float] = {"small": 20.0, "full": 60.0}
+"""No new round of a shape and direction begins after this: a small run is one that people wait for."""
+
+ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
+"""How much memory the oracle's answers may take while the variants of a shape are held against them."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    shape: str
+    direction: Direction
+    step: str
+    """``verify``, ``prepare``, ``time`` or ``count``."""
+    done: int
+    """Of this step, at this shape and direction."""
+    total: int
+    place: int
+    """Shapes and directions that are finished."""
+    places: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps that touch the device; tests put others in their place."""
+
+    ceilings: Callable[[str], hardware.Ceilings] = hardware.ceilings
+    measure: Callable[..., Measurements] = measure
+    count: Callable[..., Sequence[Traffic]] = count_all
+
+
+def default_path(study: Study, device: str = "auto") -> Path:
+    """Where a run on this device is saved unless told otherwise: ``results/<device>/<study>.json`` in the working directory."""
+    slug = hardware.describe(str(hardware.resolve(device))).slug
+    return Path("results") / slug / f"{study.name}.json"
+
+
+def partial_path(path: Path) -> Path:
+    """Where the finished shapes of a run are kept while it lasts; read it like any result if the run was killed."""
+    return path.with_name(f"{path.stem}.partial.json")
+
+
+def run_study(
+    study: Study,
+    *,
+    device: str = "auto",
+    scale: Scale | Literal["auto"] = "auto",
+    rounds: int | None = None,
+    count: bool | Literal["all"] = True,
+    on_progress: Callable[[Progress], None] | None = None,
+    save_to: Path | None = None,
+    force: bool = False,
+    command: str = "",
+    steps: Steps | None = None,
+) -> Result:
+    """Run a study and save its result.
+
+    Args:
+        study: as :func:`~onelaunch.workbench.study.load_study` reads it.
+        device: ``cuda:0``, ``cpu``...; ``auto`` is the first GPU, or the CPU.
+        scale: which of the study's shapes; ``auto`` is ``full`` on a GPU and ``small`` on a CPU.
+        rounds: instead of the study's own number.
+        count: DRAM bytes by the hardware's counters where they can be read: at the shapes where a criterion asks for bytes
+            (``True``), at all (``"all"``), or nowhere. Elsewhere bytes are by arithmetic, and say so.
+        on_progress: is told how far the run is.
+        save_to: the file; :func:`default_path` by default.
+        force: replace a result that is there already.
+        command: how the run was started, for the result's provenance; this process's command line by default.
+        steps: what measures; for tests.
+
+    Returns:
+        The result, as saved. After Ctrl-C its ``interrupted`` is true, and cells that were not finished say so.
+
+    Raises:
+        NoDeviceError: the device is not here.
+        ResultExists: the file (or the kept part of a killed run) is there already; raised before anything is measured.
+    """
+    where = hardware.resolve(device)
+    path = save_to or default_path(study, str(where))
+    for existing in (path, partial_path(path)):
+        if existing.exists() and not force:
+            raise ResultExists(existing)
+    steps = steps or Steps()
+    chosen = scale_for(where.type) if scale == "auto" else scale
+    ceilings = steps.ceilings(str(where))
+    run = _Run(
+        plan=plan_study(study, ceilings, str(where), chosen),
+        device=where,
+        ceilings=StoredCeilings(**asdict(ceilings)),
+        rounds=rounds or study.rounds,
+        counted=_places_to_count(study, count),
+        steps=steps,
+        on_progress=on_progress or (lambda _: None),
+        command=command,
+    )
+    try:
+        for place in run.places:
+            run.measure(*place)
+            run.result(interrupted=True).save(partial_path(path), force=True)
+    except KeyboardInterrupt:
+        run.stopped = True
+    result = run.result(interrupted=run.stopped)
+    result.save(path, force=force)
+    partial_path(path).unlink(missing_ok=True)
+    return result
+
+
+@dataclass
+class _Run:
+    """A study while it runs: what is planned, and what was found so far."""
+
+    plan: StudyPlan
+    device: torch.device
+    ceilings: StoredCeilings
+    rounds: int
+    counted: frozenset[tuple[str, Direction]]
+    steps: Steps
+    on_progress: Callable[[Progress], None]
+    command: str
+    cells: dict[tuple[str, Direction, str], Cell] = field(default_factory=dict)
+    noise: list[Noise] = field(default_factory=list)
+    clocks: list[dict[str, float]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    stopped: bool = False
+    finished: int = 0
+
+    def __post_init__(self) -> None:
+        self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
+
+    @property
+    def study(self) -> Study:
+        return self.plan.study
+
+    @property
+    def operation(self) -> Operation[..., Any]:
+        return find_operation(self.study.operation)
+
+    @property
+    def places(self) -> list[tuple[Shape, Direction]]:
+        return [(shape, direction) for shape in self.plan.shapes for direction in self.study.directions]
+
+    def measure(self, shape: Shape, direction: Direction) -> None:
+        """Verify, time and count everything at one shape in one direction."""
+        here = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) == (shape.name, direction)]
+        for planned in here:
+            if planned.status is not None:
+                self._keep(planned, status=planned.status, reason=planned.reason)
+        able = [planned for planned in here if planned.status is None]
+        if able:
+            self._measure(self.study.case(shape), direction, able)
+        self.finished += 1
+        self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))  # the next shape has answers of its own
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def result(self, *, interrupted: bool) -> Result:
+        """Everything found so far, judged; what is missing is interrupted."""
+        cells = [self.cells.get(_key(planned)) or _interrupted(planned) for planned in self.plan.cells]
+        found = Result(
+            study=self.study,
+            study_digest=self.study.digest(),
+            provenance=provenance(
+                self.study, self.device, scale=self.plan.scale, rounds=self.rounds, clocks=self.clocks, command=self.command
+            ),
+            ceilings=self.ceilings,
+            cells=tuple(cells),
+            noise=tuple(self.noise),
+            notes=tuple(dict.fromkeys(self.notes)),
+            interrupted=interrupted,
+        )
+        judged = found.model_copy(update={"outcomes": evaluate(found, self.plan.infeasible)})
+        return judged.model_copy(update={"decision": decide(judged)})
+
+    def _measure(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> None:
+        variants = [planned.variant for planned in able if not planned.control]
+        try:
+            found = self.steps.measure(
+                self.operation,
+                case,
+                direction,
+                variants=variants,
+                controls=[planned.variant for planned in able if planned.control],
+                baseline=self._baseline(variants),
+                regimes=self.study.regimes,
+                rounds=self.rounds,
+                device=self.device,
+                floors={planned.variant: planned.plan.floor_microseconds for planned in able},
+                judge=self.judge,
+                time_cap_seconds=TIME_CAP_SECONDS[self.plan.scale],
+                on_progress=lambda step, done, total: self._tell(case.name, direction, step, done, total),
+            )
+        except Interrupted as stop:
+            self._take(able, stop.measurements, {})
+            raise
+        except Exception as error:  # noqa: BLE001 - such as memory for the inputs alone: the other shapes go on
+            status, reason = status_of(error)
+            for planned in able:
+                self._keep(planned, status=status, reason=reason)
+            return
+        self._take(able, found, {})  # kept before counting, which may be interrupted
+        if (case.name, direction) in self.counted:
+            self._take(able, found, self._count(case, direction, able))
+
+    def _baseline(self, variants: Sequence[str]) -> str | None:
+        """Whose A/A run gives the noise: the study's baseline, or where that cannot run, what a user would get here."""
+        preferred = (self.study.baseline, *self.operation.defaults.get(self.device.type, ()), *variants)
+        return next((name for name in preferred if name in variants), None)
+
+    def _count(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> Mapping[str, Traffic]:
+        """Bytes of what is correct; the slowest last, since a profiler that gives up has then seen the rest."""
+        ready = sorted((planned for planned in able if self.cells[_key(planned)].status == "ok"), key=self._slowness)
+        self._tell(case.name, direction, "count", 0, len(ready))
+        requests = [Request(case, planned.variant, direction, planned.control) for planned in ready]
+        try:
+            found = self.steps.count(self.operation, requests, device=self.device)
+        except Exception as error:  # noqa: BLE001 - whatever stops the profiler: the arithmetic stays, and the note says why
+            self.notes.append(f"No DRAM bytes were counted at {case.name}: {status_of(error)[1]}")
+            return {}
+        return {planned.variant: traffic for planned, traffic in zip(ready, found, strict=True)}
+
+    def _slowness(self, planned: PlannedCell) -> float:
+        times = self.cells[_key(planned)].timings
+        return times[0].microseconds.median if times else 0.0
+
+    def _take(self, able: Sequence[PlannedCell], found: Measurements, traffic: Mapping[str, Traffic]) -> None:
+        """Turn measurements into cells."""
+        for planned in able:
+            subject = found.subjects[planned.variant]
+            believed = subject.status in ("ok", "invalid", "interrupted")
+            counted = traffic.get(planned.variant) or _by_arithmetic(planned)
+            self._keep(
+                planned,
+                status=subject.status,
+                reason=subject.reason,
+                verdict=subject.verdict,
+                timings=subject.timings if believed else (),
+                traffic=counted if subject.status == "ok" else None,
+                peak_bytes=subject.peak_bytes,
+            )
+        self.noise = [noise for noise in self.noise if noise not in found.noise] + list(found.noise)
+        if found.clocks and found.clocks not in self.clocks:
+            self.clocks.append(found.clocks)
+        place = f"{able[0].shape.name}, {able[0].direction.replace('_', ' and ')}"
+        self.notes += [f"{place}: {note}" for note in found.notes]
+
+    def _keep(self, planned: PlannedCell, **facts: Any) -> None:
+        self.cells[_key(planned)] = _cell(planned, **facts)
+
+    def _tell(self, shape: str, direction: Direction, step: str, done: int, total: int) -> None:
+        self.on_progress(Progress(shape, direction, step, done, total, self.finished, len(self.places)))
+
+
+def _places_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:
+    if count == "all":
+        return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions)
+    asked = [criterion for criterion in study.criteria if count and criterion.measure == "dram_bytes_ratio"]
+    return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
+
+
+def _key(planned: PlannedCell) -> tuple[str, Direction, str]:
+    return planned.shape.name, planned.direction, planned.variant
+
+
+def _cell(planned: PlannedCell, **facts: Any) -> Cell:
+    return Cell(
+        shape=planned.shape.name,
+        direction=planned.direction,
+        variant=planned.variant,
+        control=planned.control,
+        plan=planned.plan,
+        **facts,
+    )
+
+
+def _interrupted(planned: PlannedCell) -> Cell:
+    """What stands for a cell that was not reached."""
+    if planned.status is not None:
+        return _cell(planned, status=planned.status, reason=planned.reason)
+    return _cell(planned, status="interrupted", reason="the run ended before it")
+
+
+def _by_arithmetic(planned: PlannedCell) -> Traffic:
+    return analytic(Cost(planned.plan.flops, planned.plan.bytes, planned.plan.launches))

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from onelaunch.errors import NoDeviceError, ResultExists
+from onelaunch.hardware import Ceilings
+from onelaunch.workbench import run as module
+from onelaunch.workbench import timing
+from onelaunch.workbench.provenance import commit, merge_clocks
+from onelaunch.workbench.result import Result, Traffic
+from onelaunch.workbench.run import Steps, default_path, partial_path, run_study
+from onelaunch.workbench.study import Criterion, Shape, Study
+from tests.workbench import toy
+
+SLOW_LIGHT = Ceilings(1e12, {"float32": 1e13, "float16": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up")
+FASTER = Criterion(name="faster", measure="speedup", of="parallel", at="first", at_least=1.01)
+FEWER = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="parallel", at="first", at_least=1.2)
+
+
+def steps(**others):
+    return Steps(**({"ceilings": lambda device: SLOW_LIGHT} | others))
+
+
+def study(*criteria, **more):
+    shapes = tuple(Shape(name=name, dtype="float32", scale="small", sizes={"B": 2, "T": 24, "V": 8}) for name in ("first", "second"))
+    facts = {
+        "name": "toy-study",
+        "question": "Does it run?",
+        "operation": "toy_sum",
+        "baseline": "eager",
+        "variants": ("eager", "parallel"),
+        "shapes": shapes,
+        "rounds": 3,
+    }
+    return Study(**(facts | more), criteria=criteria)
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(module, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})
+
+
+def run(declared, **more):
+    return run_study(declared, **({"device": "cpu", "steps": steps()} | more))
+
+
+def statuses(result, shape="first", direction="forward"):
+    return {cell.variant: cell.status for cell in result.cells if (cell.shape, cell.direction) == (shape, direction)}
+
+
+def test_a_study_runs_from_plan_to_decision(tmp_path):
+    told = []
+    result = run(study(FASTER, controls=("product",), directions=("forward", "forward_backward")), on_progress=told.append)
+    assert statuses(result) == {"eager": "ok", "parallel": "ok", "product": "ok"}
+    assert statuses(result, "second", "forward_backward") == {"eager": "ok", "parallel": "ok"}
+    cell = result.cell("first", "parallel")
+    assert cell.verdict.ok
+    assert [taken.regime for taken in cell.timings] == ["cold", "warm", "eager"]
+    assert len(cell.timing("cold").rounds) == 3
+    assert cell.plan.bytes == 2 * 2 * 24 * 8 * 4
+    assert (cell.traffic.source, cell.traffic.total) == ("analytic", cell.plan.bytes)
+    assert {(noise.shape, noise.direction) for noise in result.noise} == {
+        (shape, direction) for shape in ("first", "second") for direction in ("forward", "forward_backward")
+    }
+    (faster,) = result.outcomes
+    assert faster.status != "not_measured"
+    assert result.decision is not None
+    assert not result.interrupted
+    assert result.study_digest == result.study.digest()
+    assert result.ceilings.copy_bytes_per_second == 1e12
+    assert any("input sets" in note for note in result.notes)
+    assert {(step.shape, step.direction) for step in told} >= {("first", "forward"), ("second", "forward_backward")}
+    assert {step.step for step in told} >= {"verify", "time"}
+    assert [step.place for step in told] == sorted(step.place for step in told)
+    assert {step.places for step in told} == {4}
+
+
+def test_the_result_is_saved_where_it_says_and_read_again(tmp_path):
+    result = run(study(FASTER))
+    assert default_path(study(), "cpu").as_posix() == "results/cpu/toy-study.json"
+    assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
+    assert [path.name for path in (tmp_path / "results" / "cpu").iterdir()] == ["toy-study.json"]
+
+
+def test_a_result_is_never_replaced_unasked_and_nothing_runs_before_that_is_said(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text("precious")
+    never = steps(measure=lambda *_, **__: pytest.fail("measured"), ceilings=lambda _: pytest.fail("measured"))
+    with pytest.raises(ResultExists, match="--force"):
+        run(study(), save_to=path, steps=never)
+    assert path.read_text() == "precious"
+    run(study(), save_to=path, force=True)
+    assert Result.load(path).study.name == "toy-study"
+
+
+def test_what_a_killed_run_left_is_not_replaced_unasked_either(tmp_path):
+    path = tmp_path / "mine.json"
+    partial_path(path).write_text("half")
+    with pytest.raises(ResultExists, match=r"mine\.partial\.json"):
+        run(study(), save_to=path)
+    run(study(), save_to=path, force=True)
+    assert not partial_path(path).exists()
+
+
+def test_a_device_that_is_not_here():
+    with pytest.raises(NoDeviceError):
+        run(study(), device="cuda:7")
+
+
+def test_whatever_a_variant_does_wrong_is_its_result_and_the_rest_goes_on():
+    names = ("eager", "parallel", "gpu_only", "missing_package", "zeros", "mutates", "raises", "runs_out")
+    result = run(study(FASTER, variants=names))
+    expected = {
+        "eager": "ok",
+        "parallel": "ok",
+        "gpu_only": "unsupported",
+        "missing_package": "not_installed",
+        "zeros": "incorrect",
+        "mutates": "incorrect",
+        "raises": "error",
+        "runs_out": "out_of_memory",
+    }
+    for shape in ("first", "second"):
+        assert statuses(result, shape) == expected
+    reasons = {cell.variant: cell.reason for cell in result.cells}
+    assert reasons["gpu_only"] == "needs a GPU"
+    assert "a_package_that_nobody_has" in reasons["missing_package"]
+    assert reasons["raises"] == "RuntimeError: the kernel fell over"
+    assert "1 TiB" in reasons["runs_out"]
+    zeros = result.cell("first", "zeros")
+    assert zeros.timings == ()
+    assert not zeros.verdict.ok
+    assert zeros.plan is not None
+
+
+def test_a_criterion_on_a_wrong_variant_ends_in_debug():
+    wrong = Criterion(name="zeros are fast", measure="speedup", of="zeros", at="first", at_least=1.1)
+    result = run(study(wrong, variants=("eager", "zeros")))
+    assert result.outcomes[0].status == "not_measured"
+    assert result.decision.kind == "debug"
+
+
+def test_a_shape_that_does_not_fit_is_recorded_and_the_next_one_runs():
+    def measure(operation, case, *args, **more):
+        if case.name == "first":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB")
+        return timing.measure(operation, case, *args, **more)
+
+    result = run(study(), steps=steps(measure=measure))
+    assert set(statuses(result).values()) == {"out_of_memory"}
+    assert set(statuses(result, "second").values()) == {"ok"}
+    assert "9 TiB" in result.cell("first", "eager").reason
+
+
+def interrupted_at(call, shape="second"):
+    """Ctrl-C as a shape begins (0), or within it, after the first one was measured."""
+
+    def measure(operation, case, *args, **more):
+        if case.name != shape:
+            return timing.measure(operation, case, *args, **more)
+        if call == "begin":
+            raise KeyboardInterrupt
+        ticks = itertools.count()
+
+        def progress(step, done, total):
+            if step == "time" and next(ticks) == 2:
+                raise KeyboardInterrupt
+
+        return timing.measure(operation, case, *args, **(more | {"on_progress": progress}))
+
+    return steps(measure=measure)
+
+
+@pytest.mark.parametrize("when", ["begin", "within"])
+def test_ctrl_c_keeps_what_was_measured_and_judges_it(tmp_path, when):
+    result = run(study(FASTER), steps=interrupted_at(when))
+    assert result.interrupted
+    assert set(statuses(result).values()) == {"ok"}
+    assert set(statuses(result, "second").values()) == {"interrupted"}
+    assert result.outcomes[0].values["first"].samples == 3
+    assert result.decision is not None
+    assert any("interrupted" in sentence for sentence in result.decision.unexplained)
+    assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
+    kept = result.cell("second", "parallel").timings
+    assert bool(kept) == (when == "within")
+
+
+def test_ctrl_c_at_the_first_shape_still_leaves_a_result(tmp_path):
+    result = run(study(FASTER), steps=interrupted_at("begin", "first"))
+    assert result.interrupted
+    assert result.outcomes[0].status == "not_measured"
+    assert result.decision.kind == "measure_more"
+    assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
+
+
+def test_what_cannot_run_stays_so_when_interrupted():
+    result = run(study(variants=("eager", "gpu_only")), steps=interrupted_at("begin", "first"))
+    assert statuses(result, "second") == {"eager": "interrupted", "gpu_only": "unsupported"}
+
+
+def test_every_finished_shape_is_on_disk_before_the_next_begins(tmp_path):
+    path = tmp_path / "kept.json"
+    seen = []
+
+    def measure(operation, case, *args, **more):
+        if case.name == "second":
+            seen.append(Result.load(partial_path(path)))
+        return timing.measure(operation, case, *args, **more)
+
+    run(study(), save_to=path, steps=steps(measure=measure))
+    assert statuses(seen[0]) == {"eager": "ok", "parallel": "ok"}
+    assert seen[0].interrupted
+    assert not partial_path(path).exists()
+
+
+def counting(asked, *, fail=False):
+    def count(operation, requests, *, device):
+        asked.append([(request.case.name, request.direction, request.variant, request.control) for request in requests])
+        if fail:
+            raise RuntimeError("no counters here")
+        return [Traffic(source="ncu", read=2000.0 if request.variant == "eager" else 1000.0, written=0.0) for request in requests]
+
+    return steps(count=count)
+
+
+def test_bytes_are_counted_where_a_criterion_asks_for_them():
+    asked = []
+    result = run(study(FEWER, controls=("product",), directions=("forward", "forward_backward")), steps=counting(asked))
+    (requests,) = asked
+    assert {request[:2] for request in requests} == {("first", "forward")}
+    assert {request[2:] for request in requests} == {("eager", False), ("parallel", False), ("product", True)}
+    assert requests[-1][2] == "eager"  # the slowest last
+    assert result.cell("first", "eager").traffic.source == "ncu"
+    assert result.cell("second", "eager").traffic.source == "analytic"
+    assert result.outcomes[0].status == "met"
+    assert result.outcomes[0].values["first"].median == 2.0
+
+
+def test_counting_can_be_had_everywhere_or_nowhere():
+    asked = []
+    run(study(FEWER), steps=counting(asked), count=False)
+    assert asked == []
+    run(study(), steps=counting(asked), count="all", force=True)
+    assert len(asked) == 2
+
+
+def test_counters_that_fail_leave_the_arithmetic_and_a_note():
+    result = run(study(FEWER), steps=counting([], fail=True))
+    assert result.cell("first", "eager").traffic.source == "analytic"
+    assert any("No DRAM bytes were counted at first: RuntimeError: no counters here" in note for note in result.notes)
+    assert result.outcomes[0].status == "not_measured"
+
+
+def test_ctrl_c_while_counting_keeps_the_times():
+    def count(*_, **__):
+        raise KeyboardInterrupt
+
+    result = run(study(FEWER, FASTER), steps=steps(count=count))
+    assert result.interrupted
+    assert result.cell("first", "parallel").status == "ok"
+    assert result.cell("first", "parallel").timing("cold") is not None
+    assert set(statuses(result, "second").values()) == {"interrupted"}
+
+
+def test_faster_than_the_floor_is_not_believed():
+    slow = Ceilings(1.0, {"float32": 1.0}, 1e-6, "", "made up")  # a byte a second: every time is below the floor
+    result = run(study(FASTER), steps=Steps(ceilings=lambda _: slow))
+    assert set(statuses(result).values()) == {"invalid"}
+    assert result.decision.kind == "debug"
+
+
+def test_where_the_baseline_cannot_run_another_gives_the_noise():
+    result = run(study(baseline="gpu_only", variants=("eager", "parallel")))
+    assert statuses(result)["gpu_only"] == "unsupported"
+    assert result.noise
+
+
+def test_rounds_and_scale_can_be_chosen():
+    full = Shape(name="full", dtype="float32", sizes={"B": 1, "T": 8, "V": 4})
+    declared = study(shapes=(*study().shapes, full))
+    small = run(declared, rounds=4)
+    assert len(small.cell("first", "eager").timing("cold").rounds) == 4
+    assert small.cell("full", "eager") is None
+    assert (small.provenance.scale, small.provenance.rounds) == ("small", 4)
+    large = run(declared, scale="full", force=True)
+    assert {cell.shape for cell in large.cells} == {"full"}
+
+
+def test_provenance_says_where_and_with_what():
+    facts = run(study(), command="onelaunch study run toy-study").provenance
+    assert facts.slug == "cpu"
+    assert facts.driver == ""
+    assert facts.versions["torch"] == torch.__version__
+    assert {"python", "onelaunch"} <= facts.versions.keys()
+    assert facts.command == "onelaunch study run toy-study"
+    assert facts.commit == commit()
+    assert facts.date.endswith("+00:00")
+
+
+def test_the_commit_says_when_the_checkout_differs(monkeypatch):
+    from onelaunch.workbench import provenance
+
+    answers = {"ls-files": "__init__.py", "rev-parse": "abc123", "status": " M errors.py"}
+    monkeypatch.setattr(provenance, "_git", lambda *arguments: answers[arguments[0]])
+    assert commit() == "abc123-dirty"
+    answers["status"] = ""
+    assert commit() == "abc123"
+    answers["ls-files"] = None
+    assert commit() == ""
+
+
+def test_clocks_of_all_shapes_become_one():
+    samples = [{"sm_mhz": 1980.0, "sm_mhz_lowest": 1900.0}, {"sm_mhz": 1970.0, "sm_mhz_lowest": 1500.0}, {"sm_mhz": 1975.0}]
+    assert merge_clocks(samples) == {"sm_mhz": 1975.0, "sm_mhz_lowest": 1500.0}
+
+
+def test_the_toy_operation_is_the_one_that_runs():
+    assert toy.toy_sum.name == "toy_sum"

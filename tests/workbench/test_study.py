@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from onelaunch.errors import StudyError, UnknownStudy
+from onelaunch.workbench.study import Criterion, find_study, list_studies, load_study
+from tests.workbench import ladder
+
+assert ladder.ladder.name == "ladder"  # registered by its import
+
+GOOD = """
+name = "mine"
+question = "Is it?"
+operation = "ladder"
+baseline = "three"
+controls = ["product"]
+directions = ["forward", "forward_backward"]
+
+[[shapes]]
+name = "big"
+N = 4
+V = 8
+kind = "odd"
+
+[[shapes]]
+name = "small"
+scale = "small"
+dtype = "float32"
+N = 1
+V = 1
+
+[[criteria]]
+name = "faster"
+measure = "speedup"
+of = { launches = [1, 2] }
+at = "big"
+at_least = 1.3
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text=GOOD, name="mine.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_study_is_read_with_sizes_and_options_sorted(written):
+    study = load_study(written())
+    big, small = study.shapes
+    assert (big.sizes, big.options, big.dtype, big.scale) == ({"N": 4, "V": 8}, {"kind": "odd"}, "float16", "full")
+    assert (small.sizes, small.options, small.dtype, small.scale) == ({"N": 1, "V": 1}, {}, "float32", "small")
+    assert study.case(big).options == {"kind": "odd"}
+    assert str(study.case(big)) == "big"
+
+
+def test_what_a_study_answers(written):
+    study = load_study(written())
+    (faster,) = study.criteria
+    assert study.select(faster.of) == ("two", "one", "forward_only")
+    assert study.select("product") == ("product",)
+    assert study.select({}) == study.variant_names()
+    assert study.over(faster) == "three"
+    assert [shape.name for shape in study.shapes_of(faster)] == ["big"]
+    everywhere = Criterion(name="e", measure="error", of="one", at_most=1)
+    assert [shape.name for shape in study.shapes_of(everywhere)] == ["big"]  # full scale by default
+    assert study.variant_names()[0] == "three"
+    assert study.digest() == load_study(written()).digest()
+
+
+MISTAKES = {
+    "misspelt key": (('baseline = "three"', 'basline = "three"'), "unknown key 'basline'. Did you mean 'baseline'?"),
+    "missing key": (('baseline = "three"', ""), "the study lacks baseline"),
+    "misspelt key of a shape": (('kind = "odd"', 'knd = "odd"'), r"shapes[0] (big) has an unknown key 'knd'. Did you mean 'kind'?"),
+    "misspelt size": (("N = 4", "M = 4"), "shapes[0] (big) has an unknown key 'M'. Known: name, dtype, scale, N, V, kind, masked."),
+    "missing size": (("N = 4\n", ""), "shapes[0] (big): ladder needs the sizes N, V; N not given."),
+    "size of a wrong type": (("N = 4", 'N = "4"'), "shapes[0] (big): Size N of ladder is '4'; it must be an integer"),
+    "negative size": (("N = 4", "N = -4"), "it must be an integer of at least 0"),
+    "option of a wrong type": (('kind = "odd"', "kind = 3"), "shapes[0] (big): kind is 3; it must be a str like its default 'plain'."),
+    "shape without a name": (('name = "big"\n', ""), "shapes[0] (without a name) lacks name."),
+    "bad dtype": (('dtype = "float32"', 'dtype = "flot32"'), "shapes[1] (small): dtype is 'flot32'; it must be one of float16, bf"),
+    "bad scale": (('scale = "small"', 'scale = "tiny"'), "shapes.1.scale is 'tiny': input should be 'small' or 'full'."),
+    "unknown operation": (('"ladder"', '"lader"'), "operation: There is no operation 'lader'. Did you mean 'ladder'?"),
+    "operation that is no name": (('"ladder"', "7"), "operation: There is no operation '7'."),
+    "unknown baseline": (('"three"', '"thre"'), "baseline: ladder has no variant 'thre'. Did you mean 'three'?"),
+    "unknown variant": (('controls', 'variants = ["too"]\ncontrols'), "variants: ladder has no variant 'too'. Did you mean 'two'?"),
+    "unknown control": (('["product"]', '["produkt"]'), "controls: ladder has no control 'produkt'. Did you mean 'product'?"),
+    "duplicate variant": (('controls', 'variants = ["two", "two"]\ncontrols'), "variants has 'two' more than once"),
+    "duplicate shape": (('name = "small"', 'name = "big"'), "shapes has 'big' more than once"),
+    "empty directions": (('["forward", "forward_backward"]', "[]"), "directions is empty"),
+    "bad direction": (('["forward", "forward_backward"]', '["backward"]'), "directions.0 is 'backward': input should be 'forward'"),
+    "too few rounds": (('controls', 'rounds = 1\ncontrols'), "rounds is 1: input should be greater than or equal to 3."),
+    "a name that is no file name": (('"mine"', '"a/b"'), "name is 'a/b'; it names files"),
+    "invalid TOML": (('question = "Is it?"', "question = Is it?"), "this is not valid TOML: Invalid value (at line 3, column 12)"),
+    "misspelt key of a criterion": (("at_least", "atleast"), "criteria[0] (faster) has an unknown key 'atleast'. Did you mean 'at_least'?"),
+    "no bound": (("at_least = 1.3", ""), "criteria[0] (faster) has neither of at_least and at_most; it needs exactly one."),
+    "two bounds": (("at_least = 1.3", "at_least = 1.3\nat_most = 2"), "has both of at_least and at_most"),
+    "bound that is no number": (("1.3", '"1.3"'), "at_least is '1.3'; it must be a number above 0."),
+    "bound of zero": (("1.3", "0"), "at_least is 0; it must be a number above 0."),
+    "bound that is not finite": (("1.3", "nan"), "at_least is nan; it must be a number above 0."),
+    "missing of": (("of = { launches = [1, 2] }", ""), "criteria[0] (faster) lacks of."),
+    "unknown measure": (('"speedup"', '"speed"'), "criteria.0.measure is 'speed': input should be 'speedup'"),
+    "unknown shape": (('at = "big"', 'at = "bug"'), "criterion 'faster': at names the unknown shape 'bug'. Did you mean 'big'?"),
+    "no shape": (('at = "big"', "at = []"), "criterion 'faster': at is empty"),
+    "duplicate at": (('at = "big"', 'at = ["big", "big"]'), "criterion 'faster': at has 'big' more than once"),
+    "in_at_least beyond the shapes": (('at = "big"', 'at = "big"\nin_at_least = 2'), "in_at_least is 2; it must lie between 1 and its 1"),
+    "selector of unknown variant": (("{ launches = [1, 2] }", '"on"'), "of is 'on', no variant or control. Did you mean 'one'?"),
+    "selector of unknown tag": (("launches = [1", "lunches = [1"), "asks for the tag 'lunches', which no variant has. Did you mean 'launches'?"),
+    "selector of nothing": (("[1, 2]", "[4]"), "matches no variant of the study; among them launches is 1, 2, 3, None."),
+    "unknown over": (('at = "big"', 'at = "big"\nover = "fore"'), "over is 'fore', no variant or control."),
+    "control backward": (('at = "big"', 'at = "big"\nover = "product"\ndirection = "forward_backward"'), "controls are timed forward only"),
+    "bad regime": (('at = "big"', 'at = "big"\nregime = "hot"'), "criteria.0.regime is 'hot'"),
+    "error over something": (('"speedup"', '"error"\nover = "two"'), "an error is judged against the oracle; leave over out."),
+    "error from below": (('"speedup"', '"error"'), "an error is bounded from above; use at_most."),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_mistake_is_named_with_its_file_and_what_would_be_right(written, name):
+    (right, wrong), message = MISTAKES[name]
+    assert right in GOOD
+    path = written(GOOD.replace(right, wrong, 1))
+    with pytest.raises(StudyError, match=re.escape(message)) as raised:
+        load_study(path)
+    assert str(raised.value).startswith(f"{path}: ")
+
+
+def edited(*changes):
+    text = GOOD
+    for right, wrong in changes:
+        assert right in text
+        text = text.replace(right, wrong)
+    return text
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ([('controls = ["product"]\n', ""), ("{ launches = [1, 2] }", '"product"')], "is the control 'product', which is not among"),
+    ([("controls", 'variants = ["two"]\ncontrols'), ("{ launches = [1, 2] }", '"one"')], "'one', which is not among the study's variants"),
+    ([('directions = ["forward", "forward_backward"]\n', ""), ('at = "big"', 'direction = "forward_backward"')], "direction is 'forward_b"),
+    ([("controls", 'regimes = ["warm"]\ncontrols')], "regime is 'cold', which is not among the study's regimes; add it there."),
+    ([(GOOD[GOOD.index("[[shapes]]"):], "")], "the study lacks shapes."),
+    ([(GOOD[GOOD.index("[[shapes]]"):], "shapes = []")], "shapes is []: tuple should have at least 1 item"),
+    ([(GOOD[GOOD.index("[[shapes]]"):], "[shapes]\nN = 1")], "shapes must be tables, each beginning with [[shapes]]."),
+    ([(GOOD[GOOD.index("[[criteria]]"):], GOOD[GOOD.index("[[criteria]]"):] * 2)], "criteria has 'faster' more than once"),
+])  # fmt: skip
+def test_mistakes_that_take_two_places(written, changes, message):
+    with pytest.raises(StudyError, match=re.escape(message)):
+        load_study(written(edited(*changes)))
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StudyError, match="cannot be read"):
+        load_study(path)
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch, written):
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here / "studies", other):
+        folder.mkdir(parents=True)
+    (here / "studies" / "mine.toml").write_text(GOOD)
+    (other / "mine.toml").write_text(GOOD.replace("Is it?", "Is it not?"))
+    (other / "theirs.toml").write_text(GOOD)
+    (other / "broken.toml").write_text("name = ")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("ONELAUNCH_STUDIES", f"{tmp_path / 'missing'}:{other}")
+    return here, other
+
+
+def test_studies_are_found_by_name_here_first(folders):
+    path, study = find_study("mine")
+    assert (path.as_posix(), study.question) == ("studies/mine.toml", "Is it?")
+    assert find_study("theirs")[0] == folders[1] / "theirs.toml"
+
+
+def test_studies_are_found_by_path(folders):
+    assert find_study(folders[1] / "mine.toml")[1].question == "Is it not?"
+    assert find_study(str(folders[1] / "mine.toml"))[1].question == "Is it not?"
+
+
+def test_an_unknown_study_names_the_known_ones(folders):
+    with pytest.raises(UnknownStudy, match="There is no study 'mene'. Did you mean 'mine'\\? Known: broken, mine, theirs."):
+        find_study("mene")
+    with pytest.raises(UnknownStudy, match="no/such.toml"):
+        find_study("no/such.toml")
+    with pytest.raises(UnknownStudy):
+        load_study(folders[0] / "nothing.toml")
+
+
+def test_a_broken_study_is_listed_with_its_problem_and_raised_when_asked_for(folders):
+    listed = {entry.name: entry for entry in list_studies()}
+    assert list(listed) == ["broken", "mine", "theirs"]
+    assert listed["broken"].study is None
+    assert "not valid TOML" in listed["broken"].problem
+    assert listed["mine"].study.question == "Is it?"
+    with pytest.raises(StudyError):
+        find_study("broken")
+
+
+def test_our_own_studies_are_all_readable(pytestconfig, monkeypatch):
+    monkeypatch.chdir(pytestconfig.rootpath)
+    problems = {entry.name: entry.problem for entry in list_studies() if entry.study is None}
+    assert problems == {}
+    assert "040-linear-rnn" in [entry.name for entry in list_studies()]
+
+
+def test_a_study_and_its_file_have_one_name(pytestconfig, monkeypatch):
+    monkeypatch.chdir(pytestconfig.rootpath)
+    assert [entry.study.name for entry in list_studies()] == [entry.name for entry in list_studies()]
