@@ -1,6 +1,8 @@
-"""A carry along tiles of one sequence, inside one launch: the device functions of a single-pass scan.
+"""Scans over segments inside a tile, and a carry along tiles inside one launch: the device functions of a single-pass scan.
 
-Computes   per channel c_i = A_{i-1} * c_{i-1} + S_{i-1}, c_0 given: the state that enters tile i, where tile j maps a state s to A_j s + S_j.
+Computes   c_i = A_{i-1} * c_{i-1} + S_{i-1} per channel, c_0 given: the state that enters tile i, where tile j maps s to A_j s + S_j.
+Tile       ROWS consecutive steps are one segment, walked by one thread; a slab [SEGS, BV] holds step r of every segment. So a tile is
+           ROWS slabs, all arithmetic on it is elementwise, and only one pair per segment and channel crosses threads.
 Method     decoupled look-back (Merrill and Garland 2016) with a fixed order of combination, so that results do not depend on timing:
            tiles come in groups; a tile reads what all earlier tiles of its group published, at once, and the state that left the
            group before. Only groups form a chain.
@@ -14,11 +16,60 @@ Progress   a tile waits only for tiles of a lower program index, which the hardw
 import triton
 import triton.language as tl
 
+GROUP = tl.constexpr(32)
+"""Tiles that are read at once; 4 slabs of words."""
+
 
 @triton.jit
 def combine(decay_1, state_1, decay_2, state_2):
     """First the map (decay_1, state_1), then (decay_2, state_2)."""
     return decay_1 * decay_2, decay_2 * state_1 + state_2
+
+
+@triton.jit
+def between(before, after):
+    """[SEGS, BV] twice to [2 SEGS, BV]: the rows of one between those of the other."""
+    pairs = tl.permute(tl.join(before, after), (0, 2, 1))
+    return tl.reshape(pairs, [2 * before.shape[0], before.shape[1]])
+
+
+@triton.jit
+def apart(rows):
+    """What :func:`between` put together."""
+    pairs = tl.reshape(rows, [rows.shape[0] // 2, 2, rows.shape[1]])
+    return tl.split(tl.permute(pairs, (0, 2, 1)))
+
+
+@triton.jit
+def scan_segments(decay, state):
+    """Maps of segments [SEGS, BV]: of all segments before each one (exclusive), and with it (inclusive).
+
+    An identity before each segment turns an inclusive scan into both: no shift of rows, which would move the tile to other threads.
+    """
+    decays = between(tl.zeros_like(decay) + 1.0, decay)
+    states = between(tl.zeros_like(state), state)
+    decays, states = tl.associative_scan((decays, states), 0, combine)
+    decay_before, decay_with = apart(decays)
+    state_before, state_with = apart(states)
+    return decay_before, state_before, decay_with, state_with
+
+
+@triton.jit
+def scan_segments_reverse(decay, state):
+    """:func:`scan_segments` from the last segment to the first."""
+    decays = between(decay, tl.zeros_like(decay) + 1.0)
+    states = between(state, tl.zeros_like(state))
+    decays, states = tl.associative_scan((decays, states), 0, combine, reverse=True)
+    decay_with, decay_before = apart(decays)
+    state_with, state_before = apart(states)
+    return decay_before, state_before, decay_with, state_with
+
+
+@triton.jit
+def row(values, index):
+    """One row of [SEGS, BV]."""
+    rows = tl.arange(0, values.shape[0])
+    return tl.sum(tl.where((rows == index)[:, None], values, 0.0), 0)
 
 
 @triton.jit
@@ -51,24 +102,65 @@ def finish(header, programs):
 
 
 @triton.jit
-def wait(pointers, mask, phase):
-    """The words behind the pointers, once all of them are of this phase."""
-    words = tl.load(pointers, mask=mask, other=0, volatile=True)
-    stale = tl.sum((((words < 0) != (phase == 1)) & mask).to(tl.int32))
-    while stale > 0:
-        words = tl.load(pointers, mask=mask, other=0, volatile=True)
-        stale = tl.sum((((words < 0) != (phase == 1)) & mask).to(tl.int32))
-    return words
+def stale(words, mask, phase):
+    """Where words are not yet of this phase."""
+    return ((words < 0) != (phase == 1)) & mask
 
 
 @triton.jit
-def last_row(values, rows, SIZE: tl.constexpr):
-    """Row SIZE - 1 of [SIZE, BV]."""
-    return tl.sum(tl.where((rows == SIZE - 1)[:, None], values, 0.0), 0)
+def follow(decay, state, words, mask):
+    """The map (decay, state), then that of the words where the mask holds."""
+    next_decay, next_state = unpack(words)
+    return combine(decay, state, tl.where(mask, next_decay, 1.0), tl.where(mask, next_state, 0.0))
 
 
 @triton.jit
-def pass_carry(words, group_words, decay, state, initial, tile, tiles, channels, c, phase, GROUP: tl.constexpr):
+def poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase):
+    """Four slabs of words as they are now, and whether any is missing."""
+    words_0 = tl.load(pointers, mask=mask_0, other=0, volatile=True)
+    words_1 = tl.load(pointers + channels, mask=mask_1, other=0, volatile=True)
+    words_2 = tl.load(pointers + 2 * channels, mask=mask_2, other=0, volatile=True)
+    words_3 = tl.load(pointers + 3 * channels, mask=mask_3, other=0, volatile=True)
+    missing = stale(words_0, mask_0, phase) | stale(words_1, mask_1, phase)
+    missing |= stale(words_2, mask_2, phase) | stale(words_3, mask_3, phase)
+    return words_0, words_1, words_2, words_3, tl.max(tl.max(missing.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def earlier_tiles(words, count, channels, c, phase):
+    """The map of the first ``count`` (below GROUP) tiles of a group, [BV] each: waits until all are published."""
+    segments = tl.arange(0, GROUP // 4)
+    tile = segments * 4
+    in_range = (c < channels)[None, :]
+    pointers = words + tile.to(tl.int64)[:, None] * channels + c[None, :]  # [GROUP / 4, BV]
+    mask_0 = (tile < count)[:, None] & in_range
+    mask_1 = (tile + 1 < count)[:, None] & in_range
+    mask_2 = (tile + 2 < count)[:, None] & in_range
+    mask_3 = (tile + 3 < count)[:, None] & in_range
+    words_0, words_1, words_2, words_3, missing = poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase)
+    while missing > 0:
+        words_0, words_1, words_2, words_3, missing = poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase)
+    decay = tl.full(words_0.shape, 1.0, tl.float32)
+    decay, state = follow(decay, tl.zeros_like(decay), words_0, mask_0)
+    decay, state = follow(decay, state, words_1, mask_1)
+    decay, state = follow(decay, state, words_2, mask_2)
+    decay, state = follow(decay, state, words_3, mask_3)
+    decay, state = tl.associative_scan((decay, state), 0, combine)
+    return row(decay, GROUP // 4 - 1), row(state, GROUP // 4 - 1)
+
+
+@triton.jit
+def state_after(words, channels, c, phase):
+    """The state [BV] that left a group: waits until it is published."""
+    in_range = c < channels
+    found = tl.load(words + c, mask=in_range, other=0, volatile=True)
+    while tl.max(stale(found, in_range, phase).to(tl.int32), 0) > 0:
+        found = tl.load(words + c, mask=in_range, other=0, volatile=True)
+    return unpack(found)[1]
+
+
+@triton.jit
+def pass_carry(words, group_words, decay, state, initial, tile, tiles, channels, c, phase):
     """Publish this tile's map, return the state that enters the tile; both [BV].
 
     ``words`` and ``group_words`` are where this sequence's words begin; ``c`` are the channels [BV], ``initial`` enters tile 0.
@@ -77,20 +169,16 @@ def pass_carry(words, group_words, decay, state, initial, tile, tiles, channels,
     tl.atomic_xchg(words + tile.to(tl.int64) * channels + c, pack(decay, state, phase), mask=in_range, sem="relaxed")
     group = tile // GROUP
     first = group * GROUP
+    map_decay = tl.full(c.shape, 1.0, tl.float32)
+    map_state = tl.zeros(c.shape, tl.float32)
+    if tile > first:
+        map_decay, map_state = earlier_tiles(words + first.to(tl.int64) * channels, tile - first, channels, c, phase)
     carry = initial
     if group > 0:
-        entering = wait(group_words + (group - 1).to(tl.int64) * channels + c, in_range, phase)
-        carry = unpack(entering)[1]
-    if tile > first:
-        rows = tl.arange(0, GROUP)
-        mask = (first + rows < tile)[:, None] & in_range[None, :]  # [GROUP, BV]
-        earlier = wait(words + (first + rows).to(tl.int64)[:, None] * channels + c[None, :], mask, phase)
-        decays, states = unpack(earlier)
-        decays, states = tl.associative_scan((tl.where(mask, decays, 1.0), tl.where(mask, states, 0.0)), 0, combine)
-        carry = last_row(decays, rows, GROUP) * carry + last_row(states, rows, GROUP)
+        carry = state_after(group_words + (group - 1).to(tl.int64) * channels, channels, c, phase)
+    carry = map_decay * carry + map_state
     if (tile == first + GROUP - 1) | (tile == tiles - 1):
         leaving = decay * carry + state
-        tl.atomic_xchg(
-            group_words + group.to(tl.int64) * channels + c, pack(tl.zeros_like(leaving), leaving, phase), mask=in_range, sem="relaxed"
-        )
+        target = group_words + group.to(tl.int64) * channels + c
+        tl.atomic_xchg(target, pack(tl.zeros_like(leaving), leaving, phase), mask=in_range, sem="relaxed")
     return carry

@@ -3,10 +3,10 @@
 Computes   u_t = dy_t * silu(gate_t);  ds_t = u_t + a_{t+1} ds_{t+1}, from the final state's gradient;   a_t = exp(log_decay_t)
            dv = ds,  dlog_decay_t = ds_t a_t s_{t-1},  dgate_t = dy_t s_t silu'(gate_t),  dinitial = a_1 ds_1
 Grid       (T / BT, B * V / BV); program 0 owns the last tile of time, since the carry comes from there.
-Recompute  the states: each tile scans v again from the state that entered it, which the forward kept (one float32 row a tile).
-           The scan runs over rows shifted by one, which gives s_{t-1} directly: s_t - v_t would cancel where the decay is strong.
-Memory     reads v, log_decay, gate, dy once (shifted rows come from the cache), writes three gradients once.
-Carry      lookback_kernels.py, with tiles counted from the end.
+On chip    ROWS slabs [SEGS, BV] of v, log_decay, gate, dy and of the states before each step.
+Recompute  the states: each tile walks v again from the state that entered it, which the forward kept (one float32 row a tile).
+           s_{t-1} comes out of the walk itself: s_t - v_t would cancel where the decay is strong.
+Memory     reads v, log_decay, gate, dy once, writes three gradients once.
 """
 
 import triton
@@ -14,14 +14,19 @@ import triton.language as tl
 
 from onelaunch.ops.gated_scan.kernels import (
     LOG2E,
+    ROWS,
     decay_of,
+    decays_of,
     enter_sequences,
     hand_over_empty,
+    load_slabs,
     sequence_of,
+    sequence_words,
     silu,
     tile_pointers,
+    walk,
 )
-from onelaunch.ops.lookback_kernels import combine, finish, launch_phase, pass_carry
+from onelaunch.ops.lookback_kernels import finish, launch_phase, pass_carry, row, scan_segments, scan_segments_reverse
 
 
 @triton.jit
@@ -32,12 +37,58 @@ def silu_slope(gate):
     return sigmoid * (1.0 + gate * (1.0 - sigmoid))
 
 
+@triton.jit
+def states_before(values, decays, state, initial, offsets, sequences, t, T, c, channels, INITIAL: tl.constexpr, PACKED: tl.constexpr, STEPS: tl.constexpr):
+    """The state before every step, ROWS slabs, from the state before each segment."""
+    before = ()
+    for r in tl.static_range(ROWS):
+        known = state
+        if PACKED:
+            sequence, first, _ = sequence_of(offsets, sequences, t + r, STEPS)
+            starts = ((first == t + r) & (t + r < T))[:, None]
+            given = tl.zeros_like(state)
+            if INITIAL:
+                own = initial + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+                given = tl.load(own, mask=starts & (c < channels)[None, :], other=0.0)
+            known = tl.where(starts, given, state)
+        before = before + (known,)
+        state = decays[r] * known + values[r].to(tl.float32)
+    return before
+
+
+@triton.jit
+def gradient_terms(dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, sequences, t, T, c, channels, GATED: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr, STEPS: tl.constexpr):
+    """For every step what it adds to ds, and the factor on the ds behind it: ROWS slabs each."""
+    in_range = (c < channels)[None, :]
+    addends = ()
+    factors = ()
+    for r in tl.static_range(ROWS):
+        addend = dy[r].to(tl.float32)
+        if GATED:
+            addend *= silu(gates[r])
+        if r + 1 < ROWS:
+            factor = decays[r + 1]
+        else:
+            mask = (t + ROWS < T)[:, None] & in_range
+            factor = decay_of(tl.load(p_decay + ROWS * decay_stride_t, mask=mask, other=0.0))
+        if PACKED:
+            sequence, _, after = sequence_of(offsets, sequences, t + r, STEPS)
+            ends = ((after == t + r + 1) & (t + r < T))[:, None]
+            factor = tl.where(ends, 0.0, factor)
+            if DFINAL:
+                own = dfinal + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+                addend += tl.load(own, mask=ends & in_range, other=0.0)
+        addends = addends + (addend,)
+        factors = factors + (factor,)
+    return addends, factors
+
+
 @triton.jit(do_not_specialize=["T", "sequences"])
 def scan_gate_backward_kernel(
     dy, dfinal, v, log_decay, gate, initial, offsets, carries, dv, dlog_decay, dgate, dinitial, words, header,
     T, channels, sequences, dy_stride_b, dy_stride_t, v_stride_b, v_stride_t,
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file. Where GATED is false, dy is the gradient of the states and dgate is not written."""
@@ -46,87 +97,79 @@ def scan_gate_backward_kernel(
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
+    phase = launch_phase(header)
     in_range = c < channels
-    rows = tl.arange(0, BT)
+    segment = tl.arange(0, BT // ROWS)
     start = tile * BT
-    t = start + rows
-    mask = (t < T)[:, None] & in_range[None, :]
-    inner = mask & (rows > 0)[:, None]  # rows whose predecessor lies in this tile
-    followed = (t + 1 < T)[:, None] & in_range[None, :]
-
-    p_decay = tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, rows, c)
-    p_v = tile_pointers(v, b, start, v_stride_b, v_stride_t, rows, c)
-    decay = decay_of(tl.load(p_decay, mask=mask, other=0.0))  # [BT, BV]
-    next_decay = decay_of(tl.load(p_decay + decay_stride_t, mask=followed, other=0.0))
-    u = tl.load(tile_pointers(dy, b, start, dy_stride_b, dy_stride_t, rows, c), mask=mask, other=0.0).to(tl.float32)
-    b_gate = u
+    t = start + segment * ROWS
+    p_decay = tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, segment * ROWS, c)
+    decays = decays_of(load_slabs(p_decay, decay_stride_t, t, T, in_range))
+    b_dy = load_slabs(tile_pointers(dy, b, start, dy_stride_b, dy_stride_t, segment * ROWS, c), dy_stride_t, t, T, in_range)
+    gates = b_dy
     if GATED:
-        b_gate = tl.load(tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, rows, c), mask=mask, other=0.0)
+        p_gate = tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, segment * ROWS, c)
+        gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
+    values = load_slabs(tile_pointers(v, b, start, v_stride_b, v_stride_t, segment * ROWS, c), v_stride_t, t, T, in_range)
+    one = tl.full(decays[0].shape, 1.0, tl.float32)
+    zero = tl.zeros_like(one)
 
-    # The states before each step
-    before_decay = decay_of(tl.load(p_decay - decay_stride_t, mask=inner, other=0.0))
-    before_v = tl.load(p_v - v_stride_t, mask=inner, other=0.0).to(tl.float32)
-    if PACKED:
-        before_v, entered = enter_sequences(
-            before_v, before_decay, initial, offsets, sequences, tl.maximum(t - 1, 0), T, c, channels, INITIAL, STEPS
-        )
-        before_decay = tl.where((rows > 0)[:, None], entered, 1.0)
-        before_v = tl.where((rows > 0)[:, None], before_v, 0.0)
-    products, states = tl.associative_scan((before_decay, before_v), 0, combine)
-    entering = tl.load(carries + (b.to(tl.int64) * tiles + tile) * channels + c, mask=in_range, other=0.0)
-    before = products * entering[None, :] + states
-
-    # The gradients of the states, from the right
-    addend = u
-    if GATED:
-        addend = u * silu(b_gate)
+    # The gradients of the states, from the right; published early, the states are recomputed meanwhile
+    addends, factors = gradient_terms(
+        b_dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, sequences, t, T, c, channels, GATED, PACKED, DFINAL, STEPS
+    )
+    factor, total = one, zero
+    for r in tl.static_range(ROWS - 1, -1, -1):
+        total = factors[r] * total + addends[r]
+        factor *= factors[r]
+    factor_behind, total_behind, factor_with, total_with = scan_segments_reverse(factor, total)
     from_right = tl.zeros(c.shape, tl.float32)
-    sequence = tl.zeros_like(t) + b
-    starts = t == 0
-    if PACKED:
-        sequence, first, after = sequence_of(offsets, sequences, t, STEPS)
-        starts = (first == t) & (t < T)
-        ends = (after == t + 1) & (t < T)
-        next_decay = tl.where(ends[:, None], 0.0, next_decay)
-        own = sequence.to(tl.int64)[:, None] * channels + c[None, :]
-        if DFINAL:
-            addend += tl.load(dfinal + own, mask=ends[:, None] & in_range[None, :], other=0.0)
-        if INITIAL:
-            given = tl.load(initial + own, mask=starts[:, None] & in_range[None, :], other=0.0)
-            before = tl.where(starts[:, None], given, before)
-        else:
-            before = tl.where(starts[:, None], 0.0, before)
-    elif DFINAL:
+    if DFINAL and not PACKED:
         from_right = tl.load(dfinal + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
-    products, sums = tl.associative_scan((next_decay, addend), 0, combine, reverse=True)
-    is_first = (rows == 0)[:, None]
-    groups = (tiles + GROUP - 1) // GROUP
-    group_words = words + (tl.num_programs(1) // slices).to(tl.int64) * tiles * channels
+    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels)
     carry = pass_carry(
-        words + b.to(tl.int64) * tiles * channels, group_words + b.to(tl.int64) * groups * channels,
-        tl.sum(tl.where(is_first, products, 0.0), 0), tl.sum(tl.where(is_first, sums, 0.0), 0), from_right,
-        order, tiles, channels, c, launch_phase(header), GROUP,
-    )  # fmt: skip
+        own_words, group_words, row(factor_with, 0), row(total_with, 0), from_right, order, tiles, channels, c, phase
+    )
     finish(header, tiles * tl.num_programs(1))
-    ds = products * carry[None, :] + sums
+    ds = factor_behind * carry[None, :] + total_behind
 
-    stride_b = T.to(tl.int64) * channels
-    tl.store(tile_pointers(dv, b, start, stride_b, channels, rows, c), ds.to(dv.dtype.element_ty), mask=mask)
-    dfactor = ds * decay
-    tl.store(
-        tile_pointers(dlog_decay, b, start, stride_b, channels, rows, c),
-        (dfactor * before).to(dlog_decay.dtype.element_ty), mask=mask,
-    )  # fmt: skip
-    if GATED:
-        s = decay * before + tl.load(p_v, mask=mask, other=0.0).to(tl.float32)
-        slope = u * s * silu_slope(b_gate)
-        tl.store(tile_pointers(dgate, b, start, stride_b, channels, rows, c), slope.to(dgate.dtype.element_ty), mask=mask)
-    if INITIAL:
-        if PACKED:
-            hand_over_empty(dfinal, dinitial, offsets, sequences, order, tiles, c, channels, DFINAL)
-        tl.store(
-            dinitial + sequence.to(tl.int64)[:, None] * channels + c[None, :], dfactor, mask=starts[:, None] & in_range[None, :]
+    # The states before each step, from the left
+    entering = tl.load(carries + (b.to(tl.int64) * tiles + tile) * channels + c, mask=in_range, other=0.0)
+    walked, walked_decays = values, decays
+    if PACKED:
+        walked, walked_decays = enter_sequences(
+            values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS
         )
+    decay, state = walk(walked, walked_decays, one, zero)
+    decay_before, state_before, _, _ = scan_segments(decay, state)
+    before = states_before(
+        values, decays, decay_before * entering[None, :] + state_before,
+        initial, offsets, sequences, t, T, c, channels, INITIAL, PACKED, STEPS,
+    )  # fmt: skip
+
+    stride_b = tl.cast(T, tl.int64) * channels
+    p_dv = tile_pointers(dv, b, start, stride_b, channels, segment * ROWS, c)
+    p_dlog_decay = tile_pointers(dlog_decay, b, start, stride_b, channels, segment * ROWS, c)
+    for r in tl.static_range(ROWS - 1, -1, -1):
+        mask = (t + r < T)[:, None] & in_range[None, :]
+        ds = factors[r] * ds + addends[r]
+        tl.store(p_dv + r * channels, ds.to(dv.dtype.element_ty), mask=mask)
+        dfactor = ds * decays[r]
+        tl.store(p_dlog_decay + r * channels, (dfactor * before[r]).to(dlog_decay.dtype.element_ty), mask=mask)
+        if GATED:
+            s = decays[r] * before[r] + values[r].to(tl.float32)
+            slope = b_dy[r].to(tl.float32) * s * silu_slope(gates[r])
+            p_dgate = tile_pointers(dgate, b, start, stride_b, channels, segment * ROWS, c)
+            tl.store(p_dgate + r * channels, slope.to(dgate.dtype.element_ty), mask=mask)
+        if INITIAL:
+            sequence = tl.zeros_like(t) + b
+            starts = t + r == 0
+            if PACKED:
+                sequence, first, _ = sequence_of(offsets, sequences, t + r, STEPS)
+                starts = (first == t + r) & (t + r < T)
+            target = dinitial + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+            tl.store(target, dfactor, mask=starts[:, None] & in_range[None, :])
+    if INITIAL and PACKED:
+        hand_over_empty(dfinal, dinitial, offsets, sequences, order, tiles, c, channels, DFINAL)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -140,7 +183,7 @@ def gate_backward_kernel(
     rows = tl.arange(0, BT)
     start = tl.program_id(0) * BT
     mask = (start + rows < T)[:, None] & (c < channels)[None, :]
-    stride_b = T.to(tl.int64) * channels
+    stride_b = tl.cast(T, tl.int64) * channels
     b_dy = tl.load(tile_pointers(dy, b, start, dy_stride_b, dy_stride_t, rows, c), mask=mask, other=0.0).to(tl.float32)  # [BT, BV]
     b_s = tl.load(tile_pointers(s, b, start, stride_b, channels, rows, c), mask=mask, other=0.0).to(tl.float32)
     b_gate = tl.load(tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, rows, c), mask=mask, other=0.0)

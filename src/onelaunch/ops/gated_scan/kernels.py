@@ -1,11 +1,10 @@
 """Scan and gate in one pass over time: the forward kernel, and the tile functions that other kernels end with.
 
 Computes   s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
-Grid       (T / BT, B * V / BV): a program owns one tile of time and channels.
-On chip    the tile of v, log_decay and gate; per channel the pair (product of decays, state), float32.
+Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, BT = SEGS * ROWS.
+On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see lookback_kernels.py); per segment the pair (product of decays, state).
 Memory     reads v, log_decay, gate once, writes y once; one word per tile and channel for the carry, one float where it is kept.
-Carry      lookback_kernels.py.
-Packing    sequences packed into one batch entry are one scan that forgets where a sequence starts; each row finds its sequence by
+Packing    sequences packed into one batch entry are one scan that forgets where a sequence starts; each step finds its sequence by
            bisection of the offsets, on the device.
 Numerics   decays multiply in linear space, float32; nothing is divided by a decay, so -inf is safe.
 """
@@ -13,9 +12,12 @@ Numerics   decays multiply in linear space, float32; nothing is divided by a dec
 import triton
 import triton.language as tl
 
-from onelaunch.ops.lookback_kernels import combine, finish, last_row, launch_phase, pass_carry
+from onelaunch.ops.lookback_kernels import GROUP, finish, launch_phase, pass_carry, row, scan_segments
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+ROWS = tl.constexpr(8)
+"""Steps of a segment."""
 
 
 @triton.jit
@@ -33,8 +35,26 @@ def silu(gate):
 
 @triton.jit
 def tile_pointers(base, b, start, stride_b, stride_t, rows, c):
-    """[BT, BV] pointers into a [B, T, V] tensor; 64-bit where sizes multiply."""
+    """[rows, BV] pointers into a [B, T, V] tensor; 64-bit where sizes multiply."""
     return base + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t + rows[:, None] * stride_t + c[None, :]
+
+
+@triton.jit
+def load_slabs(pointers, stride_t, t, T, in_range):
+    """The ROWS slabs [SEGS, BV] of a tile, 0 outside the tensor."""
+    slabs = ()
+    for r in tl.static_range(ROWS):
+        slabs = slabs + (tl.load(pointers + r * stride_t, mask=(t + r < T)[:, None] & in_range[None, :], other=0.0),)
+    return slabs
+
+
+@triton.jit
+def decays_of(log_decays):
+    """exp of every slab."""
+    decays = ()
+    for r in tl.static_range(ROWS):
+        decays = decays + (decay_of(log_decays[r]),)
+    return decays
 
 
 @triton.jit
@@ -51,15 +71,21 @@ def sequence_of(offsets, sequences, t, STEPS: tl.constexpr):
 
 
 @triton.jit
-def enter_sequences(v, decay, initial, offsets, sequences, t, T, c, channels, INITIAL: tl.constexpr, STEPS: tl.constexpr):
-    """Where a packed sequence starts, forget the state before it and add its own: the tile's v and decay, changed."""
-    sequence, first, _ = sequence_of(offsets, sequences, t, STEPS)
-    starts = (first == t) & (t < T)
-    if INITIAL:
-        mask = starts[:, None] & (c < channels)[None, :]
-        own = tl.load(initial + sequence.to(tl.int64)[:, None] * channels + c[None, :], mask=mask, other=0.0)
-        v += decay * own
-    return v, tl.where(starts[:, None], 0.0, decay)
+def enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL: tl.constexpr, STEPS: tl.constexpr):
+    """Where a packed sequence starts, forget the state before it and add its own: the slabs of v and decay, changed."""
+    new_values = ()
+    new_decays = ()
+    for r in tl.static_range(ROWS):
+        sequence, first, _ = sequence_of(offsets, sequences, t + r, STEPS)
+        starts = (first == t + r) & (t + r < T)
+        value = values[r].to(tl.float32)
+        if INITIAL:
+            mask = starts[:, None] & (c < channels)[None, :]
+            own = tl.load(initial + sequence.to(tl.int64)[:, None] * channels + c[None, :], mask=mask, other=0.0)
+            value += decays[r] * own
+        new_values = new_values + (value,)
+        new_decays = new_decays + (tl.where(starts[:, None], 0.0, decays[r]),)
+    return new_values, new_decays
 
 
 @triton.jit
@@ -76,81 +102,101 @@ def hand_over_empty(source, target, offsets, sequences, tile, tiles, c, channels
 
 
 @triton.jit
+def walk(values, decays, decay, state):
+    """The map of every segment [SEGS, BV], step after step, after the map (decay, state)."""
+    for r in tl.static_range(ROWS):
+        state = decays[r] * state + values[r].to(tl.float32)
+        decay *= decays[r]
+    return decay, state
+
+
+@triton.jit
+def sequence_words(words, b, batches, tiles, channels):
+    """Where the words of batch entry b begin: its tiles', and its groups' behind all tiles."""
+    groups = (tiles + GROUP - 1) // GROUP
+    behind = words + batches.to(tl.int64) * tiles * channels
+    return words + b.to(tl.int64) * tiles * channels, behind + b.to(tl.int64) * groups * channels
+
+
+@triton.jit
 def scan_gate_tile(
-    v, log_decay, gate,  # [BT, BV]; v float32 and 0, log_decay 0 outside the tensor
-    initial, offsets, y, final, carries, words, header,
-    tile, tiles, b, c, T, channels, sequences, programs,
-    BT: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
+    values, log_decays, gates,  # ROWS slabs [SEGS, BV] each, 0 outside the tensor
+    initial, offsets, y, final, carries, words, header, phase,
+    tile, tiles, b, batches, segment, c, T, channels, sequences,
+    STEPS: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Everything after v: scan the tile, pass the carry, gate, store."""
-    rows = tl.arange(0, BT)
-    start = tile * BT
-    t = start + rows
+    start = tile * (segment.shape[0] * ROWS)
+    t = start + segment * ROWS
     in_range = c < channels
-    decay = decay_of(log_decay)
+    decays = decays_of(log_decays)
     if PACKED:
-        v, decay = enter_sequences(v, decay, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS)
-    decays, states = tl.associative_scan((decay, v), 0, combine)  # [BT, BV]
+        values, decays = enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS)
+    one = tl.full(decays[0].shape, 1.0, tl.float32)
+    decay, state = walk(values, decays, one, tl.zeros_like(one))
+    decay_before, state_before, decay_with, state_with = scan_segments(decay, state)
 
     entering = tl.zeros(c.shape, tl.float32)
     if INITIAL and not PACKED:
         entering = tl.load(initial + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
-    groups = (tiles + GROUP - 1) // GROUP
-    batches = programs // tiles // ((channels + c.shape[0] - 1) // c.shape[0])
-    group_words = words + batches.to(tl.int64) * tiles * channels
+    last = segment.shape[0] - 1
+    own_words, group_words = sequence_words(words, b, batches, tiles, channels)
     carry = pass_carry(
-        words + b.to(tl.int64) * tiles * channels, group_words + b.to(tl.int64) * groups * channels,
-        last_row(decays, rows, BT), last_row(states, rows, BT), entering,
-        tile, tiles, channels, c, launch_phase(header), GROUP,
-    )  # fmt: skip
-    finish(header, programs)
-
-    s = decays * carry[None, :] + states
-    out = s
-    if GATED:
-        out = s * silu(gate)
-    mask = (t < T)[:, None] & in_range[None, :]
-    pointers = tile_pointers(y, b, start, T.to(tl.int64) * channels, channels, rows, c)
-    tl.store(pointers, out.to(y.dtype.element_ty), mask=mask)
+        own_words, group_words, row(decay_with, last), row(state_with, last), entering, tile, tiles, channels, c, phase
+    )
+    finish(header, tiles * tl.num_programs(1))
     if CARRIES:
         tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=in_range)
-    if FINAL:
-        sequence = tl.zeros_like(t) + b
-        ends = t == T - 1
-        if PACKED:
-            sequence, _, after = sequence_of(offsets, sequences, t, STEPS)
-            ends = (t + 1 == after) & (t < T)
-            hand_over_empty(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
-        tl.store(final + sequence.to(tl.int64)[:, None] * channels + c[None, :], s, mask=ends[:, None] & in_range[None, :])
+
+    s = decay_before * carry[None, :] + state_before
+    p_y = tile_pointers(y, b, start, tl.cast(T, tl.int64) * channels, channels, segment * ROWS, c)
+    for r in tl.static_range(ROWS):
+        s = decays[r] * s + values[r].to(tl.float32)
+        out = s
+        if GATED:
+            out = s * silu(gates[r])
+        tl.store(p_y + r * channels, out.to(y.dtype.element_ty), mask=(t + r < T)[:, None] & in_range[None, :])
+        if FINAL:
+            sequence = tl.zeros_like(t) + b
+            ends = t + r == T - 1
+            if PACKED:
+                sequence, _, after = sequence_of(offsets, sequences, t + r, STEPS)
+                ends = (t + r + 1 == after) & (t + r < T)
+            target = final + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+            tl.store(target, s, mask=ends[:, None] & in_range[None, :])
+    if FINAL and PACKED:
+        hand_over_empty(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries, words, header,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     slices = tl.cdiv(channels, BV)
-    b = tl.program_id(1) // slices
+    batches = tl.num_programs(1) // slices
+    b = batches - 1 - tl.program_id(1) // slices  # last first: what a product wrote last is still in the cache
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
-    rows = tl.arange(0, BT)
+    phase = launch_phase(header)
+    segment = tl.arange(0, BT // ROWS)
     start = tile * BT
-    mask = (start + rows < T)[:, None] & (c < channels)[None, :]
-    b_decay = tl.load(
-        tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, rows, c), mask=mask, other=0.0
-    )  # [BT, BV]
-    b_v = tl.load(tile_pointers(v, b, start, v_stride_b, v_stride_t, rows, c), mask=mask, other=0.0).to(tl.float32)
-    b_gate = b_v
+    t = start + segment * ROWS
+    in_range = c < channels
+    p_decay = tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, segment * ROWS, c)
+    log_decays = load_slabs(p_decay, decay_stride_t, t, T, in_range)
+    values = load_slabs(tile_pointers(v, b, start, v_stride_b, v_stride_t, segment * ROWS, c), v_stride_t, t, T, in_range)
+    gates = values
     if GATED:
-        b_gate = tl.load(tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, rows, c), mask=mask, other=0.0)
+        p_gate = tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, segment * ROWS, c)
+        gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
     scan_gate_tile(
-        b_v, b_decay, b_gate, initial, offsets, y, final, carries, words, header,
-        tile, tiles, b, c, T, channels, sequences, tiles * tl.num_programs(1),
-        BT, GROUP, STEPS, GATED, INITIAL, PACKED, FINAL, CARRIES,
+        values, log_decays, gates, initial, offsets, y, final, carries, words, header, phase,
+        tile, tiles, b, batches, segment, c, T, channels, sequences,
+        STEPS, GATED, INITIAL, PACKED, FINAL, CARRIES,
     )  # fmt: skip
 
 
@@ -163,7 +209,7 @@ def gate_kernel(s, gate, y, T, channels, gate_stride_b, gate_stride_t, BT: tl.co
     rows = tl.arange(0, BT)
     start = tl.program_id(0) * BT
     mask = (start + rows < T)[:, None] & (c < channels)[None, :]
-    stride_b = T.to(tl.int64) * channels
+    stride_b = tl.cast(T, tl.int64) * channels
     b_s = tl.load(tile_pointers(s, b, start, stride_b, channels, rows, c), mask=mask, other=0.0).to(tl.float32)  # [BT, BV]
     b_gate = tl.load(tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, rows, c), mask=mask, other=0.0)
     out = tile_pointers(y, b, start, stride_b, channels, rows, c)

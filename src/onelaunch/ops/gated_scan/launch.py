@@ -9,16 +9,16 @@ import torch
 import triton
 
 from onelaunch.ops.gated_scan import backward_kernels, kernels
+from onelaunch.ops.lookback_kernels import GROUP
 from onelaunch.ops.workspace import workspace
 
 
 @dataclass(frozen=True, slots=True)
 class ScanTiles:
-    """How a scan is cut: BT steps by BV channels a program, GROUP tiles read at once by the look-back."""
+    """How a scan is cut: BT steps by BV channels a program."""
 
     steps: int = 64
     channels: int = 64
-    group: int = 32
     warps: int = 4
     backward_warps: int = 4
 
@@ -28,7 +28,7 @@ class ScanTiles:
     def words(self, batch: int, length: int, width: int) -> int:
         """Words of the look-back: one per tile and channel, one per group and channel."""
         tiles = triton.cdiv(length, self.steps)
-        return batch * width * (tiles + triton.cdiv(tiles, self.group))
+        return batch * width * (tiles + triton.cdiv(tiles, GROUP.value))
 
 
 class Sequences(NamedTuple):
@@ -80,7 +80,7 @@ def forward(
         v, log_decay, gate, sequences.initial, sequences.offsets, y, final, carries, words, header.view(torch.int32),
         length, width, sequences.count(batch),
         v.stride(0), v.stride(1), log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
-        BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, STEPS=sequences.bisection_steps(),
+        BT=tiles.steps, BV=tiles.channels, STEPS=sequences.bisection_steps(),
         GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
         FINAL=want_final, CARRIES=want_carries, num_warps=tiles.warps,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def backward(
         length, width, sequences.count(batch),
         dy.stride(0), dy.stride(1), v.stride(0), v.stride(1),
         log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
-        BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, STEPS=sequences.bisection_steps(),
+        BT=tiles.steps, BV=tiles.channels, STEPS=sequences.bisection_steps(),
         GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
         DFINAL=dfinal is not None, num_warps=tiles.backward_warps,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
 Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, so B = 1 fills the chip as well.
-On chip    the tile of v as the accumulator of x W, then of the states; log_decay and gate, loaded before the product begins.
+On chip    the tile of v as the accumulator of x W, then as slabs of steps; log_decay and gate, loaded before the product begins.
 Memory     reads x once per BV channels, W once per tile (from the cache), log_decay and gate once; writes y once; for a backward pass
            also v and one row of states a tile.
 Carry      lookback_kernels.py: the wait for the tiles before overlaps with nothing but is one round trip to the cache.
@@ -12,7 +12,8 @@ Source     the "chunked GEMM fusion" that experiment 040 named as its next step.
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.kernels import scan_gate_tile, tile_pointers
+from onelaunch.ops.gated_scan.kernels import ROWS, load_slabs, scan_gate_tile, tile_pointers
+from onelaunch.ops.lookback_kernels import launch_phase
 
 
 @triton.jit
@@ -42,36 +43,55 @@ def project_tile(
     return v
 
 
+@triton.jit
+def slabs_of(tile):
+    """[BT, BV] to ROWS = 8 slabs [BT / 8, BV]: slab r holds rows r, r + 8, ... One trip through shared memory."""
+    bits = tl.reshape(tile, [tile.shape[0] // ROWS, 2, 2, 2, tile.shape[1]])
+    low, high = tl.split(tl.permute(bits, (0, 4, 3, 2, 1)))  # the highest bit of r is split first
+    low_0, low_1 = tl.split(low)
+    high_0, high_1 = tl.split(high)
+    slab_0, slab_1 = tl.split(low_0)
+    slab_2, slab_3 = tl.split(low_1)
+    slab_4, slab_5 = tl.split(high_0)
+    slab_6, slab_7 = tl.split(high_1)
+    return slab_0, slab_1, slab_2, slab_3, slab_4, slab_5, slab_6, slab_7
+
+
 @triton.jit(do_not_specialize=["T", "sequences"])
 def project_scan_gate_kernel(
     x, weight, log_decay, gate, initial, offsets, y, v, final, carries, words, header,
     T, width, channels, sequences, x_stride_b, x_stride_t, weight_stride,
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file. KEEP: also write v and the carries, which the backward pass reads."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     slices = tl.cdiv(channels, BV)
+    batches = tl.num_programs(1) // slices
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
-    rows = tl.arange(0, BT)
+    phase = launch_phase(header)
+    segment = tl.arange(0, BT // ROWS)
     start = tile * BT
-    mask = (start + rows < T)[:, None] & (c < channels)[None, :]
-    b_decay = tl.load(
-        tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, rows, c), mask=mask, other=0.0
-    )  # [BT, BV]
-    b_gate = tl.load(tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, rows, c), mask=mask, other=0.0)
-    b_v = project_tile(
-        x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN
+    t = start + segment * ROWS
+    in_range = c < channels
+    p_decay = tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, segment * ROWS, c)
+    log_decays = load_slabs(p_decay, decay_stride_t, t, T, in_range)
+    p_gate = tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, segment * ROWS, c)
+    gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
+    values = slabs_of(
+        project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN)
     )
     if KEEP:
-        p_v = tile_pointers(v, b, start, T.to(tl.int64) * channels, channels, rows, c)
-        tl.store(p_v, b_v.to(v.dtype.element_ty), mask=mask)
+        p_v = tile_pointers(v, b, start, tl.cast(T, tl.int64) * channels, channels, segment * ROWS, c)
+        for r in tl.static_range(ROWS):
+            mask = (t + r < T)[:, None] & in_range[None, :]
+            tl.store(p_v + r * channels, values[r].to(v.dtype.element_ty), mask=mask)
     scan_gate_tile(
-        b_v, b_decay, b_gate, initial, offsets, y, final, carries, words, header,
-        tile, tiles, b, c, T, channels, sequences, tiles * tl.num_programs(1),
-        BT, GROUP, STEPS, True, INITIAL, PACKED, FINAL, KEEP,
+        values, log_decays, gates, initial, offsets, y, final, carries, words, header, phase,
+        tile, tiles, b, batches, segment, c, T, channels, sequences,
+        STEPS, True, INITIAL, PACKED, FINAL, KEEP,
     )  # fmt: skip
 
 

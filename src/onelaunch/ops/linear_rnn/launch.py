@@ -74,7 +74,7 @@ def project_scan_gate(
         kernels.project_scan_gate_kernel[tiles.scan.grid(batch, length, channels)](
             *given, words, header.view(torch.int32), length, width, channels, count, *strides,
             BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN=width % tiles.inner == 0,
-            GROUP=tiles.scan.group, STEPS=sequences.bisection_steps(),
+            STEPS=sequences.bisection_steps(),
             num_warps=tiles.scan.warps, num_stages=tiles.stages, **flags,
         )  # fmt: skip
     return y, final, v, carries
