@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onelaunch.operation import Cost
-from onelaunch.workbench import count, count_child
+from onelaunch.workbench import count, count_child, sampling
 from tests.workbench.toy import toy_case, toy_sum
 
 TABLE = (Path(__file__).parent / "fixtures" / "ncu_raw.csv").read_text()
@@ -146,7 +146,7 @@ def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monk
     """On a CPU with the GPU's marks recorded: what runs, where, and what is reported."""
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    monkeypatch.setattr(sampling, "CACHES", 0.05)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end"))
     monkeypatch.setattr(count_child, "KERNELS", 200)

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onelaunch.hardware import describe
 from onelaunch.operation import Operation, find_operation
 from onelaunch.workbench.calls import Callee, Inputs, draw_gradients, make_inputs, status_of
 from onelaunch.workbench.count import RANGE
-from onelaunch.workbench.sampling import CACHES
+from onelaunch.workbench.sampling import count_sets
 
 KERNELS = 300
 """Of one request: enough calls to average over, few enough for a profiler that takes milliseconds a kernel."""
@@ -67,7 +66,7 @@ def _run(operation: Operation[..., Any], request: dict[str, Any], index: int, de
         callee(inputs)
     if operators.count > TOO_MANY_KERNELS:
         return {"error": f"about {operators.count} kernels a call are too many to profile"}
-    sets = _sets(inputs, device)
+    sets = [inputs.clone() for _ in range(count_sets(inputs.nbytes, inputs.nbytes, device)[0])]
     calls = max(1, min(len(sets), KERNELS // max(operators.count, 1)))
     kept = [callee(one) for one in sets]  # every call's results in memory of their own, as after a whole model
     torch.cuda.synchronize(device)
@@ -77,12 +76,6 @@ def _run(operation: Operation[..., Any], request: dict[str, Any], index: int, de
     torch.cuda.synchronize(device)
     torch.cuda.nvtx.range_pop()
     return {"calls": calls, "sets": len(sets)}
-
-
-def _sets(inputs: Inputs, device: torch.device) -> list[Inputs]:
-    wanted = CACHES * describe(str(device)).cache_bytes // max(inputs.nbytes, 1) + 2
-    fit = torch.cuda.mem_get_info(device)[0] // (8 * max(inputs.nbytes, 1))
-    return [inputs.clone() for _ in range(max(1, min(wanted, fit)))]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from onelaunch.workbench.poison import poison
 from onelaunch.workbench.result import Regime
 from onelaunch.workbench.truth import Truth
 
-CACHES = 3
+CACHES = 3.0
 """The rotated inputs are larger than so many last-level caches."""
 
 GPU_SAMPLE_SECONDS = 2e-3
@@ -35,6 +35,8 @@ LONG_SAMPLE_SECONDS = 50e-3
 """A sample is never made longer than this by more calls: slow variants are called once."""
 
 MOST_CALLS = 4096
+
+SHARE_OF_MEMORY = 0.25
 
 WARM_UP_CALLS = 3
 
@@ -84,19 +86,28 @@ class Rotation:
     def note(self) -> str:
         """How the rotation came out, in a sentence."""
         size = sum(one.nbytes for one in self.sets) / 2**20
-        short = "" if self.full else f"; too few to exceed {CACHES} last-level caches"
+        short = "" if self.full else f"; too few to exceed {CACHES:g} last-level caches"
         return f"{len(self.sets)} input sets rotated, {size:.0f} MiB in all{short}"
 
 
-def rotate(truth: Truth, device: torch.device, *, share_of_memory: float = 0.25) -> Rotation:
-    """Make as many input sets as exceed three last-level caches, within a share of the free memory."""
-    one = max(truth.inputs.nbytes, 1)
+def rotate(truth: Truth, device: torch.device) -> Rotation:
+    """Make as many input sets as exceed three last-level caches, as far as memory allows."""
     results = sum(value.numel() * truth.case.dtype.itemsize for value in truth.expected.values() if value is not None)
-    wanted = CACHES * describe(str(device)).cache_bytes // one + 2
-    fit = int(share_of_memory * _free_bytes(device)) // (one + results)
-    count = max(1, min(wanted, fit, MOST_CALLS))
+    count, full = count_sets(truth.inputs.nbytes, results, device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    return Rotation(truth, [truth.inputs.clone() for _ in range(count)], count == wanted, stream)
+    return Rotation(truth, [truth.inputs.clone() for _ in range(count)], full, stream)
+
+
+def count_sets(input_bytes: int, result_bytes: int, device: torch.device) -> tuple[int, bool]:
+    """How many input sets to rotate through, and whether their inputs exceed three last-level caches.
+
+    Each set's results are kept too; all together take at most a quarter of the free memory.
+    """
+    one = max(input_bytes, 1)
+    wanted = int(CACHES * describe(str(device)).cache_bytes) // one + 2
+    fit = int(SHARE_OF_MEMORY * _free_bytes(device)) // (one + result_bytes)
+    count = max(1, min(wanted, fit, MOST_CALLS))
+    return count, count == wanted
 
 
 def make_sampler(callee: Callee, rotation: Rotation, device: torch.device) -> Sampler:
@@ -117,7 +128,7 @@ class CpuSampler:
         self._calls = 1
         self._last: dict[Regime, Answer] = {}
 
-    def prepare(self, regimes: Sequence[Regime]) -> None:  # noqa: ARG002 - the protocol's: one preparation serves all
+    def prepare(self, regimes: Sequence[Regime]) -> None:
         """Warm up, and decide how many calls make a sample."""
         seconds = math.inf
         for call in range(WARM_UP_CALLS):
@@ -292,7 +303,7 @@ class GpuSampler:
 
     def _flush_caches(self) -> None:
         if self._flush is None:
-            size = CACHES * describe(str(self._device)).cache_bytes
+            size = int(CACHES * describe(str(self._device)).cache_bytes)
             self._flush = torch.empty(size, dtype=torch.int8, device=self._device)
         self._flush.zero_()
 

@@ -1,0 +1,344 @@
+"""Timing: who is timed when, what is kept when something goes wrong, and what is believed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from onelaunch.workbench import sampling, timing
+from onelaunch.workbench.calls import Callee, status_of
+from onelaunch.workbench.sampling import CpuSampler, count_sets, rotate
+from onelaunch.workbench.timing import Interrupted, measure, order
+from onelaunch.workbench.verify import Judge
+from tests.workbench.toy import parallel, toy_case, toy_sum
+
+
+class FakeSampler:
+    """Times by script: ``script(name, regime, n)`` gives the n-th sample, or raises."""
+
+    log: list[tuple[str, str]]
+
+    def __init__(self, name, script, answer):
+        self.name, self.script, self.answer = name, script, answer
+        self.peak_bytes = 123
+        self.refused = {}
+        self.counts = Counter()
+
+    def prepare(self, regimes):
+        self.log.append((self.name, "prepare"))
+
+    def sample(self, regime):
+        self.log.append((self.name, regime))
+        self.counts[regime] += 1
+        return self.script(self.name, regime, self.counts[regime])
+
+    def answers(self, regime):
+        yield self.answer
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Replace the clock by a script; returns the log of what was sampled."""
+    log = []
+
+    def install(script):
+        names = itertools.count()
+
+        def make(callee, rotation, device):
+            made = FakeSampler(f"{callee.name}{next(names)}", script, callee(rotation.sets[0]))
+            made.log = log
+            return made
+
+        monkeypatch.setattr(timing, "make_sampler", make)
+        monkeypatch.setattr(timing, "WARM_UP_SECONDS", {"cpu": 0.0})
+        return log
+
+    return install
+
+
+def run(**changes):
+    given = {"variants": ["eager", "parallel"], "rounds": 4, "regimes": ("cold",)} | changes
+    return measure(toy_sum, toy_case(), **given)
+
+
+# Order
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_every_subject_takes_every_place_equally_often(count):
+    names = tuple("abcdefgh"[:count])
+    rounds = [order(names, index) for index in range(2 * count)]
+    assert all(sorted(one) == list(names) for one in rounds)
+    for place in range(count):
+        assert Counter(one[place] for one in rounds) == dict.fromkeys(names, 2)
+
+
+def test_whoever_follows_another_also_precedes_it():
+    pairs = Counter(pair for index in range(6) for pair in itertools.pairwise(order("abc", index)))
+    assert all(pairs[pair] == pairs[pair[::-1]] for pair in pairs)
+
+
+def test_subjects_are_interleaved_round_by_round(scripted):
+    log = scripted(lambda name, regime, n: 10.0)
+    run(regimes=("cold", "eager"))
+    sampled = [name for name, regime in log if regime == "cold"][-12:]
+    assert [sorted(sampled[start : start + 3]) for start in range(0, 12, 3)] == 4 * [["eager0", "eager2", "parallel1"]]
+    assert sampled[0:3] == sampled[3:6][::-1]
+    assert sampled[0] != sampled[6]
+
+
+# A/A
+
+
+def test_the_baseline_is_timed_twice_and_the_second_does_not_show(scripted):
+    scripted(lambda name, regime, n: {"eager0": 10.0, "parallel1": 5.0, "eager2": 10.8}[name])
+    found = run()
+    assert set(found.subjects) == {"eager", "parallel"}
+    (noise,) = found.noise
+    assert noise.ratio.median == pytest.approx(1.08)
+    assert noise.floor == pytest.approx(1.08)
+    assert (noise.regime, noise.direction, noise.shape) == ("cold", "forward", str(toy_case()))
+
+
+def test_a_quiet_machine_may_still_not_claim_less_than_one_percent(scripted):
+    scripted(lambda name, regime, n: 10.0)
+    assert run(baseline="parallel").noise[0].floor == 1.01
+
+
+def test_the_baseline_may_be_any_variant_and_one_that_cannot_run_leaves_no_noise(scripted):
+    scripted(lambda name, regime, n: 10.0)
+    assert run(baseline="parallel").noise
+    assert run(variants=["gpu_only", "eager"], baseline="gpu_only").noise == ()
+
+
+# What goes wrong
+
+
+def test_ctrl_c_keeps_the_whole_rounds(scripted):
+    def script(name, regime, n):
+        if name == "parallel1" and n == 4:  # one warm-up sample at most, so this is in a late round
+            raise KeyboardInterrupt
+        return 10.0 + n
+
+    scripted(script)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(rounds=50)
+    assert isinstance(caught.value, Interrupted)
+    subjects = caught.value.measurements.subjects
+    kept = {name: len(subject.timings[0].rounds) for name, subject in subjects.items()}
+    assert kept["eager"] == kept["parallel"] >= 2, "a round counts for all or for none"
+    assert {subject.status for subject in subjects.values()} == {"interrupted"}
+    assert f"after {kept['eager']} rounds" in subjects["eager"].reason
+    assert caught.value.measurements.noise[0].ratio.samples == kept["eager"]
+
+
+def test_ctrl_c_during_verification_keeps_the_statuses_found(monkeypatch):
+    def stop(call):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(toy_sum.get("parallel"), "run", stop)
+    with pytest.raises(Interrupted) as caught:
+        run(variants=["eager", "zeros", "gpu_only", "parallel"])
+    statuses = {name: subject.status for name, subject in caught.value.measurements.subjects.items()}
+    assert statuses == {"eager": "interrupted", "zeros": "incorrect", "gpu_only": "unsupported", "parallel": "interrupted"}
+
+
+def test_a_subject_that_fails_while_it_is_timed_does_not_stop_the_others(scripted):
+    def script(name, regime, n):
+        if name.startswith("parallel") and n == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 10.0
+
+    scripted(script)
+    found = run(rounds=10)
+    assert found.subjects["parallel"].status == "out_of_memory"
+    assert len(found.subjects["eager"].timings[0].rounds) == 10
+    assert found.subjects["eager"].status == "ok"
+
+
+def test_statuses_say_why():
+    subjects = run(variants=["eager", "gpu_only", "missing_package", "raises", "runs_out", "zeros"]).subjects
+    assert {name: subject.status for name, subject in subjects.items()} == {
+        "eager": "ok",
+        "gpu_only": "unsupported",
+        "missing_package": "not_installed",
+        "raises": "error",
+        "runs_out": "out_of_memory",
+        "zeros": "incorrect",
+    }
+    assert subjects["gpu_only"].reason == "needs a GPU"
+    assert "a_package_that_nobody_has" in subjects["missing_package"].reason
+    assert "the kernel fell over" in subjects["raises"].reason
+    assert subjects["zeros"].verdict is not None
+    assert not subjects["zeros"].verdict.ok
+    assert not any(subject.timings for name, subject in subjects.items() if name != "eager")
+
+
+def test_nothing_that_can_run_is_an_answer_too():
+    found = run(variants=["zeros", "gpu_only"])
+    assert not any(subject.timings for subject in found.subjects.values())
+    assert found.noise == ()
+
+
+def test_a_regime_that_is_refused_leaves_the_others(scripted, monkeypatch):
+    scripted(lambda name, regime, n: 10.0)
+    make = timing.make_sampler
+
+    def refusing(callee, rotation, device):
+        made = make(callee, rotation, device)
+        if callee.name == "parallel":
+            made.refused = {"cold": sampling.CaptureFailed("cannot be captured in a CUDA graph: it synchronises")}
+        return made
+
+    monkeypatch.setattr(timing, "make_sampler", refusing)
+    found = run(regimes=("cold", "eager"))
+    assert [one.regime for one in found.subjects["parallel"].timings] == ["eager"]
+    assert found.subjects["parallel"].status == "error"
+    assert "it synchronises" in found.subjects["parallel"].reason
+    assert found.subjects["eager"].status == "ok"
+
+
+def test_the_time_cap_stops_after_three_rounds_at_the_earliest_and_says_so():
+    found = run(rounds=1000, time_cap_seconds=0.0)
+    assert len(found.subjects["eager"].timings[0].rounds) == 3
+    assert any("time cap" in note and "3 of 1000" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
+        (ModuleNotFoundError("No module named 'fla'"), "not_installed"),
+        (ValueError("bad"), "error"),
+    ],
+)
+def test_what_an_exception_stands_for(error, status):
+    assert status_of(error)[0] == status
+
+
+def test_a_failed_capture_for_lack_of_memory_is_a_lack_of_memory():
+    error = sampling.CaptureFailed("cannot be captured in a CUDA graph: CUDA out of memory")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert status_of(error)[0] == "out_of_memory"
+
+
+# Real clocks on a CPU
+
+
+def test_times_and_controls_of_both_directions_are_plausible():
+    case = toy_case(T=200)
+    forward = measure(toy_sum, case, variants=["eager", "parallel"], controls=["product"], rounds=5)
+    backward = measure(toy_sum, case, "forward_backward", variants=["eager", "parallel"], controls=["product"], rounds=5)
+    for found in (forward, backward):
+        assert {name: subject.status for name, subject in found.subjects.items()} == dict.fromkeys(found.subjects, "ok")
+        assert [one.regime for one in found.subjects["parallel"].timings] == ["cold", "warm", "eager"]
+        times = {name: subject.timings[0].microseconds.median for name, subject in found.subjects.items()}
+        assert times["eager"] > 5 * times["parallel"] > 5 * 0.5 * times["product"] > 0
+        assert found.subjects["product"].control
+        assert found.subjects["eager"].verdict is not None
+        assert found.clocks == {}
+    slower = [found.subjects["eager"].timings[0].microseconds.median for found in (forward, backward)]
+    assert slower[1] > 1.5 * slower[0]
+
+
+def test_progress_is_told():
+    told = []
+    run(on_progress=lambda what, done, total: told.append((what, done, total)))
+    assert list(dict.fromkeys(what for what, _, _ in told)) == ["verify", "prepare", "time"]
+    assert all(0 <= done < total for _, done, total in told)
+
+
+def test_cold_calls_rotate_through_all_sets_and_warm_ones_stay(monkeypatch):
+    monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(sampling, "CACHES", 0.0005)
+    case = toy_case()
+    used = []
+
+    def call(**arguments):
+        used.append(arguments["x"].data_ptr())
+        return toy_sum(**arguments, variant="parallel")
+
+    rotation = rotate(Judge().truth(toy_sum, case), torch.device("cpu"))
+    assert len(rotation.sets) > 4
+    callee = Callee("parallel", call, toy_sum.outputs)
+    one, other = CpuSampler(callee, rotation), CpuSampler(callee, rotation)
+    one.prepare(("cold", "warm"))
+    used.clear()
+    for _ in range(len(rotation.sets)):  # two subjects in turn: nobody finds what the other has just used
+        one.sample("cold")
+        other.sample("cold")
+    assert len(set(used[: len(rotation.sets)])) == len(rotation.sets)
+    used.clear()
+    for _ in range(4):
+        one.sample("warm")
+    assert set(used) == {rotation.sets[0].arguments["x"].data_ptr()}
+
+
+def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
+    from onelaunch.hardware import describe
+
+    cache = describe("cpu").cache_bytes
+    device = torch.device("cpu")
+    monkeypatch.setattr(sampling, "_free_bytes", lambda device: 1 << 40)
+    count, full = count_sets(1 << 20, 0, device)
+    assert full
+    assert (count - 1) << 20 > 3 * cache
+    assert count_sets(10 * cache, 0, device) == (2, True)
+    monkeypatch.setattr(sampling, "_free_bytes", lambda device: 40 << 20)
+    assert count_sets(1 << 20, 1 << 20, device) == (5, False)
+    assert count_sets(1 << 30, 1 << 20, device) == (1, False)
+    assert count_sets(0, 0, device)[0] > 0
+
+
+def test_every_set_has_its_own_storage_and_the_same_contents():
+    rotation = rotate(Judge().truth(toy_sum, toy_case(B=8, T=256, V=256), direction="forward_backward"), torch.device("cpu"))
+    pointers = [tensor.data_ptr() for one in rotation.sets for _, tensor in one.named_tensors()]
+    assert len(set(pointers)) == len(pointers)
+    first, last = rotation.sets[0], rotation.sets[-1]
+    for (name, a), (_, b) in zip(first.named_tensors(), last.named_tensors(), strict=True):
+        assert torch.equal(a, b), name
+    assert first.arguments["x"].requires_grad
+    assert last.arguments["x"].is_leaf
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_graphs_are_timed_in_all_regimes_and_directions():
+    case = toy_case("float16", B=8, T=512, V=64)
+    for direction in ("forward", "forward_backward"):
+        found = measure(
+            toy_sum, case, direction, variants=["eager", "parallel", "gpu_only"], controls=["product"], rounds=5, device="cuda"
+        )
+        for subject in found.subjects.values():
+            assert subject.status == "ok", subject.reason
+            times = {one.regime: one.microseconds.median for one in subject.timings}
+            assert 0 < times["warm"] <= 1.1 * times["cold"]
+            assert times["cold"] <= 1.1 * times["eager"], "replay cannot be slower than calls from Python"
+            assert subject.peak_bytes is not None
+            assert subject.peak_bytes > 0
+        assert {noise.regime for noise in found.noise} == {"cold", "warm", "eager"}
+
+
+@pytest.mark.gpu
+def test_what_no_graph_can_hold_is_refused_and_the_next_capture_works():
+    @toy_sum.variant("synchronises")
+    def synchronises(call):
+        call.x.sum().item()
+        return parallel(call)
+
+    try:
+        found = measure(toy_sum, toy_case(), variants=["synchronises", "parallel"], baseline="parallel", rounds=3, device="cuda")
+    finally:
+        del toy_sum.variants["synchronises"]
+    subject = found.subjects["synchronises"]
+    assert subject.status == "error"
+    assert "cannot be captured" in subject.reason
+    assert [one.regime for one in subject.timings] == ["eager"]
+    assert found.subjects["parallel"].status == "ok"
+    assert [one.regime for one in found.subjects["parallel"].timings] == ["cold", "warm", "eager"]
