@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def scripted(monkeypatch):
 
 
 def run(**changes):
-    given = {"variants": ["eager", "parallel"], "rounds": 4, "regimes": ("cold",)} | changes
+    given: dict[str, Any] = {"variants": ["eager", "parallel"], "rounds": 4, "regimes": ("cold",)} | changes
     return measure(toy_sum, toy_case(), **given)
 
 
@@ -190,7 +191,7 @@ def test_a_regime_that_is_refused_leaves_the_others(scripted, monkeypatch):
     def refusing(callee, rotation, device):
         made = make(callee, rotation, device)
         if callee.name == "parallel":
-            made.refused = {"cold": sampling.CaptureFailed("cannot be captured in a CUDA graph: it synchronises")}
+            made.refused = {"cold": ("error", "cannot be captured in a CUDA graph: it synchronises")}
         return made
 
     monkeypatch.setattr(timing, "make_sampler", refusing)

@@ -96,9 +96,9 @@ class Callee:
         """Call once, with the backward pass when the inputs ask for gradients."""
         if not inputs.differentiable:
             with torch.no_grad():
-                return self._outputs(inputs)
+                return self.name_results(self.call(**inputs.arguments))
         with torch.enable_grad():
-            outputs = self._outputs(inputs)
+            outputs = self.name_results(self.call(**inputs.arguments))
             reached = {name: outputs[name] for name in inputs.output_gradients if name in outputs}
             reached = {name: output for name, output in reached.items() if output is not None and output.requires_grad}
             leaves = [inputs.arguments[name] for name in inputs.differentiable]
@@ -109,8 +109,8 @@ class Callee:
         answer: Answer = {name: None if output is None else output.detach() for name, output in outputs.items()}
         return answer | {f"grad {name}": gradient for name, gradient in zip(inputs.differentiable, gradients, strict=True)}
 
-    def _outputs(self, inputs: Inputs) -> Answer:
-        result = self.call(**inputs.arguments)
+    def name_results(self, result: Any) -> Answer:
+        """What the callee returned, by name."""
         results = result if isinstance(result, tuple) else (result,)
         return dict(zip(self.outputs, results, strict=False))
 

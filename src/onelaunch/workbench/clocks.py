@@ -39,7 +39,6 @@ class Clocks:
             self._add("sm_mhz", nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
             self._add("memory_mhz", nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM))
             self._add("power_w", nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000)
-            self._add("temperature_c", nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU))
         except Exception:  # noqa: BLE001 - see above
             self._nvml = None
 

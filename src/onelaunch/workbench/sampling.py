@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 
 from onelaunch.hardware import describe
-from onelaunch.workbench.calls import Answer, Callee, Inputs
+from onelaunch.workbench.calls import Answer, Callee, Inputs, status_of
 from onelaunch.workbench.poison import poison
-from onelaunch.workbench.result import Regime
+from onelaunch.workbench.result import Regime, Status
 from onelaunch.workbench.truth import Truth
 
 CACHES = 3.0
@@ -46,7 +46,7 @@ class Sampler(Protocol):
 
     peak_bytes: int | None
     """Most memory in use above the inputs during one call; ``None`` where it cannot be told."""
-    refused: dict[Regime, Exception]
+    refused: dict[Regime, tuple[Status, str]]
     """Regimes that the subject cannot be timed in, after :meth:`prepare`."""
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
@@ -122,7 +122,7 @@ class CpuSampler:
 
     def __init__(self, callee: Callee, rotation: Rotation) -> None:
         self.peak_bytes: int | None = None
-        self.refused: dict[Regime, Exception] = {}
+        self.refused: dict[Regime, tuple[Status, str]] = {}
         self._callee = callee
         self._rotation = rotation
         self._calls = 1
@@ -180,7 +180,7 @@ class GpuSampler:
 
     def __init__(self, callee: Callee, rotation: Rotation, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.peak_bytes: int | None = None
-        self.refused: dict[Regime, Exception] = {}
+        self.refused: dict[Regime, tuple[Status, str]] = {}
         self._callee = callee
         self._rotation = rotation
         self._device = device
@@ -210,7 +210,7 @@ class GpuSampler:
             try:
                 self._captures[regime] = self._prepare_capture(sets, most)
             except CaptureFailed as error:
-                self.refused[regime] = error
+                self.refused[regime] = status_of(error)  # not the error: its traceback would keep the capture's memory
 
     def sample(self, regime: Regime) -> float:
         """One replay, or as many eager calls as make a sample."""
@@ -292,11 +292,21 @@ class GpuSampler:
     def _eager_seconds(self) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._stream.synchronize()
+        sets = [self._rotation.next() for _ in range(self._eager_calls)]
         answer: Answer = {}
-        start.record()
-        for _ in range(self._eager_calls):
-            answer = self._callee(self._rotation.next())
-        end.record()
+        if sets[0].differentiable:
+            start.record()
+            for inputs in sets:
+                answer = self._callee(inputs)
+            end.record()
+        else:  # nothing of ours between the caller and the public function
+            call, result = self._callee.call, None
+            with torch.no_grad():
+                start.record()
+                for inputs in sets:
+                    result = call(**inputs.arguments)
+                end.record()
+            answer = self._callee.name_results(result)
         end.synchronize()
         self._eager_answer = answer
         return start.elapsed_time(end) / 1e3

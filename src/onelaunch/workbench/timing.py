@@ -10,6 +10,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def measure(
-    operation: Operation[..., object],
+    operation: Operation[..., Any],
     case: Case,
     direction: Direction = "forward",
     *,
@@ -135,6 +136,8 @@ def measure(
     except KeyboardInterrupt:
         session.interrupt()
         raise Interrupted(session.measurements(floors or {})) from None
+    finally:
+        session.release()
     return session.measurements(floors or {})
 
 
@@ -162,7 +165,7 @@ class _Entry:
 class _Session:
     """The steps of :func:`measure`; what earlier steps and rounds found stays when a later one is interrupted."""
 
-    operation: Operation[..., object]
+    operation: Operation[..., Any]
     case: Case
     direction: Direction
     baseline: str
@@ -261,13 +264,20 @@ class _Session:
                 entry.subject.reason = f"The outputs of the timed calls ({wrong[0]}) do not pass: {wrong[1].explain()}"
                 entry.subject.verdict = wrong[1]
             elif entry.sampler.refused:
-                entry.subject.status, entry.subject.reason = status_of(next(iter(entry.sampler.refused.values())))
+                entry.subject.status, entry.subject.reason = next(iter(entry.sampler.refused.values()))
 
     def interrupt(self) -> None:
         for entry in self.entries.values():
             if entry.runs:
                 count = max(map(len, entry.rounds.values()), default=0)
                 entry.subject.status, entry.subject.reason = "interrupted", f"interrupted after {count} rounds"
+
+    def release(self) -> None:
+        """Give the memory of inputs, outputs and graphs back: what comes next (a larger shape, a profiled process) needs it."""
+        for entry in self.entries.values():
+            entry.sampler = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def measurements(self, floors: Mapping[str, float]) -> Measurements:
         """Everything found so far, as plain values."""
@@ -296,7 +306,7 @@ class _Session:
             return "ok", ""
         variant = self.operation.get(entry.subject.name)
         needed = variant.tags.get("requires")
-        if needed and importlib.util.find_spec(needed) is None:
+        if needed and importlib.util.find_spec(needed.partition(".")[0]) is None:
             return "not_installed", f"needs the package {needed}, which is not installed"
         query = self.operation.query(self.case, str(self.device), grad=self.direction == "forward_backward")
         reason = variant.why_not(query)

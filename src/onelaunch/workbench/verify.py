@@ -30,11 +30,15 @@ SETTLE_SECONDS = 0.02
 """How long answers are watched for changes after the call returned."""
 
 
+KEPT_ALWAYS = 3
+"""Answers that a :class:`Judge` keeps whatever their size: those of one case, for the operation and its controls."""
+
+
 class Judge:
     """Judges variants, and keeps the oracle's answers for the next one.
 
     Args:
-        keep_bytes: how much memory the kept answers may take; the oldest go first.
+        keep_bytes: how much memory the kept answers may take; the oldest go first, the newest few (of the case at hand) never.
     """
 
     def __init__(self, keep_bytes: int = 1 << 30) -> None:
@@ -60,7 +64,7 @@ class Judge:
             return self._truths[key]
         found = find_truth(operation, case, device, seed, direction, control)
         self._truths[key] = found
-        while sum(truth.nbytes for truth in self._truths.values()) > self._keep_bytes:
+        while len(self._truths) > KEPT_ALWAYS and sum(truth.nbytes for truth in self._truths.values()) > self._keep_bytes:
             self._truths.popitem(last=False)
         return found
 
