@@ -1,7 +1,7 @@
 """An operation that is all cost and tags and never runs: to hold plans, criteria and decisions against numbers made by hand.
 
-A layer of a matrix product and two elementwise steps over ``[N, V]``: 8 bytes a row and channel for three launches, 6 for two, 4 for
-one, in float16. Timings are made up by :func:`measured`.
+A layer of a matrix product and two elementwise steps over ``[N, V]``: 8 bytes a row and channel for three launches, 6 for two, 4
+for one, in float16. Timings are made up by :func:`measured`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ import torch
 
 from onelaunch.operation import Case, Cost, Direction, Query, Reading, Variant, operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.result import Cell, ComponentError, Noise, Plan, Provenance, Result, StoredCeilings, Timing, Traffic, Verdict
+from onelaunch.workbench.result import (
+    Cell,
+    ComponentError,
+    Noise,
+    Plan,
+    Provenance,
+    Result,
+    StoredCeilings,
+    Timing,
+    Traffic,
+    Verdict,
+)
 from onelaunch.workbench.study import Criterion, Shape, Study
 
 RATES = StoredCeilings(
@@ -105,7 +116,7 @@ def study(*criteria: Criterion, **more: Any) -> Study:
 
 
 def plan(of: Shape, variant: str, direction: Direction = "forward") -> Plan:
-    case = ladder.case(of.dtype, **of.sizes)
+    case = study().case(of)
     own = ladder.controls[variant].cost(case) if variant in ladder.controls else ladder.cost(case, ladder.get(variant), direction)
     least = ladder.cost(case, None, direction)
     return Plan(
@@ -147,9 +158,7 @@ def ok_cell(
 
 
 def bad_cell(variant: str, status: Any, reason: str = "", *, of: Shape = MEGA, **more: Any) -> Cell:
-    return Cell(
-        shape=of.name, direction="forward", variant=variant, status=status, reason=reason, plan=plan(of, variant), **more
-    )
+    return Cell(shape=of.name, direction="forward", variant=variant, status=status, reason=reason, plan=plan(of, variant), **more)
 
 
 def noise(floor: float = 1.01, of: Shape = MEGA, direction: Direction = "forward") -> Noise:

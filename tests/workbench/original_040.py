@@ -50,9 +50,7 @@ def study(*, ratio: float) -> Study:
     )
 
 
-def original(
-    *, steady: bool = False, counted: bool = False, control: float | None = None, ratio: float | None = None
-) -> Result:
+def original(*, steady: bool = False, counted: bool = False, control: float | None = None, ratio: float | None = None) -> Result:
     """The write-up's numbers, judged and decided.
 
     Args:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from onelaunch.workbench.criteria import evaluate, possible_gain
@@ -14,23 +16,28 @@ def outcome(criterion, *cells, floor=1.01, scale="full", refuted=None, **more):
     return evaluate(measured(declared, *cells, floor=floor, scale=scale), {criterion.name: refuted} if refuted else {})[0]
 
 
-def faster(at_least=1.3, **more):
-    return Criterion(**{"name": "faster", "measure": "speedup", "of": "one", "at_least": at_least} | more)
+def faster(at_least: float = 1.3, **more: Any) -> Criterion:
+    facts: dict[str, Any] = {"name": "faster", "measure": "speedup", "of": "one", "at_least": at_least}
+    return Criterion(**(facts | more))
 
 
-def ratio(at_most, **more):
-    return Criterion(**{"name": "near", "measure": "time_ratio", "of": "one", "over": "product", "at_most": at_most} | more)
+def ratio(at_most: float, **more: Any) -> Criterion:
+    facts: dict[str, Any] = {"name": "near", "measure": "time_ratio", "of": "one", "over": "product", "at_most": at_most}
+    return Criterion(**(facts | more))
 
 
-@pytest.mark.parametrize(("time", "spread", "status"), [
-    (10.0, 0.0, "met"),  # 1.5x
-    (11.3, 0.0, "met"),  # 1.327x, beyond the bound by more than the noise of 1 %
-    (11.5, 0.0, "inconclusive"),  # 1.304x: beyond the bound, but by less than the noise
-    (11.5, 0.1, "inconclusive"),
-    (11.8, 0.0, "missed"),  # 1.27x
-    (13.0, 0.15, "missed"),  # wide, but its median lies on the other side by more than the noise
-    (11.56, 0.1, "inconclusive"),  # 1.2976x, both sides of the bound
-])
+@pytest.mark.parametrize(
+    ("time", "spread", "status"),
+    [
+        (10.0, 0.0, "met"),  # 1.5x
+        (11.3, 0.0, "met"),  # 1.327x, beyond the bound by more than the noise of 1 %
+        (11.5, 0.0, "inconclusive"),  # 1.304x: beyond the bound, but by less than the noise
+        (11.5, 0.1, "inconclusive"),
+        (11.8, 0.0, "missed"),  # 1.27x
+        (13.0, 0.15, "missed"),  # wide, but its median lies on the other side by more than the noise
+        (11.56, 0.1, "inconclusive"),  # 1.2976x, both sides of the bound
+    ],
+)
 def test_a_speedup_is_met_missed_or_inconclusive(time, spread, status):
     found = outcome(faster(), ok_cell("three", 15.0), ok_cell("one", time, spread=spread))
     assert found.status == status, found.evidence
@@ -204,16 +211,19 @@ def sweep(times, needed=None, bound=1.3):
     return outcome(faster(bound, in_at_least=needed), *cells, shapes=SWEEP)
 
 
-@pytest.mark.parametrize(("times", "needed", "status"), [
-    ((10, 10, 10, 10, 10), None, "met"),
-    ((10, 10, 10, 10, 14), None, "missed"),
-    ((10, 10, 10, 14, 14), 3, "met"),
-    ((10, 10, 14, 14, 14), 3, "missed"),
-    ((10, 10, 11.5, 14, 14), 3, "inconclusive"),
-    ((10, 10, None, 14, 14), 3, "not_measured"),
-    ((10, 10, 11.5, None, 14), 3, "inconclusive"),
-    ((10, 10, 10, None, None), 3, "met"),
-])
+@pytest.mark.parametrize(
+    ("times", "needed", "status"),
+    [
+        ((10, 10, 10, 10, 10), None, "met"),
+        ((10, 10, 10, 10, 14), None, "missed"),
+        ((10, 10, 10, 14, 14), 3, "met"),
+        ((10, 10, 14, 14, 14), 3, "missed"),
+        ((10, 10, 11.5, 14, 14), 3, "inconclusive"),
+        ((10, 10, None, 14, 14), 3, "not_measured"),
+        ((10, 10, 11.5, None, 14), 3, "inconclusive"),
+        ((10, 10, 10, None, None), 3, "met"),
+    ],
+)
 def test_in_at_least_counts_shapes(times, needed, status):
     found = sweep(times, needed)
     assert found.status == status, found.evidence
@@ -221,7 +231,9 @@ def test_in_at_least_counts_shapes(times, needed, status):
 
 def test_a_row_of_shapes_says_each_one():
     found = sweep((10, 10, 14, None, 11.5), 4)
-    assert found.evidence.startswith("The speed of one over the baseline is at least 1.3 at 2 of 5 shapes, 4 needed: s0 1.5, s1 1.5, ")
+    assert found.evidence.startswith(
+        "The speed of one over the baseline is at least 1.3 at 2 of 5 shapes, 4 needed: s0 1.5, s1 1.5, "
+    )
     assert "s2 1.07 (missed)" in found.evidence
     assert "s3 not measured (one failed at s3 (fell))" in found.evidence
     assert "s4 1.3 (inconclusive: " in found.evidence

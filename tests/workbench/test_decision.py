@@ -84,7 +84,9 @@ def test_debug_names_the_bottleneck_when_missed_with_headroom():
     decision = decided(study(FASTER), ok_cell("three", 100.0), ok_cell("one", 90.0))
     assert decision.kind == "debug"
     assert "22.5x above the floor of 4 us" in all_of(decision)
-    assert "latency or too little parallel work: of 90 us, memory traffic 4 us, matrix products 1 us, launches 0.5 us" in all_of(decision)
+    assert "latency or too little parallel work: of 90 us, memory traffic 4 us, matrix products 1 us, launches 0.5 us" in all_of(
+        decision
+    )
 
 
 def test_the_bottleneck_is_the_largest_need_when_it_fills_the_time():
@@ -189,9 +191,7 @@ def test_comparisons_with_a_peer_are_facts_that_need_no_control():
 
 
 def test_an_interrupted_run_says_so():
-    decision = decided(
-        study(FASTER), ok_cell("three", 10.0), bad_cell("one", "interrupted", "stopped by hand"), interrupted=True
-    )
+    decision = decided(study(FASTER), ok_cell("three", 10.0), bad_cell("one", "interrupted", "stopped by hand"), interrupted=True)
     assert decision.kind == "measure_more"
     assert "The run was interrupted: 1 of 2 measurements were not made." in decision.unexplained
 

@@ -12,7 +12,9 @@ def planned(variant, direction="forward", declared=None, device="cuda:0"):
     return next(cell for cell in found.cells if (cell.variant, cell.direction) == (variant, direction))
 
 
-@pytest.mark.parametrize(("variant", "bytes_", "microseconds"), [("three", 8e6, 8 + 1.5), ("two", 6e6, 6 + 1.0), ("one", 4e6, 4 + 0.5)])
+@pytest.mark.parametrize(
+    ("variant", "bytes_", "microseconds"), [("three", 8e6, 8 + 1.5), ("two", 6e6, 6 + 1.0), ("one", 4e6, 4 + 0.5)]
+)
 def test_a_plan_is_bytes_over_bandwidth_plus_launches(variant, bytes_, microseconds):
     plan = planned(variant).plan
     assert plan.bytes == bytes_
@@ -83,10 +85,18 @@ def test_criteria_are_checked_at_every_scale():
     assert set(plan_study(declared, RATES, "cpu", "small").infeasible) == {"traffic"}
 
 
-@pytest.mark.parametrize(("dtype", "asked", "feasible"), [
-    ("float16", 5e-3, True), ("float16", 2e-4, True), ("float16", 1e-4, False),
-    ("bfloat16", 2e-3, True), ("bfloat16", 5e-4, False), ("float32", 1e-6, True), ("float32", 1e-9, False),
-])
+@pytest.mark.parametrize(
+    ("dtype", "asked", "feasible"),
+    [
+        ("float16", 5e-3, True),
+        ("float16", 2e-4, True),
+        ("float16", 1e-4, False),
+        ("bfloat16", 2e-3, True),
+        ("bfloat16", 5e-4, False),
+        ("float32", 1e-6, True),
+        ("float32", 1e-9, False),
+    ],
+)
 def test_an_error_below_the_rounding_of_the_dtype_is_infeasible(dtype, asked, feasible):
     declared = study(shapes=(Shape(name="s", dtype=dtype, sizes=TINY.sizes),))
     why = infeasibility(declared, Criterion(name="e", measure="error", of="one", at_most=asked))

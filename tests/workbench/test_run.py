@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from onelaunch.errors import NoDeviceError, ResultExists
+from onelaunch.errors import NoDeviceError, ResultExists, StudyError
 from onelaunch.hardware import Ceilings
 from onelaunch.workbench import run as module
-from onelaunch.workbench import timing
+from onelaunch.workbench import sampling, timing
 from onelaunch.workbench.provenance import commit, merge_clocks
 from onelaunch.workbench.result import Result, Traffic
 from onelaunch.workbench.run import Steps, default_path, partial_path, run_study
@@ -20,13 +21,16 @@ FASTER = Criterion(name="faster", measure="speedup", of="parallel", at="first", 
 FEWER = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="parallel", at="first", at_least=1.2)
 
 
-def steps(**others):
-    return Steps(**({"ceilings": lambda device: SLOW_LIGHT} | others))
+def steps(**others: Any) -> Steps:
+    facts: dict[str, Any] = {"ceilings": lambda device: SLOW_LIGHT}
+    return Steps(**(facts | others))
 
 
-def study(*criteria, **more):
-    shapes = tuple(Shape(name=name, dtype="float32", scale="small", sizes={"B": 2, "T": 24, "V": 8}) for name in ("first", "second"))
-    facts = {
+def study(*criteria: Criterion, **more: Any) -> Study:
+    shapes = tuple(
+        Shape(name=name, dtype="float32", scale="small", sizes={"B": 2, "T": 24, "V": 8}) for name in ("first", "second")
+    )
+    facts: dict[str, Any] = {
         "name": "toy-study",
         "question": "Does it run?",
         "operation": "toy_sum",
@@ -42,11 +46,14 @@ def study(*criteria, **more):
 def quick(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(sampling, "CACHES", 0)  # these inputs are tiny: 30 000 of them would rotate
+    monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(module, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})
 
 
-def run(declared, **more):
-    return run_study(declared, **({"device": "cpu", "steps": steps()} | more))
+def run(declared: Study, **more: Any) -> Any:
+    facts: dict[str, Any] = {"device": "cpu", "steps": steps()}
+    return run_study(declared, **(facts | more))
 
 
 def statuses(result, shape="first", direction="forward"):
@@ -105,6 +112,12 @@ def test_what_a_killed_run_left_is_not_replaced_unasked_either(tmp_path):
         run(study(), save_to=path)
     run(study(), save_to=path, force=True)
     assert not partial_path(path).exists()
+
+
+def test_a_study_without_shapes_for_this_device_says_so(tmp_path):
+    with pytest.raises(StudyError, match="declares no shape of full scale; use --scale small"):
+        run(study(), scale="full")
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_device_that_is_not_here():
@@ -305,7 +318,7 @@ def test_provenance_says_where_and_with_what():
 def test_the_commit_says_when_the_checkout_differs(monkeypatch):
     from onelaunch.workbench import provenance
 
-    answers = {"ls-files": "__init__.py", "rev-parse": "abc123", "status": " M errors.py"}
+    answers: dict[str, str | None] = {"ls-files": "__init__.py", "rev-parse": "abc123", "status": " M errors.py"}
     monkeypatch.setattr(provenance, "_git", lambda *arguments: answers[arguments[0]])
     assert commit() == "abc123-dirty"
     answers["status"] = ""

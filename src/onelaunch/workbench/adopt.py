@@ -17,8 +17,8 @@ RowKey = tuple[str, str, str, tuple[tuple[str, int], ...]]
 def adopt(results: Sequence[Result], into: Path) -> Path:
     """Merge results of one device into its table, ``into/<slug>.json``, in the format that :mod:`onelaunch.measured` reads.
 
-    A row is one operation, direction, dtype and size; its microseconds are cold medians of the variants that are correct. Rows of
-    the table that the results do not measure again stay as they are; in rows that they do, only the variants measured again change.
+    A row is one operation, direction, dtype and size; its microseconds are cold medians of the variants that are correct. Rows
+    that the results do not measure again stay as they are; in rows that they do, only the variants measured again change.
 
     Returns:
         The path of the table.
@@ -70,7 +70,7 @@ def _key(row: dict[str, Any]) -> RowKey:
 
 
 def _rows(result: Result) -> list[dict[str, Any]]:
-    """One row for each shape and direction with a believed time; shapes with options of their own are special cases and left out."""
+    """One row for each shape and direction with a believed time. Shapes with options are special cases and left out."""
     dimensions = find_operation(result.study.operation).dimensions
     rows = []
     for shape in result.study.shapes:

@@ -29,7 +29,7 @@ class TimeChange:
     regime: Regime
     change: Change
     ratio: Estimate
-    """Time in the second result over time in the first, with the interval that both intervals leave; ``samples`` of the smaller."""
+    """Time in the second result over time in the first, with the interval that both leave; ``samples`` of the smaller."""
     noise: float
     """The larger of both noise floors; infinite where one of them has no A/A run there."""
     before: float
@@ -87,9 +87,7 @@ def compare(a: Result, b: Result) -> Comparison:
     shared = [place for place in first if place in second]
     return Comparison(
         times=tuple(change for place in shared for change in _times(a, b, first[place], second[place])),
-        statuses=tuple(
-            _status(first[place], second[place]) for place in shared if first[place].status != second[place].status
-        ),
+        statuses=tuple(_status(first[place], second[place]) for place in shared if first[place].status != second[place].status),
         outcomes=_outcomes(a, b),
         decision=_decision(a, b),
         provenance=_provenance(a, b),

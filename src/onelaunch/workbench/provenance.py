@@ -24,7 +24,13 @@ PACKAGE = Path(onelaunch.__file__).parent
 
 
 def provenance(
-    study: Study, device: torch.device, *, scale: Scale, rounds: int, clocks: Sequence[Mapping[str, float]] = (), command: str = ""
+    study: Study,
+    device: torch.device,
+    *,
+    scale: Scale,
+    rounds: int,
+    clocks: Sequence[Mapping[str, float]] = (),
+    command: str = "",
 ) -> Provenance:
     """The provenance of a run of a study that ends now.
 
@@ -82,7 +88,7 @@ def versions(study: Study) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the checkout that the package lies in, with ``-dirty`` when its files differ; empty for an installed package."""
+    """The commit of the package's checkout, with ``-dirty`` when its files differ; empty for an installed package."""
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return ""
     head = _git("rev-parse", "--short=12", "HEAD")
@@ -97,7 +103,8 @@ def merge_clocks(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in sample.items():
             values.setdefault(name, []).append(value)
     return {
-        name: min(found) if name.endswith("_lowest") else float(statistics.median(found)) for name, found in sorted(values.items())
+        name: min(found) if name.endswith("_lowest") else float(statistics.median(found))
+        for name, found in sorted(values.items())
     }
 
 

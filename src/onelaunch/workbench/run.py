@@ -1,7 +1,7 @@
 """Run a study: plan, verify, time, count, judge its criteria, decide. What is measured is never lost.
 
-One shape and direction after another; each is kept on disk before the next begins. Whatever a variant does wrong (raise, run out of
-memory, answer incorrectly) is its result, and the rest goes on. Ctrl-C ends the run early with everything that was measured.
+One shape and direction after another; each is kept on disk before the next begins. Whatever a variant does wrong (raise, run
+out of memory, answer incorrectly) is its result, and the rest goes on. Ctrl-C ends the run early with all that was measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from onelaunch import hardware
-from onelaunch.errors import ResultExists
+from onelaunch.errors import ResultExists, StudyError
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of
 from onelaunch.workbench.count import Request, analytic, count_all
@@ -28,7 +28,7 @@ from onelaunch.workbench.study import Scale, Shape, Study
 from onelaunch.workbench.timing import Interrupted, Measurements, measure
 from onelaunch.workbench.verify import Judge
 
-TIME_CAP_SECONDS: dict[Scale, float] = {"small": 20.0, "full": 60.0}
+TIME_CAP_SECONDS: dict[Scale, float] = {"small": 15.0, "full": 60.0}
 """No new round of a shape and direction begins after this: a small run is one that people wait for."""
 
 ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
@@ -104,6 +104,7 @@ def run_study(
 
     Raises:
         NoDeviceError: the device is not here.
+        StudyError: the study has no shapes of this scale.
         ResultExists: the file (or the kept part of a killed run) is there already; raised before anything is measured.
     """
     where = hardware.resolve(device)
@@ -113,6 +114,9 @@ def run_study(
             raise ResultExists(existing)
     steps = steps or Steps()
     chosen = scale_for(where.type) if scale == "auto" else scale
+    if not study.at_scale(chosen):
+        other = "full" if chosen == "small" else "small"
+        raise StudyError(study.name, f"declares no shape of {chosen} scale; use --scale {other}, or declare one for this device")
     ceilings = steps.ceilings(str(where))
     run = _Run(
         plan=plan_study(study, ceilings, str(where), chosen),

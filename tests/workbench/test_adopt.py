@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch import measured as tables
+from onelaunch.errors import ResultCorrupt, ResultMismatch
+from onelaunch.workbench.adopt import adopt
+from onelaunch.workbench.result import Verdict
+from onelaunch.workbench.study import Shape
+from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "TABLES", tmp_path)
+    tables._rows.cache_clear()
+    yield tmp_path
+    tables._rows.cache_clear()
+
+
+def nearest(sizes: Any, direction: str = "forward", dtype: torch.dtype = torch.float16) -> Any:
+    tables._rows.cache_clear()
+    return tables.nearest("some-gpu", "ladder", direction, dtype, sizes)
+
+
+def test_the_dispatcher_finds_what_was_adopted(folder):
+    path = adopt([measured(study(), ok_cell("three", 10.1234), ok_cell("one", 5.0), ok_cell("product", 2.0))], folder)
+    assert path == folder / "some-gpu.json"
+    found = nearest({"N": 1100, "V": 1000})
+    assert found.microseconds == {"one": 5.0, "three": 10.123}  # controls are never dispatched to
+    assert found.where() == "N=1000, V=1000 on Some GPU"
+    assert nearest(MEGA.sizes, "forward_backward") is None
+    assert nearest(MEGA.sizes, dtype=torch.float32) is None
+
+
+def test_only_correct_and_believed_cold_times_are_adopted(folder):
+    cells = [ok_cell("one", 5.0), bad_cell("two", "incorrect", "off")]
+    unverified = ok_cell("three", 1.0).model_copy(update={"verdict": None})
+    failed = ok_cell("three_library", 1.0).model_copy(update={"verdict": Verdict(ok=False, problems=("off",))})
+    invalid = ok_cell("forward_only", 0.1).model_copy(update={"status": "invalid"})
+    adopt([measured(study(), *cells, unverified, failed, invalid)], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
+
+
+def test_rows_are_merged_by_operation_direction_dtype_and_sizes(folder):
+    adopt([measured(study(), ok_cell("three", 10.0), ok_cell("one", 5.0))], folder)
+    backward = ok_cell("one", 15.0, direction="forward_backward")
+    again = study(directions=("forward", "forward_backward"))
+    adopt(
+        [measured(again, ok_cell("one", 4.0), ok_cell("two", 6.0), backward), measured(study(), ok_cell("one", 1.0, of=TINY))],
+        folder,
+    )
+    assert nearest(MEGA.sizes).microseconds == {"three": 10.0, "one": 4.0, "two": 6.0}
+    assert nearest(MEGA.sizes, "forward_backward").microseconds == {"one": 15.0}
+    assert nearest(TINY.sizes, dtype=torch.float32).microseconds == {"one": 1.0}
+    table = json.loads((folder / "some-gpu.json").read_text())
+    assert len(table["rows"]) == 3
+    assert table["source"] == ["ladder-study of 2026-11-20T12:00:00+00:00, commit abc1234, torch 2.11.0, triton 3.6.0"]
+
+
+def test_shapes_with_options_of_their_own_are_special_cases(folder):
+    odd = Shape(name="odd", dtype="float16", sizes=MEGA.sizes, options={"kind": "odd"})
+    adopt([measured(study(shapes=(MEGA, odd)), ok_cell("one", 5.0), ok_cell("one", 50.0, of=odd))], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
+
+
+def test_results_of_several_devices_are_refused(folder):
+    one = measured(study(), ok_cell("one", 5.0))
+    other = one.model_copy(update={"provenance": one.provenance.model_copy(update={"slug": "other-gpu"})})
+    with pytest.raises(ResultMismatch, match="other-gpu, some-gpu"):
+        adopt([one, other], folder)
+    with pytest.raises(ResultMismatch, match="no device at all"):
+        adopt([], folder)
+
+
+def test_a_result_without_times_is_refused_and_writes_nothing(folder):
+    with pytest.raises(ResultMismatch, match="No correct variant has a cold time"):
+        adopt([measured(study(), bad_cell("one", "error", "fell"))], folder)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": 3, "source": []}', '{"rows": [{"operation": "ladder"}], "source": []}'])
+def test_a_broken_table_is_not_replaced(folder, text):
+    (folder / "some-gpu.json").write_text(text)
+    with pytest.raises(ResultCorrupt, match=r"some-gpu\.json"):
+        adopt([measured(study(), ok_cell("one", 5.0))], folder)
+    assert (folder / "some-gpu.json").read_text() == text
