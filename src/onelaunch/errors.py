@@ -104,6 +104,12 @@ class UnknownStudy(UnknownNameError):
     kind = "study"
 
 
+class UnknownShape(UnknownNameError):
+    """The study has no shape of that name, at this scale."""
+
+    kind = "shape"
+
+
 class VariantUnsupported(OneLaunchError, RuntimeError):
     """The named variant cannot run this call."""
 

@@ -13,6 +13,7 @@ from onelaunch.workbench.report.summary import (
     cells_at,
     directions,
     main_regime,
+    reference,
     shapes,
     sizes,
     speedup,
@@ -20,7 +21,7 @@ from onelaunch.workbench.report.summary import (
     way,
 )
 from onelaunch.workbench.report.tables import Table, columns, words
-from onelaunch.workbench.result import Cell, ComponentError, Result
+from onelaunch.workbench.result import Cell, ComponentError, Estimate, Result
 from onelaunch.workbench.study import Shape
 
 MANY = 3
@@ -62,7 +63,7 @@ def details(result: Result) -> tuple[Section, ...]:
 def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
     """All variants and controls at one shape in one direction."""
     cells = cells_at(result, shape.name, direction)
-    over = next((cell for cell in cells if cell.variant == result.study.baseline), None)
+    over = next((cell for cell in cells if cell.variant == reference(result)), None)
     regime = main_regime(result)
     rows = []
     for cell in cells:
@@ -73,7 +74,7 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
                 f"{cell.variant} (control)" if cell.control else cell.variant,
                 words(cell.status),
                 *(q.interval(timing.microseconds) if (timing := believed(cell, name)) else q.NONE for name in REGIMES),
-                "baseline" if cell is over else q.ratio_interval(gain) if gain else q.NONE,
+                _speed(gain, is_reference=cell is over and bool(measured)),
                 q.ratio(distance) if distance else q.NONE,
                 q.span([estimate.samples for estimate in measured]) if measured else q.NONE,
             )
@@ -84,6 +85,10 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
         columns("variant", "status", ">cold", "?>warm", ">eager", f">speed ({regime or 'not timed'})", ">/ floor", "?>rounds"),
         tuple(rows),
     )
+
+
+def _speed(gain: Estimate | None, *, is_reference: bool) -> str:
+    return "the reference" if is_reference else q.ratio_interval(gain) if gain else q.NONE
 
 
 def _shapes(result: Result) -> Section:
@@ -154,9 +159,7 @@ def _traffic(result: Result, direction: Direction) -> Section:
 
 def _traffic_row(cell: Cell) -> tuple[str, ...]:
     plan, traffic = cell.plan, cell.traffic
-    planned = (
-        (str(plan.launches or "the compiler's"), q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
-    )
+    planned = (q.launches(plan.launches), q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
     moved = (q.NONE, q.NONE, q.NONE, "not counted")
     if traffic:
         share = q.ratio(traffic.total / plan.least_bytes) if plan and plan.least_bytes else q.NONE
@@ -224,7 +227,7 @@ def _noise(result: Result) -> Section:
 
 def _history(result: Result) -> Section:
     notes = result.study.notes.strip()
-    return Section("Reported before (history)", (HISTORY, notes) if notes else ())
+    return Section("Reported before (history)", (HISTORY,) if notes else (), notes=notes)
 
 
 def _provenance(result: Result) -> Section:

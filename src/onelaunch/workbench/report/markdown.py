@@ -30,6 +30,7 @@ def render(result: Result) -> str:
         blocks.append("Nothing: every declared cell has a believed time.")
     for section in details(result):
         blocks += [f"## {section.title}", *section.text, *(to_markdown(table) for table in section.tables)]
+        blocks += [section.notes] if section.notes else []
     return "\n\n".join(blocks) + "\n"
 
 

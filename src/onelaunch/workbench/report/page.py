@@ -6,6 +6,7 @@ import functools
 from importlib import resources
 
 from jinja2 import Environment, Template
+from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from onelaunch.workbench.report.details import details
@@ -26,11 +27,18 @@ def render(result: Result) -> str:
         tone=TONES.get(summary.decision, "open"),
         style=Markup(_file("page.css")),  # noqa: S704  our own file
         table=_table,
+        written=_written,
     )
 
 
 def _table(table: Table) -> Markup:
     return Markup(to_html(table))  # noqa: S704  it escapes its texts
+
+
+def _written(notes: str) -> Markup:
+    """Markdown of a study's author as HTML; raw HTML stays text, pictures (they would be fetched) stay out."""
+    writer = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    return Markup(writer.render(notes))  # noqa: S704  raw HTML is escaped
 
 
 @functools.cache

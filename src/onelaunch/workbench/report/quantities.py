@@ -69,6 +69,11 @@ def scientific(value: float) -> str:
     return f"{value:.1e}" if math.isfinite(value) else "not finite"
 
 
+def launches(count: int | None) -> str:
+    """Kernels launched by a call; ``varies`` where a compiler or a library decides."""
+    return "varies" if count is None else str(count)
+
+
 def percent(factor: float) -> str:
     """A factor's distance from one: 1.023 to ``2.3 %``."""
     return f"{number(100 * (factor - 1), 2)} %"

@@ -6,6 +6,7 @@ unexplained or unmeasured. The details follow (:mod:`onelaunch.workbench.report.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,8 @@ from onelaunch.workbench.study import Criterion, Selector, Shape, Study
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """In the order of preference for comparing variants."""
 
-FEW = 5
-"""More notes of a run than this are not for a first screen."""
+FEW = 4
+"""Longer lists than this are not for a first screen."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Section:
     title: str
     text: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
+    notes: str = ""
+    """Markdown that the study's author wrote."""
     folded: bool = False
     """Long: a page shows it when asked to."""
 
@@ -135,24 +138,27 @@ def selector(chosen: Selector) -> str:
 def asked(criterion: Criterion, study: Study) -> str:
     """What a criterion demands, in words."""
     of, over = selector(criterion.of), selector(study.over(criterion))
+    bound = f"at least {criterion.at_least:g}" if criterion.at_least is not None else f"at most {criterion.at_most:g}"
     what = {
-        "speedup": f"speed of {of} over {over}",
-        "time_ratio": f"time of {of} over {over}",
-        "dram_bytes_ratio": f"DRAM bytes of {over} over {of}",
-        "error": f"norm-wise error of {of}",
+        "speedup": f"{of} {bound}x as fast as {over}",
+        "time_ratio": f"{of} takes {bound}x the time of {over}",
+        "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
+        "error": f"norm-wise error of {of} {bound}",
     }[criterion.measure]
-    bound = _bound(criterion)
-    names = (criterion.at,) if isinstance(criterion.at, str) else criterion.at
-    where = f"at {', '.join(names)}" if names else f"at every {'full-scale ' if study.at_scale('full') else ''}shape"
-    if criterion.in_at_least is not None:
-        where += f" (in at least {criterion.in_at_least})"
     regime = f", {criterion.regime}" if criterion.measure in ("speedup", "time_ratio") else ""
-    return f"{what} {bound} {where} ({way(criterion.direction)}{regime})"
+    return f"{what} at {_asked_at(criterion, study)} ({way(criterion.direction)}{regime})"
+
+
+def reference(result: Result) -> str:
+    """What speeds are taken over: the study's baseline, or where that was timed nowhere, the first variant that was."""
+    timed = dict.fromkeys(cell.variant for cell in result.cells if cell.status == "ok" and cell.timings and not cell.control)
+    return result.study.baseline if result.study.baseline in timed else next(iter(timed), result.study.baseline)
 
 
 def use_table(result: Result, direction: Direction) -> Table:
     """Which variant to use at which shape, and how sure that is."""
     regime = main_regime(result)
+    over_name = reference(result)
     rows, counts = [], []
     for shape in shapes(result, direction):
         cells = {cell.variant: cell for cell in cells_at(result, shape.name, direction) if not cell.control}
@@ -161,7 +167,7 @@ def use_table(result: Result, direction: Direction) -> Table:
             rows.append((shape.name, sizes(shape), "none was timed", q.NONE, q.NONE, q.NONE))
             continue
         name = min(timed, key=lambda name: timed[name].median)
-        best, time, over = cells[name], timed[name], cells.get(result.study.baseline)
+        best, time, over = cells[name], timed[name], cells.get(over_name)
         counts.append(time.samples)
         gain, distance = speedup(best, over, regime), times_floor(best, regime)
         rows.append(
@@ -170,7 +176,7 @@ def use_table(result: Result, direction: Direction) -> Table:
                 sizes(shape),
                 " or ".join([name, *_as_good(result, best, [cells[other] for other in timed], regime)]),
                 q.interval(time),
-                "baseline" if best is over else q.ratio_interval(gain) if gain else q.NONE,
+                "the reference" if best is over else q.ratio_interval(gain) if gain else q.NONE,
                 q.ratio(distance) if distance else q.NONE,
             )
         )
@@ -179,12 +185,17 @@ def use_table(result: Result, direction: Direction) -> Table:
         f"{way(direction).capitalize()}: {how}",
         columns("shape", "?sizes", "use", ">time", ">speed", ">/ floor"),
         tuple(rows),
-        f"Speed: over {result.study.baseline}. Floor: fewest bytes and FLOPs at the measured ceilings; / floor: times the floor. "
+        f"Speed: over {over_name}{_instead(result)}. Floor: least bytes and FLOPs at the measured ceilings. "
         "A second name is as good within the noise.",
     )
 
 
 # The parts of the first screen
+
+
+def _instead(result: Result) -> str:
+    """Why the reference is not the declared baseline, when it is not."""
+    return "" if reference(result) == result.study.baseline else f", as the baseline {result.study.baseline} was not timed"
 
 
 def _once(tables: list[Table]) -> tuple[Table, ...]:
@@ -269,7 +280,7 @@ def _where(cells: Sequence[Cell], result: Result) -> str:
         if not here:
             continue
         total = len(shapes(result, direction))
-        at = f"all {total} shapes" if len(here) == total > 1 else ", ".join(here)
+        at = ("both shapes" if total == 2 else f"all {total} shapes") if len(here) == total > 1 else ", ".join(here)
         named.append((at, way(direction)))
     if len(directions(result)) == 1:
         return named[0][0]
@@ -283,8 +294,8 @@ def _open(result: Result) -> tuple[str, ...]:
     for status in ("inconclusive", "not_measured", "infeasible"):
         names = [outcome.criterion.name for outcome in result.outcomes if outcome.status == status]
         if names:
-            noun = "Criterion" if len(names) == 1 else "Criteria"
-            lines.append(f"{noun} {words(status)}: {', '.join(names)}.")
+            which = ", ".join(names) if len(names) <= FEW else f"{len(names)} of {len(result.outcomes)}, listed above"
+            lines.append(f"{'Criterion' if len(names) == 1 else 'Criteria'} {words(status)}: {which}.")
     lines += _uncounted(result)
     if main_regime(result) and not result.noise:
         lines.append("No A/A run: the smallest difference that may be claimed here is not known.")
@@ -296,10 +307,11 @@ def _open(result: Result) -> tuple[str, ...]:
 
 
 def _notes(result: Result) -> list[str]:
-    """What the run noted, as far as a first screen can bear it."""
-    if len(result.notes) <= FEW:
-        return list(result.notes)
-    return [*result.notes[: FEW - 1], f"The run noted {len(result.notes) - FEW + 1} more things; see its notes below."]
+    """What the run noted as not measured, as far as a first screen can bear it."""
+    missed = [note for note in result.notes if re.search(r"(^|: )(No |Stopped )", note)]
+    if len(missed) <= FEW:
+        return missed
+    return [*missed[: FEW - 1], f"The run noted {len(missed) - FEW + 1} more such things; see its notes."]
 
 
 def _uncounted(result: Result) -> list[str]:
@@ -311,7 +323,7 @@ def _uncounted(result: Result) -> list[str]:
     if not counted and result.decision and result.decision.savings:
         return []  # the decision says so itself
     if not counted:
-        return ["DRAM bytes were counted nowhere (no hardware counters): all traffic is arithmetic."]
+        return ["DRAM bytes were counted nowhere: all traffic is arithmetic."]
     names = [shape.name for shape in result.study.shapes if shape.name in counted]
     return [f"DRAM bytes were counted at {', '.join(names)} alone ({len(counted)} of {q.plural(len(everywhere), 'shape')})."]
 
@@ -327,7 +339,11 @@ def _as_good(result: Result, best: Cell, timed: Iterable[Cell], regime: Regime |
     return [name for name, gain in gains.items() if gain and gain.low <= floor]
 
 
-def _bound(criterion: Criterion) -> str:
-    if criterion.at_least is not None:
-        return f"at least {criterion.at_least:g}"
-    return f"at most {criterion.at_most:g}"
+def _asked_at(criterion: Criterion, study: Study) -> str:
+    names = [shape.name for shape in study.shapes_of(criterion)]
+    where = ", ".join(names)
+    if criterion.at is None:
+        where = f"every {'full-scale ' if study.at_scale('full') else ''}shape"
+    if criterion.in_at_least is None:
+        return where
+    return f"{criterion.in_at_least} or more of the {len(names)} shapes {', '.join(names)}"

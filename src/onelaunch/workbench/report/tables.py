@@ -133,10 +133,17 @@ def to_rich(table: Table, width: int) -> rich.table.Table:
         pad_edge=False,
     )
     whole = _fits(table, shown, width)
+    longest = {} if not whole else {index: _longest_word(table, index) for index in shown}
     for index in shown:
         column = table.columns[index]
         right = column.right
-        drawn.add_column(column.title, justify="right" if right else "left", no_wrap=right and whole, overflow="fold")
+        drawn.add_column(
+            column.title,
+            justify="right" if right else "left",
+            no_wrap=right and whole,
+            overflow="fold",
+            min_width=longest.get(index),
+        )
     for row in table.rows:
         drawn.add_row(*(Text(row[index], style=STYLES[TONES[row[index]]] if row[index] in TONES else "") for index in shown))
     return drawn
@@ -147,8 +154,13 @@ def _fits(table: Table, shown: list[int], width: int) -> bool:
     needed = 2 * len(shown)
     for index in shown:
         widest = max(len(text) for text in [table.columns[index].title, *(row[index] for row in table.rows)])
-        needed += widest if table.columns[index].right else min(widest, 12)
+        needed += widest if table.columns[index].right else _longest_word(table, index)
     return needed <= width
+
+
+def _longest_word(table: Table, index: int) -> int:
+    texts = [table.columns[index].title, *(row[index] for row in table.rows)]
+    return max((len(word) for text in texts for word in text.split() if len(word) <= LONG), default=0)
 
 
 def _markdown(text: str) -> str:

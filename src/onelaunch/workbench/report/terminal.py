@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console, Group, RenderableType
+from rich.markdown import Markdown
 from rich.padding import Padding
 from rich.text import Text
 
@@ -39,6 +40,7 @@ def render(result: Result, width: int, *, full: bool = False) -> Group:
         parts += _heading(section.title)
         parts += [Padding(Text(paragraph), (0, 0, 1, 0)) for paragraph in section.text]
         parts += [to_rich(table, width) for table in section.tables]
+        parts += [Markdown(section.notes)] if section.notes else []
     return Group(*parts)
 
 

@@ -1,0 +1,51 @@
+"""Options that several commands share, and the reading of ``--shape``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from onelaunch.errors import ArgumentError, did_you_mean, listing
+from onelaunch.operation import Case, Operation
+from onelaunch.workbench.study import Scale
+
+OperationName = Annotated[str, typer.Argument(metavar="OPERATION", help="Its name, such as linear_rnn.", show_default=False)]
+DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1...; auto is the first GPU, or the CPU.")]
+StudyName = Annotated[str, typer.Argument(metavar="NAME", help="A study's name, or the path of its file.", show_default=False)]
+ScaleName = Annotated[Scale | None, typer.Option("--scale", help="small suits a CPU, full a GPU.", show_default="by device")]
+
+
+def parse_case(operation: Operation[..., Any], shape: str, dtype: str) -> Case:
+    """``"B=4,T=2048,D=256,V=64"`` as a case of the operation.
+
+    Raises:
+        ArgumentError: a part is not ``NAME=VALUE``, a name is given twice or not known, a size is missing or no integer.
+    """
+    example = ",".join(f"{name}=64" for name in operation.dimensions)
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in shape.split(","))):
+        name, equals, value = (text.strip() for text in part.partition("="))
+        if not (name and equals and value):
+            raise ArgumentError(f"--shape has {part!r}; each part must be NAME=VALUE, as in --shape {example}.")
+        if name in given:
+            raise ArgumentError(f"--shape gives {name} twice; give each name once, as in --shape {example}.")
+        known = (*operation.dimensions, *operation.options)
+        if name not in known:
+            raise ArgumentError(f"--shape has the unknown name {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
+        given[name] = _value(name, value, is_size=name in operation.dimensions)
+    return operation.case(dtype, **given)
+
+
+def _value(name: str, text: str, *, is_size: bool) -> Any:
+    """An integer where a size is meant, else whatever the text looks like."""
+    if is_size:
+        try:
+            return int(text)
+        except ValueError:
+            raise ArgumentError(f"--shape has {name}={text}; a size must be an integer, as in {name}=64.") from None
+    try:
+        return json.loads(text.lower())  # numbers, true, false, null
+    except ValueError:
+        return text

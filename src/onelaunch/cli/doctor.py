@@ -1,0 +1,144 @@
+"""``onelaunch doctor``: what this machine has, what it was measured to do, what is missing for what."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from onelaunch import __version__
+from onelaunch.cli import output
+from onelaunch.cli.arguments import DeviceName
+from onelaunch.hardware import Ceilings, ceilings, describe, present, resolve
+from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench.report.tables import Table, columns
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that a part of onelaunch needs."""
+
+    name: str
+    purpose: str
+    look: Callable[[], str | None]
+    """What is here, or ``None``."""
+    remedy: str
+
+
+def doctor(
+    device: DeviceName = "auto",
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure the ceilings again.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure the ceilings if they are not known yet (seconds).")] = True,
+) -> None:
+    """Say what is here and what is missing for what.
+
+    Prints the devices, the measured ceilings of one of them, and one line for each thing that a part of onelaunch needs.
+
+    Example: onelaunch doctor --device cpu
+    """
+    chosen = str(resolve(device))
+    console = output.stdout()
+    output.table(console, _devices())
+    if measure:
+        with output.busy(f"Measuring the ceilings of {chosen}; they are kept for the next time"):
+            rates = ceilings(chosen, refresh=refresh)
+        output.table(console, _ceilings(chosen, rates))
+    output.table(console, _needs())
+
+
+def _devices() -> Table:
+    heads = columns("device", "name", "architecture", ">processors", ">cache", ">memory")
+    facts = ((name, describe(name)) for name in present())
+    rows = tuple(
+        (name, fact.name, fact.architecture, str(fact.processors), q.size(fact.cache_bytes), q.size(fact.memory_bytes))
+        for name, fact in facts
+    )
+    return Table("Devices", heads, rows)
+
+
+def _ceilings(device: str, rates: Ceilings) -> Table:
+    rows = (
+        ("copy bandwidth", q.rate(rates.copy_bytes_per_second, "B/s")),
+        *((f"matrix product, {dtype}", q.rate(rate, "FLOP/s")) for dtype, rate in rates.matrix_flops_per_second.items()),
+        ("launch", q.time(1e6 * rates.launch_seconds)),
+    )
+    note = f"Measured at {rates.measured_at} with {rates.software}. Floors rest on these."
+    return Table(f"Ceilings of {device}", columns("ceiling", ">measured"), rows, note)
+
+
+def _needs() -> Table:
+    rows = []
+    for need in NEEDS:
+        found = need.look()
+        rows.append((need.name, "ok" if found else "missing", found or need.remedy, need.purpose))
+    return Table("What is here", columns("thing", "status", "found, or what to do", "needed for"), tuple(rows))
+
+
+def _installed(package: str, distribution: str = "") -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(distribution or package)
+    except importlib.metadata.PackageNotFoundError:
+        return "installed"
+
+
+def _gpu() -> str | None:
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def _driver() -> str | None:
+    if importlib.util.find_spec("pynvml") is None:
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+
+
+def _compiler() -> str | None:
+    named = os.environ.get("CXX")
+    return next((path for name in filter(None, (named, "g++", "c++", "clang++")) if (path := shutil.which(name))), None)
+
+
+def _profiler() -> str | None:
+    return shutil.which("ncu") or next((str(path) for path in Path("/usr/local").glob("cuda*/bin/ncu")), None)
+
+
+def _counters() -> str | None:
+    """Whether this user may read the hardware counters."""
+    if os.geteuid() == 0:
+        return "root" if Path("/proc/driver/nvidia/params").exists() else None
+    try:
+        facts = Path("/proc/driver/nvidia/params").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return "for every user" if "RmProfilingAdminOnly: 0" in facts else None
+
+
+NEEDS: tuple[Need, ...] = (
+    Need("onelaunch", "everything", lambda: __version__, ""),
+    Need("python", "everything", platform.python_version, ""),
+    Need("torch", "everything", lambda: str(torch.__version__), "pip install torch"),
+    Need("a GPU", "running Triton kernels, full-scale studies", _gpu, "everything else works without one"),
+    Need("triton", "Triton kernels, onelaunch inspect", lambda: _installed("triton"), 'pip install "onelaunch[triton]"'),
+    Need("C++ compiler", "torch.compile on a CPU (variant compiled)", _compiler, "install g++, or name one in $CXX"),
+    Need("nvidia-ml-py", "clocks and power in results", lambda: _installed("pynvml", "nvidia-ml-py"), "pip install nvidia-ml-py"),
+    Need("NVIDIA driver", "clocks and power in results", _driver, "install the driver; without a GPU nothing is missed"),
+    Need("ncu", "counted DRAM bytes; else they are arithmetic", _profiler, "install NVIDIA Nsight Compute"),
+    Need("hardware counters", "counted DRAM bytes", _counters, "run as root, or set NVreg_RestrictProfilingToAdminUsers=0"),
+    Need("fla", "variant fla, the peer in studies", lambda: _installed("fla", "fla-core"), 'pip install "onelaunch[peers]"'),
+)
+"""One line each, in the order of who misses it most."""

@@ -1,0 +1,1 @@
+"""``onelaunch study``: one module per command."""

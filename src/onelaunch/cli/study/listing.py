@@ -1,0 +1,30 @@
+"""``onelaunch study list``: the studies that can be named."""
+
+from __future__ import annotations
+
+from onelaunch.cli import output
+from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench.report.tables import Table, columns
+from onelaunch.workbench.study import StudyFile, list_studies
+
+
+def list_all() -> None:
+    """List the studies that can be named.
+
+    Looks into ./studies, the package's own, and the folders in $ONELAUNCH_STUDIES.
+    """
+    found = list_studies()
+    console = output.stdout()
+    if not found:
+        console.print("No studies here. Declare one in studies/NAME.toml.")
+        return
+    heads = columns("name", "operation", ">shapes", ">criteria", "question", "?file")
+    output.table(console, Table("", heads, tuple(map(_row, found))))
+    console.print(f"{q.plural(len(found), 'study', 'studies')}. Next: onelaunch study show {found[0].name}")
+
+
+def _row(entry: StudyFile) -> tuple[str, ...]:
+    if entry.study is None:
+        return (entry.name, "error", q.NONE, q.NONE, entry.problem, str(entry.path))
+    study = entry.study
+    return (entry.name, study.operation, str(len(study.shapes)), str(len(study.criteria)), study.question, str(entry.path))

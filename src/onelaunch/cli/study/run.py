@@ -1,0 +1,126 @@
+"""``onelaunch study run``: from a declared study to a decision with its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from onelaunch.cli import output
+from onelaunch.cli.arguments import DeviceName, ScaleName, StudyName
+from onelaunch.errors import ResultExists
+from onelaunch.hardware import ceilings, describe, resolve
+from onelaunch.workbench.report import RESULT, write_report
+from onelaunch.workbench.report.summary import way
+from onelaunch.workbench.report.terminal import show
+from onelaunch.workbench.run import Progress as Step
+from onelaunch.workbench.run import default_path, run_study
+from onelaunch.workbench.study import Study, find_study
+
+INTERRUPTED = 130
+
+
+def run(
+    name: StudyName,
+    device: DeviceName = "auto",
+    scale: ScaleName = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=3, help="Rounds of timing.", show_default="the study's")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="The result's JSON file, or a folder.", show_default="results/DEVICE/NAME.json"),
+    ] = None,
+    report_dir: Annotated[
+        Path | None,
+        typer.Option("--report-dir", help="The folder of the report.", show_default="reports/DEVICE/NAME"),
+    ] = None,
+    count: Annotated[
+        bool,
+        typer.Option("--count/--no-count", help="Count DRAM bytes with the hardware's counters where criteria ask for them."),
+    ] = True,
+    count_all: Annotated[bool, typer.Option("--count-all", help="Count them at every shape (slow).")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a result and a report that are there already.")] = False,
+) -> None:
+    """Run a study: plan, verify, time, count, judge, decide, report.
+
+    Ctrl-C keeps what was measured and reports on that. A result is never overwritten without --force.
+
+    Example: onelaunch study run 040-linear-rnn --device cpu --rounds 5
+    """
+    _, study = find_study(name)
+    where = str(resolve(device))
+    result_path, report_path = _paths(study, where, out, report_dir)
+    for path in (result_path, report_path / RESULT):
+        if path.exists() and not force:
+            raise ResultExists(path)
+    with output.busy(f"Reading the ceilings of {where} (measured once, then kept)"):
+        ceilings(where)
+    counted: bool | Literal["all"] = "all" if count and count_all else count
+    with _progress() as tell:
+        result = run_study(
+            study,
+            device=where,
+            scale=scale or "auto",
+            rounds=rounds,
+            count=counted,
+            on_progress=tell,
+            save_to=result_path,
+            force=force,
+        )
+    report = write_report(result, report_path, force=force)
+    console = output.stdout()
+    show(result, console)
+    console.print(f"\nResult: {result_path}", soft_wrap=True)
+    console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True)
+    if result.interrupted:
+        output.stderr().print(f"interrupted: what was measured is kept in {result_path}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None) -> tuple[Path, Path]:
+    """Where the result and the report go. A folder for ``out`` takes both."""
+    slug = describe(device).slug
+    if out is None:
+        return default_path(study, device), report_dir or Path("reports") / slug / study.name
+    if out.suffix != ".json":
+        return out / RESULT, report_dir or out
+    return out, report_dir or Path("reports") / slug / out.stem
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Step], None]]:
+    """What tells the user how far a run is: a bar on a terminal, a line for each step elsewhere. Always on stderr."""
+    console = output.stderr()
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def tell_line(step: Step) -> None:
+            line = f"[{step.place + 1}/{step.places}] {_place(step)}"
+            if line not in seen:
+                seen.add(line)
+                console.print(line, soft_wrap=True, markup=False)
+
+        yield tell_line
+        return
+    heads = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TextColumn("{task.fields[part]}"))
+    with Progress(*heads, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None, part="")
+
+        def tell_bar(step: Step) -> None:
+            share = step.done / step.total if step.total else 0.0
+            bar.update(
+                task,
+                description=_place(step),
+                completed=step.place + share,
+                total=step.places,
+                part=f"{step.place + 1} of {step.places}",
+            )
+
+        yield tell_bar
+
+
+def _place(step: Step) -> str:
+    return f"{step.shape}, {way(step.direction)}: {step.step}"

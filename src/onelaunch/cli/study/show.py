@@ -1,0 +1,128 @@
+"""``onelaunch study show``: what a study declares and what arithmetic says about it, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.padding import Padding
+
+from onelaunch.cli import output
+from onelaunch.cli.arguments import DeviceName, ScaleName, StudyName
+from onelaunch.errors import UnknownShape
+from onelaunch.hardware import ceilings, describe, resolve
+from onelaunch.operation import Direction
+from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
+from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench.report.summary import asked, sizes, way
+from onelaunch.workbench.report.tables import Table, columns, words
+from onelaunch.workbench.study import Shape, Study, find_study
+
+
+def show(
+    name: StudyName,
+    device: DeviceName = "auto",
+    scale: ScaleName = None,
+    at: Annotated[str | None, typer.Option("--at", help="The shape whose variants are listed.", show_default="the first")] = None,
+) -> None:
+    """Show what a study declares, and its plan: cost, floor and feasibility.
+
+    No variant is run. The floors rest on the device's ceilings, which are measured once (seconds) and kept.
+
+    Example: onelaunch study show 040-linear-rnn --scale full
+    """
+    path, study = find_study(name)
+    chosen = str(resolve(device))
+    with output.busy(f"Reading the ceilings of {chosen} (measured once, then kept)"):
+        rates = ceilings(chosen)
+    plan = plan_study(study, rates, chosen, scale or scale_for(describe(chosen).type))
+    console = output.stdout()
+    output.heading(console, study.name, study.question)
+    console.print(f"{path} · operation {study.operation} · baseline {study.baseline} · {study.rounds} rounds", style="dim")
+    console.print(f"Regimes: {', '.join(study.regimes)}. Directions: {', '.join(map(way, study.directions))}.")
+    if study.notes:
+        console.print("Reported before (history):", style="dim")
+        console.print(Padding(Markdown(study.notes), (0, 2)), style="dim")
+    output.heading(console, "\nCriteria")
+    _show_criteria(console, study, plan)
+    output.heading(console, f"Plan for {describe(chosen).name}, {plan.scale} scale")
+    if not plan.shapes:
+        console.print(f"The study has no shapes of scale {plan.scale}. Choose the other with --scale.")
+        return
+    for direction in study.directions:
+        output.table(console, _shapes(plan, direction))
+    for direction in study.directions:
+        output.table(console, _variants(plan, _shape(plan, at), direction))
+
+
+def _show_criteria(console: Console, study: Study, plan: StudyPlan) -> None:
+    if not study.criteria:
+        console.print("None: such a study measures, it decides nothing.")
+        return
+    rows = tuple(
+        (
+            criterion.name,
+            "infeasible" if criterion.name in plan.infeasible else "feasible",
+            _demand(asked(criterion, study), plan.infeasible.get(criterion.name)),
+        )
+        for criterion in study.criteria
+    )
+    output.table(console, Table("", columns("criterion", "status", "asked"), rows))
+
+
+def _demand(demand: str, refuted: str | None) -> str:
+    return f"{demand}; but {refuted}" if refuted else demand
+
+
+def _shape(plan: StudyPlan, name: str | None) -> Shape:
+    if name is None:
+        return plan.shapes[0]
+    found = next((shape for shape in plan.shapes if shape.name == name), None)
+    if found is None:
+        raise UnknownShape(name, [shape.name for shape in plan.shapes])
+    return found
+
+
+def _cells(plan: StudyPlan, shape: Shape, direction: Direction) -> list[PlannedCell]:
+    return [cell for cell in plan.cells if cell.shape.name == shape.name and cell.direction == direction]
+
+
+def _shapes(plan: StudyPlan, direction: Direction) -> Table:
+    rows = []
+    for shape in plan.shapes:
+        cells = [cell for cell in _cells(plan, shape, direction) if not cell.control]
+        least = cells[0].plan
+        able = sum(cell.status is None for cell in cells)
+        rows.append(
+            (
+                shape.name,
+                sizes(shape),
+                q.size(least.least_bytes),
+                q.time(least.floor_microseconds),
+                f"{able} of {len(cells)}",
+            )
+        )
+    heads = columns("shape", "sizes", ">least bytes", ">floor", ">variants that run")
+    return Table(way(direction).capitalize(), heads, tuple(rows), "Nothing can run below the floor in the cold regime.")
+
+
+def _variants(plan: StudyPlan, shape: Shape, direction: Direction) -> Table:
+    rows = tuple(_variant_row(cell) for cell in _cells(plan, shape, direction))
+    heads = columns("variant", ">launches", ">own bytes", "?>matrix work", ">planned", "status", "reason")
+    note = "Planned: own bytes, FLOPs and launches at the measured ceilings; what a variant takes above that has another reason."
+    return Table(f"At {shape.name}, {way(direction)}", heads, rows, note)
+
+
+def _variant_row(cell: PlannedCell) -> tuple[str, ...]:
+    plan = cell.plan
+    return (
+        f"{cell.variant} (control)" if cell.control else cell.variant,
+        q.launches(plan.launches),
+        q.size(plan.bytes),
+        q.work(plan.flops),
+        q.time(plan.planned_microseconds),
+        words(cell.status) if cell.status else "runs",
+        cell.reason,
+    )

@@ -1,0 +1,93 @@
+"""What the tests of the command line share: a way to call it, ceilings that need no measuring, a folder of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from onelaunch import hardware
+from onelaunch.cli.application import application
+from onelaunch.hardware import Ceilings
+from onelaunch.workbench import run, sampling, timing
+from tests.workbench import toy
+
+RATES = {"float16": 1e13, "bfloat16": 1e13, "float32": 1e13}
+
+STUDY = """
+name = "toy-study"
+question = "Is the parallel sum faster?"
+operation = "toy_sum"
+baseline = "eager"
+variants = ["eager", "parallel"]
+rounds = 3
+notes = "A write-up reported **9.99x**."
+
+[[shapes]]
+name = "first"
+scale = "small"
+dtype = "float32"
+B = 2
+T = 24
+V = 8
+
+[[criteria]]
+name = "faster"
+measure = "speedup"
+of = "parallel"
+at_least = 1.01
+
+[[criteria]]
+name = "a thousand times fewer bytes"
+measure = "dram_bytes_ratio"
+of = "parallel"
+at_least = 1000
+"""
+
+
+@pytest.fixture(autouse=True)
+def known_ceilings(own_cache: Path) -> Ceilings:
+    """The CPU's ceilings as if they had been measured before."""
+    rates = Ceilings(1e12, RATES, 1e-6, "2026-11-20T12:00:00+00:00", hardware._software("cpu"))
+    own_cache.mkdir(parents=True, exist_ok=True)
+    (own_cache / "ceilings-cpu.json").write_text(json.dumps(asdict(rates)))
+    return rates
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands run in an empty folder with one study, and are done in a moment."""
+    assert toy.toy_sum.variants
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(run, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "toy-study.toml").write_text(STUDY)
+    return tmp_path
+
+
+class Answer:
+    """What a command printed and how it ended. Line breaks are undone: where a terminal breaks a line says nothing."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.raw, self.out, self.err = code, out, " ".join(out.split()), " ".join(err.split())
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Run one command line."""
+
+    def run_command(*arguments: object, width: int = 120) -> Answer:
+        monkeypatch.setenv("COLUMNS", str(width))
+        answer = CliRunner().invoke(application, [str(argument) for argument in arguments])
+        if answer.exception and not isinstance(answer.exception, SystemExit):
+            raise answer.exception
+        return Answer(answer.exit_code, answer.stdout, answer.stderr)
+
+    return run_command

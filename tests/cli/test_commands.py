@@ -1,0 +1,223 @@
+"""``onelaunch explain``, ``inspect``, ``doctor``, and what holds for every command."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onelaunch import __version__, dispatch
+from onelaunch.cli import inspection as inspect_module
+from onelaunch.cli.arguments import parse_case
+from onelaunch.errors import ArgumentError, InspectionError
+from onelaunch.operation import find_operation
+from onelaunch.workbench.inspection import Inspection
+
+SHAPE = "B=1,T=64,D=32,V=32"
+COMMANDS = [
+    (),
+    ("explain",),
+    ("inspect",),
+    ("doctor",),
+    ("study",),
+    *(("study", name) for name in ("list", "show", "run", "report", "compare", "adopt")),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(call, command):
+    answer = call(*command, "--help")
+    assert answer.code == 0
+    assert "Usage:" in answer.out
+    assert command in ((), ("study", "list")) or "onelaunch " in answer.out  # an example
+
+
+def test_version(call):
+    answer = call("--version")
+    assert (answer.code, answer.out) == (0, f"onelaunch {__version__}")
+
+
+def test_an_unknown_command(call):
+    answer = call("explian")
+    assert answer.code == 2
+    assert "explian" in answer.err
+
+
+def test_explain_names_the_choice_and_a_reason_for_every_other_variant(call):
+    answer = call("explain", "linear_rnn", "--shape", SHAPE, "--dtype", "float32", "--device", "cpu")
+    operation = find_operation("linear_rnn")
+    query = operation.query(operation.case("float32", B=1, T=64, D=32, V=32), "cpu")
+    assert answer.code == 0
+    assert f"{dispatch.choose(query).name} runs:" in answer.out
+    for name, variant in operation.variants.items():
+        assert name in answer.out
+        if reason := variant.why_not(query):
+            assert f"{name} cannot run {reason}" in answer.out
+
+
+def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypatch):
+    operation = find_operation("linear_rnn")
+    query = operation.query(operation.case("float16", B=1, T=64, D=32, V=32), "cpu", grad=True)
+    standings = (
+        dispatch.Standing("eager", chosen=False, reason_against=None, microseconds=90.0, times_slower=9.0),
+        dispatch.Standing("semi_fused", chosen=False, reason_against="needs a GPU", microseconds=None, times_slower=None),
+        dispatch.Standing("chunked", chosen=True, reason_against=None, microseconds=10.0, times_slower=1.0),
+    )
+    asked = []
+    monkeypatch.setattr(
+        dispatch,
+        "explain",
+        lambda query: asked.append(query) or dispatch.Explanation(query, "chunked", "fastest measured at T=64", standings),
+    )
+    answer = call("explain", "linear_rnn", "--shape", SHAPE, "--grad", "--device", "cpu")
+    assert asked == [query]
+    assert "chunked runs: fastest measured at T=64." in answer.out
+    assert "chunked runs 10.0 µs 1.00x" in answer.out
+    assert "eager could run 90.0 µs 9.00x" in answer.out
+    assert answer.out.index("chunked runs 10.0") < answer.out.index("eager could run") < answer.out.index("semi_fused cannot run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("linear_rn", "--shape", SHAPE), "error: There is no operation 'linear_rn'. Did you mean 'linear_rnn'?"),
+        (("linear_rnn", "--shape", "B=1,T=64"), "error: linear_rnn needs the sizes B, T, D, V; D, V not given."),
+        (("linear_rnn", "--shape", "B=1,T=64,D=32,W=32"), "error: --shape has the unknown name 'W'."),
+        (("linear_rnn", "--shape", "B=1,T=x,D=32,V=32"), "error: --shape has T=x; a size must be an integer"),
+        (("linear_rnn", "--shape", "B=1,T=1.5,D=32,V=32"), "error: --shape has T=1.5; a size must be an integer"),
+        (("linear_rnn", "--shape", "B=1,T=-4,D=32,V=32"), "error: Size T of linear_rnn is -4"),
+        (("linear_rnn", "--shape", "B1,T=64"), "error: --shape has 'B1'; each part must be NAME=VALUE"),
+        (("linear_rnn", "--shape", "B=1,B=2"), "error: --shape gives B twice"),
+        (("linear_rnn", "--shape", ""), "error: linear_rnn needs the sizes"),
+        (("linear_rnn", "--shape", SHAPE, "--dtype", "float61"), "error: dtype is 'float61'"),
+        (("linear_rnn",), "--shape"),
+    ],
+)
+def test_explain_refuses_what_is_wrong_in_one_line(call, arguments, said):
+    answer = call("explain", *arguments)
+    assert answer.code == 2
+    assert said in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_a_shape_may_hold_options_of_the_operation():
+    operation = find_operation("linear_rnn")
+    name, default = next((name, value) for name, value in operation.options.items() if isinstance(value, bool))
+    case = parse_case(operation, f" B=1, T=64 ,D=32,V=32,{name}={str(not default).lower()}", "float32")
+    assert case.sizes == {"B": 1, "T": 64, "D": 32, "V": 32}
+    assert operation.option(case, name) is (not default)
+    with pytest.raises(ArgumentError, match="Did you mean"):
+        parse_case(operation, f"B=1,{name}x=true", "float32")
+
+
+def made(variant: str, problems: tuple[str, ...] = ()) -> Inspection:
+    return Inspection(variant, "scan", "sm_90a", 128, len(problems), 0, 2048, {"HGMMA": 8}, 900, problems, {"ptx": "text of ptx"})
+
+
+def test_inspect_shows_what_the_compiler_made(call, here, monkeypatch):
+    asked = []
+
+    def inspect_operation(operation, architecture, variants):
+        asked.append((operation.name, architecture, variants))
+        return [made("fused_chunked")]
+
+    monkeypatch.setattr(inspect_module, "inspect_operation", inspect_operation)
+    answer = call("inspect", "linear_rnn", "--arch", "sm_90a", "--variant", "fused_chunked", "--assembly", "asm")
+    assert answer.code == 0
+    assert asked == [("linear_rnn", "sm_90a", ["fused_chunked"])]
+    assert "fused_chunked scan 128 0 0 B 2.00 KiB 8 HGMMA 900 ok" in answer.out
+    assert (here / "asm" / "fused_chunked.scan.sm_90a.ptx").read_text() == "text of ptx"
+    everything = call("inspect", "linear_rnn")
+    assert asked[1] == ("linear_rnn", "sm_90a", None)
+    assert re.search(r"Without kernels of their own: .*\bchunked\b", everything.out)
+
+
+def test_inspect_fails_when_a_kernel_has_a_problem(call, monkeypatch):
+    monkeypatch.setattr(inspect_module, "inspect_operation", lambda *_: [made("semi_fused", ("spills registers: 4 accesses",))])
+    answer = call("inspect", "linear_rnn")
+    assert answer.code == 1
+    assert "semi_fused, scan: spills registers: 4 accesses." in answer.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("linear_rn",), 2, "Did you mean 'linear_rnn'?"),
+        (("linear_rnn", "--variant", "fused_chunkd"), 2, "Did you mean 'fused_chunked'?"),
+        (("linear_rnn", "--arch", "sm_91"), 1, "error: There is no architecture 'sm_91'."),
+    ],
+)
+def test_inspect_refuses_what_is_wrong_in_one_line(call, arguments, code, said):
+    answer = call("inspect", *arguments)
+    assert answer.code == code
+    assert said in answer.err
+
+
+def test_debug_shows_the_whole_error(call):
+    with pytest.raises(InspectionError):
+        call("--debug", "inspect", "linear_rnn", "--arch", "sm_91")
+
+
+def test_doctor_says_what_is_here_and_what_is_missing_for_what(call, known_ceilings):
+    answer = call("doctor", "--device", "cpu")
+    assert answer.code == 0
+    assert "Ceilings of cpu" in answer.out
+    assert "1.00 TB/s" in answer.out
+    assert known_ceilings.measured_at in answer.out
+    assert str(torch.__version__) in answer.out
+    for thing in ("triton", "C++ compiler", "ncu", "nvidia-ml-py", "NVIDIA driver", "fla"):
+        assert re.search(rf"{re.escape(thing)} (ok|missing) ", answer.out), thing
+
+
+def test_doctor_need_not_measure(call, monkeypatch):
+    monkeypatch.setattr("onelaunch.cli.doctor.ceilings", lambda *_, **__: pytest.fail("measured"))
+    assert "Ceilings" not in call("doctor", "--no-measure").out
+
+
+def test_doctor_says_what_to_do_about_what_is_missing(call, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    answer = call("doctor", "--no-measure")
+    assert re.search(r"C\+\+ compiler missing install g\+\+, .*torch\.compile on a CPU", answer.out)
+
+
+WITHOUT = """
+import sys
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Gone())
+from onelaunch.cli.main import app
+sys.argv = ["onelaunch", "--version"]
+app()
+"""
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "pydantic", "matplotlib", "jinja2"])
+def test_a_missing_extra_is_one_line_that_says_what_to_install(package):
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(package=package)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.strip() == f'error: the command line needs {package}. Do: pip install "onelaunch[workbench]"'
+    assert not ended.stdout
+
+
+def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(package="torch")], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert "onelaunch[workbench]" not in ended.stderr
+    assert "No module named 'torch'" in ended.stderr
+
+
+def test_errors_that_nobody_made_on_purpose_are_not_hidden(call, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(inspect_module, "inspect_operation", fail)
+    with pytest.raises(ZeroDivisionError):
+        call("inspect", "linear_rnn")
