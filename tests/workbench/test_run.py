@@ -254,6 +254,16 @@ def test_bytes_are_counted_where_a_criterion_asks_for_them():
     assert result.outcomes[0].values["first"].median == 2.0
 
 
+def test_loops_of_unknown_length_are_counted_only_if_a_criterion_names_them():
+    asked = []
+    over_control = FEWER.model_copy(update={"over": "product"})
+    run(study(over_control, controls=("product",)), steps=counting(asked))
+    assert [request[2] for request in asked[0]] in (["product", "parallel"], ["parallel", "product"])
+    asked.clear()
+    run(study(over_control, controls=("product",)), steps=counting(asked), count="all", force=True)
+    assert {request[2] for request in asked[0]} == {"product", "parallel", "eager"}
+
+
 def test_counting_can_be_had_everywhere_or_nowhere():
     asked = []
     run(study(FEWER), steps=counting(asked), count=False)

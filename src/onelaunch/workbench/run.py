@@ -92,7 +92,8 @@ def run_study(
         scale: which of the study's shapes; ``auto`` is ``full`` on a GPU and ``small`` on a CPU.
         rounds: instead of the study's own number.
         count: DRAM bytes by the hardware's counters where they can be read: at the shapes where a criterion asks for bytes
-            (``True``), at all (``"all"``), or nowhere. Elsewhere bytes are by arithmetic, and say so.
+            (``True``; of what launches a known number of kernels, and of what the criterion names: a loop of thousands would keep
+            the profiler busy for minutes), of everything everywhere (``"all"``), or nowhere. Elsewhere bytes are by arithmetic.
         on_progress: is told how far the run is.
         save_to: the file; :func:`default_path` by default.
         force: replace a result that is there already.
@@ -124,6 +125,7 @@ def run_study(
         ceilings=StoredCeilings(**asdict(ceilings)),
         rounds=rounds or study.rounds,
         counted=_places_to_count(study, count),
+        count_everything=count == "all",
         steps=steps,
         on_progress=on_progress or (lambda _: None),
         command=command,
@@ -149,6 +151,7 @@ class _Run:
     ceilings: StoredCeilings
     rounds: int
     counted: frozenset[tuple[str, Direction]]
+    count_everything: bool
     steps: Steps
     on_progress: Callable[[Progress], None]
     command: str
@@ -244,7 +247,14 @@ class _Run:
 
     def _count(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> Mapping[str, Traffic]:
         """Bytes of what is correct; the slowest last, since a profiler that gives up has then seen the rest."""
-        ready = sorted((planned for planned in able if self.cells[_key(planned)].status == "ok"), key=self._slowness)
+        named = _named_for_bytes(self.study)
+        ready = [
+            planned
+            for planned in able
+            if self.cells[_key(planned)].status == "ok"
+            and (self.count_everything or planned.plan.launches is not None or planned.variant in named)
+        ]
+        ready.sort(key=self._slowness)
         self._tell(case.name, direction, "count", 0, len(ready))
         requests = [Request(case, planned.variant, direction, planned.control) for planned in ready]
         try:
@@ -291,6 +301,12 @@ def _places_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tu
         return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions)
     asked = [criterion for criterion in study.criteria if count and criterion.measure == "dram_bytes_ratio"]
     return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
+
+
+def _named_for_bytes(study: Study) -> set[str]:
+    """Variants and controls that criteria on bytes stand for."""
+    asked = [criterion for criterion in study.criteria if criterion.measure == "dram_bytes_ratio"]
+    return {name for criterion in asked for side in (criterion.of, study.over(criterion)) for name in study.select(side)}
 
 
 def _key(planned: PlannedCell) -> tuple[str, Direction, str]:
