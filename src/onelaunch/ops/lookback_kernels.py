@@ -8,8 +8,8 @@ Method     decoupled look-back (Merrill and Garland 2016) with a fixed order of 
            group before. Only groups form a chain.
 Memory     one 64-bit word per tile and channel holds A, S and a phase bit: it is its own "ready" flag, so no fence and no second
            round trip are needed. A is at least 0, its sign bit carries the phase.
-Reuse      all words of a workspace are written once per launch, and the last program to finish flips the phase: the words of the launch
-           before are then stale without anybody clearing them. Nothing is passed from the host, so a captured graph can be replayed.
+Reuse      every word of a workspace is written once per launch, so all have the same phase between launches: a program reads it off its
+           own words and writes the other one. Nobody clears, counts or passes anything, so a captured graph can be replayed.
 Progress   a tile waits only for tiles of a lower program index, which the hardware starts no later.
 """
 
@@ -88,17 +88,10 @@ def unpack(words):
 
 
 @triton.jit
-def launch_phase(header):
-    """The phase bit of words written in this launch; 1 in the first."""
-    return 1 - tl.load(header)
-
-
-@triton.jit
-def finish(header, programs):
-    """To be called by every program once it has read all it waits for: the last one flips the phase for the next launch."""
-    if tl.atomic_add(header + 1, 1, sem="acq_rel") == programs - 1:
-        tl.store(header + 1, 0)
-        tl.store(header, 1 - tl.load(header))
+def launch_phase(words, tile, channels, c):
+    """The phase bit of this launch: the other one than this program's own words have. ``words``: of this sequence."""
+    own = tl.load(words + tile.to(tl.int64) * channels + c, mask=c < channels, other=0)
+    return 1 - tl.max((own < 0).to(tl.int32), 0)
 
 
 @triton.jit

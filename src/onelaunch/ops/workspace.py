@@ -11,9 +11,6 @@ import functools
 
 import torch
 
-HEADER = 2
-"""int64 words before the first word: phase and counter, and padding to 16 bytes."""
-
 RESERVE = 4 << 20
 """int64 words of the reserve for captured calls (32 MiB per device, made by the first eager call)."""
 
@@ -36,7 +33,7 @@ class Reserve:
 
     def take(self, words: int) -> torch.Tensor | None:
         """Words for one captured call, or ``None`` when too few are left."""
-        words += -words % HEADER
+        words += words % 2  # 16-byte alignment
         if self._words is None or words > LARGE or self._next + words > RESERVE:
             return None
         self._next += words
@@ -54,16 +51,15 @@ def _shared(device: torch.device, stream: int, words: int) -> torch.Tensor:
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
-def workspace(device: torch.device, words: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words for one launch on the current stream, and their header (int32 phase and counter)."""
-    total = HEADER + words
+def workspace(device: torch.device, words: int) -> torch.Tensor:
+    """int64 words for one launch on the current stream; the launch must write every one of them."""
     if device.type != "cuda":  # the interpreter: launches run one after another
-        memory = _shared(device, 0, total)
+        memory = _shared(device, 0, words)
     elif torch.cuda.is_current_stream_capturing():
-        memory = _reserve(device).take(total)
+        memory = _reserve(device).take(words)
         if memory is None:
-            memory = torch.zeros(total, dtype=torch.int64, device=device)
+            memory = torch.zeros(words, dtype=torch.int64, device=device)
     else:
         _reserve(device).fill(device)
-        memory = _shared(device, torch.cuda.current_stream(device).cuda_stream, total)
-    return memory[HEADER:], memory
+        memory = _shared(device, torch.cuda.current_stream(device).cuda_stream, words)
+    return memory[:words]

@@ -26,7 +26,7 @@ from onelaunch.ops.gated_scan.kernels import (
     tile_pointers,
     walk,
 )
-from onelaunch.ops.lookback_kernels import finish, launch_phase, pass_carry, row, scan_segments, scan_segments_reverse
+from onelaunch.ops.lookback_kernels import launch_phase, pass_carry, row, scan_segments, scan_segments_reverse
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def gradient_terms(dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def scan_gate_backward_kernel(
-    dy, dfinal, v, log_decay, gate, initial, offsets, carries, dv, dlog_decay, dgate, dinitial, words, header,
+    dy, dfinal, v, log_decay, gate, initial, offsets, carries, dv, dlog_decay, dgate, dinitial, words,
     T, channels, sequences, dy_stride_b, dy_stride_t, v_stride_b, v_stride_t,
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
     BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr,
@@ -97,8 +97,9 @@ def scan_gate_backward_kernel(
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
-    phase = launch_phase(header)
     in_range = c < channels
+    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels)
+    phase = launch_phase(own_words, order, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
@@ -125,11 +126,9 @@ def scan_gate_backward_kernel(
     from_right = tl.zeros(c.shape, tl.float32)
     if DFINAL and not PACKED:
         from_right = tl.load(dfinal + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
-    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels)
     carry = pass_carry(
         own_words, group_words, row(factor_with, 0), row(total_with, 0), from_right, order, tiles, channels, c, phase
     )
-    finish(header, tiles * tl.num_programs(1))
     ds = factor_behind * carry[None, :] + total_behind
 
     # The states before each step, from the left

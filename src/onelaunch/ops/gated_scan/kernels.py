@@ -12,7 +12,7 @@ Numerics   decays multiply in linear space, float32; nothing is divided by a dec
 import triton
 import triton.language as tl
 
-from onelaunch.ops.lookback_kernels import GROUP, finish, launch_phase, pass_carry, row, scan_segments
+from onelaunch.ops.lookback_kernels import GROUP, launch_phase, pass_carry, row, scan_segments
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -119,36 +119,23 @@ def sequence_words(words, b, batches, tiles, channels):
 
 
 @triton.jit
-def scan_gate_tile(
-    values, log_decays, gates,  # ROWS slabs [SEGS, BV] each, 0 outside the tensor
-    initial, offsets, y, final, carries, words, header, phase,
-    tile, tiles, b, batches, segment, c, T, channels, sequences,
-    STEPS: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
-):  # fmt: skip
-    """Everything after v: scan the tile, pass the carry, gate, store."""
-    start = tile * (segment.shape[0] * ROWS)
-    t = start + segment * ROWS
-    in_range = c < channels
-    decays = decays_of(log_decays)
-    if PACKED:
-        values, decays = enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS)
+def tile_maps(values, decays):
+    """Of the slabs of a tile: the maps before each segment [SEGS, BV], and the map of the tile [BV]."""
     one = tl.full(decays[0].shape, 1.0, tl.float32)
     decay, state = walk(values, decays, one, tl.zeros_like(one))
     decay_before, state_before, decay_with, state_with = scan_segments(decay, state)
+    last = decay.shape[0] - 1
+    return decay_before, state_before, row(decay_with, last), row(state_with, last)
 
-    entering = tl.zeros(c.shape, tl.float32)
-    if INITIAL and not PACKED:
-        entering = tl.load(initial + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
-    last = segment.shape[0] - 1
-    own_words, group_words = sequence_words(words, b, batches, tiles, channels)
-    carry = pass_carry(
-        own_words, group_words, row(decay_with, last), row(state_with, last), entering, tile, tiles, channels, c, phase
-    )
-    finish(header, tiles * tl.num_programs(1))
-    if CARRIES:
-        tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=in_range)
 
-    s = decay_before * carry[None, :] + state_before
+@triton.jit
+def emit(
+    values, decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
+    STEPS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """Walk the segments from the states s [SEGS, BV] that enter them: gate and store every step, store final states."""
+    t = start + segment * ROWS
+    in_range = c < channels
     p_y = tile_pointers(y, b, start, tl.cast(T, tl.int64) * channels, channels, segment * ROWS, c)
     for r in tl.static_range(ROWS):
         s = decays[r] * s + values[r].to(tl.float32)
@@ -164,13 +151,47 @@ def scan_gate_tile(
                 ends = (t + r + 1 == after) & (t + r < T)
             target = final + sequence.to(tl.int64)[:, None] * channels + c[None, :]
             tl.store(target, s, mask=ends[:, None] & in_range[None, :])
+
+
+@triton.jit
+def first_state(initial, b, c, channels, INITIAL: tl.constexpr, PACKED: tl.constexpr):
+    """What enters the first tile; packed sequences bring their own where they start."""
+    state = tl.zeros(c.shape, tl.float32)
+    if INITIAL and not PACKED:
+        state = tl.load(initial + b.to(tl.int64) * channels + c, mask=c < channels, other=0.0)
+    return state
+
+
+@triton.jit
+def scan_gate_tile(
+    values, log_decays, gates,  # ROWS slabs [SEGS, BV] each, 0 outside the tensor
+    initial, offsets, y, final, carries, own_words, group_words, phase,
+    tile, tiles, b, segment, c, T, channels, sequences,
+    STEPS: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
+):  # fmt: skip
+    """Everything after v: scan the tile, pass the carry, gate, store."""
+    start = tile * (segment.shape[0] * ROWS)
+    decays = decays_of(log_decays)
+    if PACKED:
+        values, decays = enter_sequences(
+            values, decays, initial, offsets, sequences, start + segment * ROWS, T, c, channels, INITIAL, STEPS
+        )
+    decay_before, state_before, decay, state = tile_maps(values, decays)
+    entering = first_state(initial, b, c, channels, INITIAL, PACKED)
+    carry = pass_carry(own_words, group_words, decay, state, entering, tile, tiles, channels, c, phase)
+    if CARRIES:
+        tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=c < channels)
+    s = decay_before * carry[None, :] + state_before
+    emit(
+        values, decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences, STEPS, GATED, PACKED, FINAL
+    )
     if FINAL and PACKED:
         hand_over_empty(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def scan_gate_kernel(
-    v, log_decay, gate, initial, offsets, y, final, carries, words, header,
+    v, log_decay, gate, initial, offsets, y, final, carries, words,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
     BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
@@ -179,9 +200,10 @@ def scan_gate_kernel(
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     slices = tl.cdiv(channels, BV)
     batches = tl.num_programs(1) // slices
-    b = batches - 1 - tl.program_id(1) // slices  # last first: what a product wrote last is still in the cache
+    b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
-    phase = launch_phase(header)
+    own_words, group_words = sequence_words(words, b, batches, tiles, channels)
+    phase = launch_phase(own_words, tile, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
@@ -194,10 +216,69 @@ def scan_gate_kernel(
         p_gate = tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, segment * ROWS, c)
         gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
     scan_gate_tile(
-        values, log_decays, gates, initial, offsets, y, final, carries, words, header, phase,
-        tile, tiles, b, batches, segment, c, T, channels, sequences,
+        values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, phase,
+        tile, tiles, b, segment, c, T, channels, sequences,
         STEPS, GATED, INITIAL, PACKED, FINAL, CARRIES,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def walk_scan_gate_kernel(
+    v, log_decay, gate, initial, offsets, y, final, carries,
+    T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr,
+    GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
+):  # fmt: skip
+    """The same for many channels: grid (B * V / BV), a program walks along time and carries the state itself.
+
+    The next tile's loads are in flight while this one is computed; nobody waits for anybody.
+    """
+    slices = tl.cdiv(channels, BV)
+    b = tl.program_id(0) // slices
+    c = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
+    in_range = c < channels
+    segment = tl.arange(0, BT // ROWS)
+    tiles = tl.cdiv(T, BT)
+    p_decay = tile_pointers(log_decay, b, tl.cast(0, tl.int32), decay_stride_b, decay_stride_t, segment * ROWS, c)
+    p_v = tile_pointers(v, b, tl.cast(0, tl.int32), v_stride_b, v_stride_t, segment * ROWS, c)
+    p_gate = tile_pointers(gate, b, tl.cast(0, tl.int32), gate_stride_b, gate_stride_t, segment * ROWS, c)
+    t = segment * ROWS
+    next_decays = load_slabs(p_decay, decay_stride_t, t, T, in_range)
+    next_values = load_slabs(p_v, v_stride_t, t, T, in_range)
+    next_gates = next_values
+    if GATED:
+        next_gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
+    carry = first_state(initial, b, c, channels, INITIAL, PACKED)
+    for tile in range(tiles):
+        values, gates = next_values, next_gates
+        decays = decays_of(next_decays)
+        start = tile * BT
+        t = start + segment * ROWS
+        p_decay += BT * decay_stride_t
+        p_v += BT * v_stride_t
+        next_decays = load_slabs(p_decay, decay_stride_t, t + BT, T, in_range)
+        next_values = load_slabs(p_v, v_stride_t, t + BT, T, in_range)
+        if GATED:
+            p_gate += BT * gate_stride_t
+            next_gates = load_slabs(p_gate, gate_stride_t, t + BT, T, in_range)
+        else:
+            next_gates = next_values
+        entered, entered_decays = values, decays
+        if PACKED:
+            entered, entered_decays = enter_sequences(
+                values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS
+            )
+        decay_before, state_before, decay, state = tile_maps(entered, entered_decays)
+        if CARRIES:
+            tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=in_range)
+        s = decay_before * carry[None, :] + state_before
+        emit(
+            entered, entered_decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
+            STEPS, GATED, PACKED, FINAL,
+        )  # fmt: skip
+        carry = decay * carry + state
+    if FINAL and PACKED:
+        hand_over_empty(initial, final, offsets, sequences, b, 1, c, channels, INITIAL)
 
 
 @triton.jit(do_not_specialize=["T"])

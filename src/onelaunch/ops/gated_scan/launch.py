@@ -47,8 +47,18 @@ class Sequences(NamedTuple):
 
 def scan_tiles(length: int, width: int) -> ScanTiles:
     """Tiles for a scan over ``length`` steps of ``width`` channels; the backward pass uses the same, since it reads the carries."""
-    channels = min(64, max(16, triton.next_power_of_2(width)))
+    channels = min(32, max(16, triton.next_power_of_2(width)))
     return ScanTiles(steps=min(64, max(16, triton.next_power_of_2(length))), channels=channels)
+
+
+def walk_tiles(device: torch.device, batch: int, length: int, width: int) -> ScanTiles | None:
+    """Tiles for walking along time where channels alone keep the device busy, else ``None``: then time is split as well."""
+    if device.type != "cuda":
+        return None
+    tiles = scan_tiles(length, width)
+    walk = ScanTiles(steps=tiles.steps, channels=64, warps=4)
+    programs = batch * triton.cdiv(width, walk.channels)
+    return walk if programs >= torch.cuda.get_device_properties(device).multi_processor_count else None
 
 
 def inner_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,16 +84,31 @@ def forward(
     v, log_decay = inner_contiguous(v), inner_contiguous(log_decay)
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     final, carries = empty_states(v, sequences, tiles, want_final, want_carries)
-    words, header = workspace(v.device, tiles.words(batch, length, width))
     gate = v if gate is None else inner_contiguous(gate)
-    kernels.scan_gate_kernel[tiles.grid(batch, length, width)](
-        v, log_decay, gate, sequences.initial, sequences.offsets, y, final, carries, words, header.view(torch.int32),
+    given = (v, log_decay, gate, sequences.initial, sequences.offsets, y, final, carries)
+    sizes = (
         length, width, sequences.count(batch),
         v.stride(0), v.stride(1), log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
-        BT=tiles.steps, BV=tiles.channels, STEPS=sequences.bisection_steps(),
-        GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
-        FINAL=want_final, CARRIES=want_carries, num_warps=tiles.warps,
     )  # fmt: skip
+    flags = {
+        "STEPS": sequences.bisection_steps(),
+        "GATED": gate is not v,
+        "INITIAL": sequences.initial is not None,
+        "PACKED": sequences.offsets is not None,
+        "FINAL": want_final,
+        "CARRIES": want_carries,
+    }
+    walk = walk_tiles(v.device, batch, length, width)
+    if walk is not None:
+        programs = batch * triton.cdiv(width, walk.channels)
+        kernels.walk_scan_gate_kernel[(programs,)](
+            *given, *sizes, BT=walk.steps, BV=walk.channels, num_warps=walk.warps, **flags
+        )
+    else:
+        words = workspace(v.device, tiles.words(batch, length, width))
+        kernels.scan_gate_kernel[tiles.grid(batch, length, width)](
+            *given, words, *sizes, BT=tiles.steps, BV=tiles.channels, num_warps=tiles.warps, **flags
+        )
     return y, final, carries
 
 
@@ -114,11 +139,11 @@ def backward(
     dlog_decay = torch.empty(v.shape, dtype=log_decay.dtype, device=v.device)
     dgate = None if gate is None else torch.empty(v.shape, dtype=gate.dtype, device=v.device)
     dinitial = None if sequences.initial is None else torch.empty_like(sequences.initial)
-    words, header = workspace(v.device, tiles.words(batch, length, width))
+    words = workspace(v.device, tiles.words(batch, length, width))
     gate = v if gate is None else inner_contiguous(gate)
     backward_kernels.scan_gate_backward_kernel[tiles.grid(batch, length, width)](
         dy, dfinal, v, log_decay, gate, sequences.initial, sequences.offsets, carries,
-        dv, dlog_decay, dgate, dinitial, words, header.view(torch.int32),
+        dv, dlog_decay, dgate, dinitial, words,
         length, width, sequences.count(batch),
         dy.stride(0), dy.stride(1), v.stride(0), v.stride(1),
         log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),

@@ -179,7 +179,7 @@ def interpreting() -> bool:
 def scan_signature(kernel: Any, element: str, absent: Iterable[str], constants: dict[str, Any]) -> dict[str, str]:
     """The Triton types of a scan kernel's arguments: pointers to ``element`` where nothing else is known."""
     special = {
-        "initial": "*fp32", "offsets": "*i32", "final": "*fp32", "carries": "*fp32", "words": "*i64", "header": "*i32",
+        "initial": "*fp32", "offsets": "*i32", "final": "*fp32", "carries": "*fp32", "words": "*i64",
         "dfinal": "*fp32", "dinitial": "*fp32",
     }  # fmt: skip
     numbers = ("T", "sequences", "channels", "width")

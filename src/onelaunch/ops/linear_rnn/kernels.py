@@ -12,7 +12,7 @@ Source     the "chunked GEMM fusion" that experiment 040 named as its next step.
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.kernels import ROWS, load_slabs, scan_gate_tile, tile_pointers
+from onelaunch.ops.gated_scan.kernels import ROWS, load_slabs, scan_gate_tile, sequence_words, tile_pointers
 from onelaunch.ops.lookback_kernels import launch_phase
 
 
@@ -59,7 +59,7 @@ def slabs_of(tile):
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def project_scan_gate_kernel(
-    x, weight, log_decay, gate, initial, offsets, y, v, final, carries, words, header,
+    x, weight, log_decay, gate, initial, offsets, y, v, final, carries, words,
     T, width, channels, sequences, x_stride_b, x_stride_t, weight_stride,
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
     BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr,
@@ -68,10 +68,10 @@ def project_scan_gate_kernel(
     """See the top of the file. KEEP: also write v and the carries, which the backward pass reads."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     slices = tl.cdiv(channels, BV)
-    batches = tl.num_programs(1) // slices
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
-    phase = launch_phase(header)
+    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels)
+    phase = launch_phase(own_words, tile, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
@@ -89,8 +89,8 @@ def project_scan_gate_kernel(
             mask = (t + r < T)[:, None] & in_range[None, :]
             tl.store(p_v + r * channels, values[r].to(v.dtype.element_ty), mask=mask)
     scan_gate_tile(
-        values, log_decays, gates, initial, offsets, y, final, carries, words, header, phase,
-        tile, tiles, b, batches, segment, c, T, channels, sequences,
+        values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, phase,
+        tile, tiles, b, segment, c, T, channels, sequences,
         STEPS, True, INITIAL, PACKED, FINAL, KEEP,
     )  # fmt: skip
 

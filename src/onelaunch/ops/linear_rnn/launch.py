@@ -70,9 +70,9 @@ def project_scan_gate(
             BT=tiles.scan.steps, BV=STEPWISE_CHANNELS, BD=triton.next_power_of_2(width), num_warps=stepwise_warps(width), **flags,
         )  # fmt: skip
     else:
-        words, header = workspace(x.device, tiles.scan.words(batch, length, channels))
+        words = workspace(x.device, tiles.scan.words(batch, length, channels))
         kernels.project_scan_gate_kernel[tiles.scan.grid(batch, length, channels)](
-            *given, words, header.view(torch.int32), length, width, channels, count, *strides,
+            *given, words, length, width, channels, count, *strides,
             BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN=width % tiles.inner == 0,
             STEPS=sequences.bisection_steps(),
             num_warps=tiles.scan.warps, num_stages=tiles.stages, **flags,
