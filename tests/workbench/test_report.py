@@ -266,6 +266,42 @@ def test_the_plots_show_time_distance_and_bytes_of_each_direction() -> None:
         assert f"DRAM bytes, {direction}, target" in titles
 
 
+def test_the_size_axis_shows_what_varies() -> None:
+    along_time = next(plot.svg for plot in plots_of(results.interrupted_on_cpu) if plot.title.startswith("Time"))
+    assert all(f">{label}<" in along_time for label in ("128", "512", "T (B=2)"))
+    sweep = next(plot.svg for plot in plots_of(results.proceed_on_gpu) if plot.title == "Time, forward, D=256 V=64 float16")
+    order = [sweep.index(f">{label}<") for label in ("1×512", "4×512", "16×512", "4×2048", "16×1024", "8×2048", "16×2048")]
+    assert order == sorted(order)
+
+
+def test_notes_of_the_author_are_read_as_markdown_and_fetch_nothing() -> None:
+    result = results.nothing_ran()
+    notes = "| a | b |\n|---|---|\n| **1** | 2 |\n\n<script>x</script> ![p](https://example.org/p.png)"
+    text = page.render(result.model_copy(update={"study": result.study.model_copy(update={"notes": notes})}))
+    assert "<strong>1</strong>" in text
+    assert "<script>" not in text
+    assert "<img" not in text
+
+
+def test_the_notes_of_a_run_are_kept_and_what_was_missed_comes_first() -> None:
+    notes = (
+        "T64, forward: 33 input sets rotated.",
+        "T64, forward: No A/A run: it failed.",
+        "No DRAM bytes were counted at T64: refused",
+    )
+    result = results.largest().model_copy(update={"notes": notes})
+    assert set(notes[1:]) <= set(summarize(result).open)
+    assert notes[0] not in summarize(result).open
+    assert next(section for section in details(result) if section.title == "Notes of the run").text == notes
+
+
+def test_without_the_baseline_speeds_are_taken_over_another_and_it_is_said() -> None:
+    result = results.proceed_on_gpu()
+    cells = tuple(cell for cell in result.cells if cell.variant != "three_launch_cublas")
+    table = summarize(result.model_copy(update={"cells": cells})).use[-1]
+    assert "over eager, as the baseline three_launch_cublas was not timed" in table.note
+
+
 def test_a_plot_of_times_draws_the_floor() -> None:
     for make in (results.proceed_on_gpu, results.largest, results.wrong_and_invalid):
         times = [plot.svg for plot in plots_of(make) if plot.title.startswith("Time")]

@@ -97,7 +97,10 @@ def _shapes(result: Result) -> Section:
         plan = next((cell.plan for cell in result.cells if cell.shape == shape.name and cell.plan and not cell.control), None)
         known = (q.work(plan.flops), q.size(plan.least_bytes), q.time(plan.floor_microseconds)) if plan else (q.NONE,) * 3
         rows.append((shape.name, sizes(shape), shape.scale, *known))
-    note = "By arithmetic, for one forward call; the floor is the larger of bytes and FLOPs over the measured ceilings."
+    note = (
+        "By arithmetic, for one forward call; the floor is the larger of bytes and FLOPs over the measured ceilings. "
+        "Shapes of a scale that did not run have none."
+    )
     table = Table("", columns("shape", "sizes", "scale", ">matrix work", ">least bytes", ">floor"), tuple(rows), note)
     return Section("Shapes", tables=(table,))
 
@@ -214,7 +217,7 @@ def _noise(result: Result) -> Section:
             noise.shape,
             way(noise.direction),
             noise.regime,
-            q.ratio_interval(noise.ratio),
+            q.ratio_interval(noise.ratio, 4),
             str(noise.ratio.samples),
             q.percent(noise.floor),
         )

@@ -37,6 +37,10 @@ STAND_INS = {INK: "var(--ink)", FAINT: "var(--faint)", FLOOR: "var(--floor)"} | 
     colour: f"var(--v{index})" for index, colour in enumerate(SERIES)
 }
 MARKERS = "osD^vPX*<>"
+DASHES = (0, (2, 1.4))
+CROWDED = 5
+"""More labels than this on an axis need care."""
+
 WIDTH = 4.6
 """Inches; a page shows an inch as about 80 pixels."""
 
@@ -93,10 +97,8 @@ def _times(result: Result, direction: Direction, regime: Regime) -> list[Plot]:
 
 
 def _time_lines(axes: Axes, result: Result, members: Sequence[Shape], direction: Direction, regime: Regime) -> int:
-    members = sorted(members, key=lambda shape: (_tokens(shape), shape.sizes.get("T", 0)))
-    tokens = [_tokens(shape) for shape in members]
-    numeric = len(set(tokens)) == len(tokens)
-    places = dict(zip([shape.name for shape in members], tokens if numeric else range(len(members)), strict=True))
+    members = sorted(members, key=lambda shape: (_amount(shape), shape.sizes.get("T", 0)))
+    places = _size_axis(axes, members)
     for variant in _variants(result):
         points = [
             (places[shape.name], timing.microseconds)
@@ -105,28 +107,35 @@ def _time_lines(axes: Axes, result: Result, members: Sequence[Shape], direction:
         ]
         if points:
             x, times = [x for x, _ in points], [time for _, time in points]
-            axes.plot(
-                x, [time.median for time in times], marker=_marker(result, variant), label=variant, **_series(result, variant)
-            )
-            axes.vlines(x, [time.low for time in times], [time.high for time in times], color=_colour(result, variant), lw=1.6)
+            colour = _colour(result, variant)
+            medians = [time.median for time in times]
+            axes.plot(x, medians, marker=_marker(result, variant), label=variant, color=colour, lw=1.3, ms=4.5)
+            axes.vlines(x, [time.low for time in times], [time.high for time in times], color=colour, lw=1.6)
     floors = [(places[shape.name], floor) for shape in members if (floor := _floor(result, shape, direction))]
-    axes.plot([x for x, _ in floors], [floor for _, floor in floors], color=FLOOR, lw=2.2, ls=(0, (2, 1.4)), label="floor")
+    axes.plot([x for x, _ in floors], [floor for _, floor in floors], color=FLOOR, lw=2.2, ls=DASHES, label="floor")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
     axes.yaxis.set_minor_formatter(lambda *_: "")
-    if numeric:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens, [f"{value:,}" for value in tokens], rotation=45 if len(tokens) > 5 else 0)
-        if len(tokens) > 10:
-            axes.set_xticks(tokens[::-1][:: math.ceil(len(tokens) / 8)])
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.minorticks_off()
-        axes.set_xlabel(_swept(members))
-    else:
-        axes.set_xticks(range(len(members)), [_short(shape) for shape in members], rotation=45)
-        axes.set_xlabel(f"{' × '.join(key for key in SWEPT if key in members[0].sizes)}, by their product")
     axes.grid(axis="y", color=FAINT, lw=0.6)
     return len(axes.lines)
+
+
+def _size_axis(axes: Axes, members: Sequence[Shape]) -> dict[str, int]:
+    """Where each shape stands: at the one size that varies, else at its amount of work, else side by side in that order."""
+    swept = [key for key in SWEPT if key in members[0].sizes]
+    varied = [key for key in swept if len({shape.sizes[key] for shape in members}) > 1]
+    along = [shape.sizes[varied[0]] for shape in members] if len(varied) == 1 else [_amount(shape) for shape in members]
+    if len(set(along)) < len(members):
+        axes.set_xticks(range(len(members)), [_short(shape) for shape in members], rotation=45 if len(members) > CROWDED else 0)
+        axes.set_xlabel(f"{' × '.join(swept)}, by their product" if swept else "")
+        return {shape.name: place for place, shape in enumerate(members)}
+    axes.set_xscale("log", base=2)
+    ticks = _spaced(along)
+    axes.set_xticks(ticks, [f"{value:,}" for value in ticks])
+    axes.minorticks_off()
+    fixed = ", ".join(f"{key}={members[0].sizes[key]}" for key in swept if key not in varied)
+    axes.set_xlabel(" × ".join(varied) + (f" ({fixed})" if fixed else ""))
+    return dict(zip([shape.name for shape in members], along, strict=True))
 
 
 def _time_bars(axes: Axes, result: Result, shape: Shape, direction: Direction, regime: Regime) -> int:
@@ -140,7 +149,7 @@ def _time_bars(axes: Axes, result: Result, shape: Shape, direction: Direction, r
             axes.plot(time.median, place, marker=_marker(result, cell.variant), ms=6, color=_colour(result, cell.variant))
             axes.annotate(q.time(time.median), (time.high, place), (7, 0), textcoords="offset points", va="center", color=INK)
     if floor := _floor(result, shape, direction):
-        axes.axvline(floor, color=FLOOR, lw=2.2, ls=(0, (2, 1.4)))
+        axes.axvline(floor, color=FLOOR, lw=2.2, ls=DASHES)
         axes.annotate(f"floor {q.time(floor)}", (floor, len(cells) - 0.4), (3, 0), textcoords="offset points", color=FLOOR)
     _rows(axes, [cell.variant for cell in cells], "time")
     return len(cells)
@@ -165,18 +174,18 @@ def _distance(result: Result, direction: Direction, regime: Regime) -> list[Plot
 
 
 def _distance_bars(axes: Axes, result: Result, rows: Sequence[Shape], direction: Direction, regime: Regime) -> int:
-    seen: set[str] = set()
+    marks: dict[str, list[tuple[float, int]]] = {variant: [] for variant in _variants(result)}
     for place, shape in enumerate(reversed(rows)):
         far = {cell.variant: value for cell in _timed(result, shape, direction, regime) if (value := times_floor(cell, regime))}
         best = min(far, key=lambda name: far[name])
         axes.barh(place, far[best] - 1, left=1, height=0.56, color=_colour(result, best), alpha=0.45, lw=0)
-        for variant in (name for name in _variants(result) if name in far):
-            label = None if variant in seen else variant
-            seen.add(variant)
-            axes.plot(
-                far[variant], place, marker=_marker(result, variant), ls="", ms=5, color=_colour(result, variant), label=label
-            )
-    axes.axvline(1, color=FLOOR, lw=2.2, ls=(0, (2, 1.4)))
+        for variant, value in far.items():
+            marks[variant].append((value, place))
+    for variant, points in marks.items():
+        if points:
+            style = {"marker": _marker(result, variant), "color": _colour(result, variant)}
+            axes.plot([x for x, _ in points], [y for _, y in points], ls="", ms=5, label=variant, **style)
+    axes.axvline(1, color=FLOOR, lw=2.2, ls=DASHES)
     _rows(axes, [shape.name for shape in reversed(rows)], "ratio")
     return len(rows)
 
@@ -219,11 +228,14 @@ def _bytes_bars(axes: Axes, cells: Sequence[Cell], result: Result) -> int:
                 va="center",
                 color=INK,
             )
-            axes.axvline(cell.plan.least_bytes, color=FLOOR, lw=2.2, ls=(0, (2, 1.4)))
+            axes.axvline(cell.plan.least_bytes, color=FLOOR, lw=2.2, ls=DASHES)
     axes.set_yticks(range(len(ordered)), [cell.variant for cell in ordered])
-    axes.xaxis.set_major_formatter(lambda value, _: q.size(value) if value else "0")
-    axes.xaxis.set_major_locator(_few(4))
-    axes.set_xlim(0, 1.25 * max(cell.traffic.total for cell in ordered if cell.traffic))
+    most = max(cell.traffic.total for cell in ordered if cell.traffic)
+    unit = next((scale for scale, _ in q.BYTES if most >= scale), 1.0)
+    axes.set_xlim(0, 1.25 * most)
+    axes.set_xticks([unit * step for step in _steps(most / unit)])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}" if value else "0")
+    axes.set_xlabel(q.size(unit).partition(" ")[2])
     return len(ordered)
 
 
@@ -281,11 +293,15 @@ def _svg(figure: Figure, title: str) -> str:
 
 def _rows(axes: Axes, labels: Sequence[str], kind: str) -> None:
     """Named rows against a logarithmic axis of times or ratios."""
+    from matplotlib.ticker import LogLocator
+
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(-0.6, len(labels) - 0.1)
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.16)
+    if high < 30 * low:  # powers of ten alone would leave one label
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda value, _: _tick(value) if kind == "time" else f"{value:g}x")
     axes.xaxis.set_minor_formatter(lambda *_: "")
     axes.grid(axis="x", color=FAINT, lw=0.6)
@@ -298,10 +314,10 @@ def _tick(microseconds: float) -> str:
     return f"{float(value):g} {unit}"
 
 
-def _few(count: int) -> Any:
+def _steps(most: float) -> Sequence[float]:
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(count)
+    return [float(step) for step in MaxNLocator(4).tick_values(0, most)]
 
 
 def _timed(result: Result, shape: Shape, direction: Direction, regime: Regime) -> list[Cell]:
@@ -311,10 +327,6 @@ def _timed(result: Result, shape: Shape, direction: Direction, regime: Regime) -
 def _variants(result: Result) -> list[str]:
     """In the order in which they first appear: a variant has one colour in all plots of a report."""
     return list(dict.fromkeys(cell.variant for cell in result.cells if not cell.control))
-
-
-def _series(result: Result, variant: str) -> dict[str, Any]:
-    return {"color": _colour(result, variant), "lw": 1.3, "ms": 4.5}
 
 
 def _colour(result: Result, variant: str) -> str:
@@ -334,7 +346,7 @@ def _median(cell: Cell, regime: Regime) -> float:
     return timing.microseconds.median if timing else math.inf
 
 
-def _tokens(shape: Shape) -> int:
+def _amount(shape: Shape) -> int:
     return math.prod(value for key, value in shape.sizes.items() if key in SWEPT)
 
 
@@ -342,11 +354,10 @@ def _short(shape: Shape) -> str:
     return "×".join(str(shape.sizes[key]) for key in SWEPT if key in shape.sizes) or shape.name
 
 
-def _swept(members: Sequence[Shape]) -> str:
-    """The name of the numeric axis: the one dimension that varies, or the product of those that do."""
-    swept = [key for key in SWEPT if key in members[0].sizes]
-    varied = [key for key in swept if len({shape.sizes[key] for shape in members}) > 1]
-    if len(varied) == 1:
-        fixed = ", ".join(f"{key}={members[0].sizes[key]}" for key in swept if key not in varied)
-        return f"{varied[0]}{f' ({fixed})' if fixed else ''}"
-    return " × ".join(swept)
+def _spaced(values: Sequence[int]) -> list[int]:
+    """Those of the rising values whose labels have room on a logarithmic axis."""
+    kept: list[int] = []
+    for value in values:
+        if not kept or value >= (values[-1] / values[0]) ** (1 / CROWDED) * kept[-1]:
+            kept.append(value)
+    return kept

@@ -41,9 +41,9 @@ def ratio(value: float) -> str:
     return f"{number(value)}x"
 
 
-def ratio_interval(estimate: Estimate) -> str:
+def ratio_interval(estimate: Estimate, digits: int = 3) -> str:
     """``1.57x [1.52, 1.61]``."""
-    return f"{number(estimate.median)}x {_bounds(estimate, 1.0)}"
+    return f"{number(estimate.median, digits)}x {_bounds(estimate, 1.0, digits)}"
 
 
 def size(count: float) -> str:
@@ -90,8 +90,8 @@ def span(counts: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _bounds(estimate: Estimate, scale: float) -> str:
-    decimals = _decimals(estimate.median / scale, 3)
+def _bounds(estimate: Estimate, scale: float, digits: int = 3) -> str:
+    decimals = _decimals(estimate.median / scale, digits)
     return f"[{estimate.low / scale:.{decimals}f}, {estimate.high / scale:.{decimals}f}]"
 
 

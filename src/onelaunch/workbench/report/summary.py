@@ -128,11 +128,11 @@ def sizes(shape: Shape) -> str:
 
 
 def selector(chosen: Selector) -> str:
-    """``fused_chunked``, or ``fastest with launches 1 or 2``."""
+    """``fused_chunked``, or ``the fastest with launches 1 or 2``."""
     if isinstance(chosen, str):
         return chosen
     tags = (f"{key} {' or '.join(map(str, value)) if isinstance(value, list) else value}" for key, value in chosen.items())
-    return f"fastest with {', '.join(tags)}" if chosen else "fastest of all"
+    return f"the fastest with {', '.join(tags)}" if chosen else "the fastest variant"
 
 
 def asked(criterion: Criterion, study: Study) -> str:
