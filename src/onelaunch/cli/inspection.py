@@ -51,9 +51,7 @@ def inspect(
 
 
 def _table(operation: str, architecture: str, found: list[Inspection]) -> Table:
-    heads = columns(
-        "variant", "kernel", ">registers", ">spills", "?>stack", ">shared", "matrix instructions", "?>instructions", "verdict"
-    )
+    heads = columns("variant", "kernel", ">registers", ">spills", "?>stack", ">shared", "matrix", "?>instructions", "?verdict")
     rows = tuple(
         (
             inspection.variant,
@@ -68,7 +66,10 @@ def _table(operation: str, architecture: str, found: list[Inspection]) -> Table:
         )
         for inspection in found
     )
-    note = "Registers and stack per thread, shared memory per block; spills are accesses to local memory in the machine code."
+    note = (
+        "Registers and stack per thread, shared memory per block, matrix instructions by name; spills are accesses to local memory "
+        "in the machine code."
+    )
     return Table(f"{operation} on {architecture}", heads, rows, note)
 
 
