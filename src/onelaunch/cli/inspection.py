@@ -67,8 +67,8 @@ def _table(operation: str, architecture: str, found: list[Inspection]) -> Table:
         for inspection in found
     )
     note = (
-        "Registers and stack per thread, shared memory per block, matrix instructions by name; spills are accesses to local memory "
-        "in the machine code."
+        "Registers and stack per thread, shared memory per block, matrix instructions by name; spills are accesses to local "
+        "memory in the machine code."
     )
     return Table(f"{operation} on {architecture}", heads, rows, note)
 
