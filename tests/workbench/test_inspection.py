@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from onelaunch.errors import InspectionError, UnknownVariant
 from onelaunch.operation import KernelBuild, Operation
+from onelaunch.workbench import inspection
 from onelaunch.workbench.inspection import ARCHITECTURES, CHECKED, find_architecture, inspect_build, inspect_operation
 
 triton = pytest.importorskip("triton")
@@ -123,7 +125,8 @@ def test_a_failing_disassembler_is_reported(monkeypatch):
     def fail(*_args, **_kwargs):
         raise subprocess.CalledProcessError(1, "cuobjdump")
 
-    monkeypatch.setattr(subprocess, "run", fail)
+    only_ours = SimpleNamespace(run=fail, SubprocessError=subprocess.SubprocessError)  # Triton starts ptxas by the same module
+    monkeypatch.setattr(inspection, "subprocess", only_ours)
     with pytest.raises(InspectionError, match="'matmul' compiled, but cuobjdump cannot"):
         inspect_build(matmul(), "sm_80")
 
