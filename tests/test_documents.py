@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from onelaunch import dispatch, operation
+from onelaunch.cli.application import application
 from onelaunch.workbench.study import load_study
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +75,32 @@ def test_the_study_of_the_contributing_page_can_be_read(tmp_path):
     study = load_study(path)
     assert study.name == path.stem
     assert study.criteria[0].of == "chunked"
+
+
+COMMANDS = sorted(
+    {
+        line.split("#")[0].strip()
+        for page in PAGES
+        for line in re.findall(r"^(?: {4}|\$ )(onelaunch .*)$", page.read_text(), re.MULTILINE)
+        if "--help" not in line
+    }
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_that_is_shown_is_one_that_is_understood(line):
+    """Parsed to the last option by the command line's own parser; not run."""
+    command, words = typer.main.get_command(application), shlex.split(line)[1:]
+    context = None
+    while hasattr(command, "commands"):
+        context = command.make_context(words[0], [], parent=context, resilient_parsing=True)
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context(command.name, words, parent=context)
+
+
+def test_commands_are_shown():
+    assert any("study run" in line for line in COMMANDS)
+    assert len(COMMANDS) >= 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
