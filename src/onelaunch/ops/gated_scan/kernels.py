@@ -226,12 +226,12 @@ def scan_gate_kernel(
 def walk_scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """The same for many channels: grid (B * V / BV), a program walks along time and carries the state itself.
 
-    The next tile's loads are in flight while this one is computed; nobody waits for anybody.
+    The loads of the next STAGES - 1 tiles are in flight while one is computed; nobody waits for anybody.
     """
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(0) // slices
@@ -242,27 +242,15 @@ def walk_scan_gate_kernel(
     p_decay = tile_pointers(log_decay, b, tl.cast(0, tl.int32), decay_stride_b, decay_stride_t, segment * ROWS, c)
     p_v = tile_pointers(v, b, tl.cast(0, tl.int32), v_stride_b, v_stride_t, segment * ROWS, c)
     p_gate = tile_pointers(gate, b, tl.cast(0, tl.int32), gate_stride_b, gate_stride_t, segment * ROWS, c)
-    t = segment * ROWS
-    next_decays = load_slabs(p_decay, decay_stride_t, t, T, in_range)
-    next_values = load_slabs(p_v, v_stride_t, t, T, in_range)
-    next_gates = next_values
-    if GATED:
-        next_gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
     carry = first_state(initial, b, c, channels, INITIAL, PACKED)
-    for tile in range(tiles):
-        values, gates = next_values, next_gates
-        decays = decays_of(next_decays)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
         start = tile * BT
         t = start + segment * ROWS
-        p_decay += BT * decay_stride_t
-        p_v += BT * v_stride_t
-        next_decays = load_slabs(p_decay, decay_stride_t, t + BT, T, in_range)
-        next_values = load_slabs(p_v, v_stride_t, t + BT, T, in_range)
+        decays = decays_of(load_slabs(p_decay + start.to(tl.int64) * decay_stride_t, decay_stride_t, t, T, in_range))
+        values = load_slabs(p_v + start.to(tl.int64) * v_stride_t, v_stride_t, t, T, in_range)
+        gates = values
         if GATED:
-            p_gate += BT * gate_stride_t
-            next_gates = load_slabs(p_gate, gate_stride_t, t + BT, T, in_range)
-        else:
-            next_gates = next_values
+            gates = load_slabs(p_gate + start.to(tl.int64) * gate_stride_t, gate_stride_t, t, T, in_range)
         entered, entered_decays = values, decays
         if PACKED:
             entered, entered_decays = enter_sequences(

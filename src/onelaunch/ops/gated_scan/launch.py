@@ -21,6 +21,8 @@ class ScanTiles:
     channels: int = 64
     warps: int = 4
     backward_warps: int = 4
+    stages: int = 1
+    """Tiles in flight, where a program walks along time."""
 
     def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
         return triton.cdiv(length, self.steps), batch * triton.cdiv(width, self.channels)
@@ -56,7 +58,7 @@ def walk_tiles(device: torch.device, batch: int, length: int, width: int) -> Sca
     if device.type != "cuda":
         return None
     tiles = scan_tiles(length, width)
-    walk = ScanTiles(steps=tiles.steps, channels=64, warps=4)
+    walk = ScanTiles(steps=tiles.steps, channels=64, warps=4, stages=3)
     programs = batch * triton.cdiv(width, walk.channels)
     return walk if programs >= torch.cuda.get_device_properties(device).multi_processor_count else None
 
@@ -102,7 +104,7 @@ def forward(
     if walk is not None:
         programs = batch * triton.cdiv(width, walk.channels)
         kernels.walk_scan_gate_kernel[(programs,)](
-            *given, *sizes, BT=walk.steps, BV=walk.channels, num_warps=walk.warps, **flags
+            *given, *sizes, BT=walk.steps, BV=walk.channels, STAGES=walk.stages, num_warps=walk.warps, **flags
         )
     else:
         words = workspace(v.device, tiles.words(batch, length, width))
