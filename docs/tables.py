@@ -59,7 +59,10 @@ def _measured(path: Path, result: Result) -> str:
         if any(_microseconds(cell) for cell in cells):
             text += [f"Median microseconds, {direction.replace('_', ' and ')}, cold:", _times(cells)]
     if result.decision:
-        text += [f"Decision: **{result.decision.kind.replace('_', ' ')}**. " + " ".join(result.decision.because)]
+        text += [
+            f"Decision: **{result.decision.kind.replace('_', ' ')}**.",
+            "\n".join(f"- {why}" for why in result.decision.because),
+        ]
     return "\n\n".join(text) + "\n"
 
 
