@@ -114,9 +114,7 @@ class VariantUnsupported(OneLaunchError, RuntimeError):
     """The named variant cannot run this call."""
 
     def __init__(self, operation: str, variant: str, *, reason: str, instead: Iterable[str]) -> None:
-        super().__init__(
-            f"Variant {variant!r} of {operation} cannot run this call: it {reason}. These can: {listing(instead)}."
-        )
+        super().__init__(f"Variant {variant!r} of {operation} cannot run this call: it {reason}. These can: {listing(instead)}.")
         self.reason = reason
 
 

@@ -233,9 +233,7 @@ class Result(Stored):
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """The cell of a variant at a shape, if there is one."""
-        return next(
-            (c for c in self.cells if (c.shape, c.variant, c.direction) == (shape, variant, direction)), None
-        )
+        return next((c for c in self.cells if (c.shape, c.variant, c.direction) == (shape, variant, direction)), None)
 
     def save(self, path: Path, *, force: bool = False) -> Path:
         """Write as JSON; :class:`ResultExists` rather than overwriting unless ``force``."""
