@@ -13,16 +13,18 @@ import triton
 import triton.language as tl
 
 from onelaunch.ops.gated_scan.kernels import (
-    LOG2E,
     ROWS,
     decay_of,
     decays_of,
     enter_sequences,
     hand_over_empty,
     load_slabs,
+    row_pointer,
     sequence_of,
     sequence_words,
+    sigmoid,
     silu,
+    store_slab,
     tile_pointers,
     walk,
 )
@@ -33,8 +35,8 @@ from onelaunch.ops.lookback_kernels import launch_phase, pass_carry, row, scan_s
 def silu_slope(gate):
     """The derivative of silu, float32."""
     gate = gate.to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp2(-gate * LOG2E))
-    return sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    open_part = sigmoid(gate)
+    return open_part * (1.0 + gate * (1.0 - open_part))
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def states_before(values, decays, state, initial, offsets, sequences, t, T, c, c
 
 
 @triton.jit
-def gradient_terms(dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, sequences, t, T, c, channels, GATED: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr, STEPS: tl.constexpr):
+def gradient_terms(dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, sequences, segment, t, T, c, channels, GATED: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr, STEPS: tl.constexpr):
     """For every step what it adds to ds, and the factor on the ds behind it: ROWS slabs each."""
     in_range = (c < channels)[None, :]
     addends = ()
@@ -70,7 +72,8 @@ def gradient_terms(dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, 
             factor = decays[r + 1]
         else:
             mask = (t + ROWS < T)[:, None] & in_range
-            factor = decay_of(tl.load(p_decay + ROWS * decay_stride_t, mask=mask, other=0.0))
+            behind = p_decay + ROWS * decay_stride_t + (segment[:, None] * (ROWS * decay_stride_t) + c[None, :])
+            factor = decay_of(tl.load(behind, mask=mask, other=0.0))
         if PACKED:
             sequence, _, after = sequence_of(offsets, sequences, t + r, STEPS)
             ends = ((after == t + r + 1) & (t + r < T))[:, None]
@@ -88,7 +91,7 @@ def scan_gate_backward_kernel(
     dy, dfinal, v, log_decay, gate, initial, offsets, carries, dv, dlog_decay, dgate, dinitial, words,
     T, channels, sequences, dy_stride_b, dy_stride_t, v_stride_b, v_stride_t,
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file. Where GATED is false, dy is the gradient of the states and dgate is not written."""
@@ -103,20 +106,23 @@ def scan_gate_backward_kernel(
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
-    p_decay = tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, segment * ROWS, c)
-    decays = decays_of(load_slabs(p_decay, decay_stride_t, t, T, in_range))
-    b_dy = load_slabs(tile_pointers(dy, b, start, dy_stride_b, dy_stride_t, segment * ROWS, c), dy_stride_t, t, T, in_range)
+    p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
+    decays = decays_of(load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN))
+    p_dy = row_pointer(dy, b, start, dy_stride_b, dy_stride_t)
+    b_dy = load_slabs(p_dy, dy_stride_t, segment, t, T, c, channels, EVEN)
     gates = b_dy
     if GATED:
-        p_gate = tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, segment * ROWS, c)
-        gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
-    values = load_slabs(tile_pointers(v, b, start, v_stride_b, v_stride_t, segment * ROWS, c), v_stride_t, t, T, in_range)
+        p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+        gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
+    p_v = row_pointer(v, b, start, v_stride_b, v_stride_t)
+    values = load_slabs(p_v, v_stride_t, segment, t, T, c, channels, EVEN)
     one = tl.full(decays[0].shape, 1.0, tl.float32)
     zero = tl.zeros_like(one)
 
     # The gradients of the states, from the right; published early, the states are recomputed meanwhile
     addends, factors = gradient_terms(
-        b_dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, sequences, t, T, c, channels, GATED, PACKED, DFINAL, STEPS
+        b_dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, sequences,
+        segment, t, T, c, channels, GATED, PACKED, DFINAL, STEPS,
     )
     factor, total = one, zero
     for r in tl.static_range(ROWS - 1, -1, -1):
@@ -146,19 +152,17 @@ def scan_gate_backward_kernel(
     )  # fmt: skip
 
     stride_b = tl.cast(T, tl.int64) * channels
-    p_dv = tile_pointers(dv, b, start, stride_b, channels, segment * ROWS, c)
-    p_dlog_decay = tile_pointers(dlog_decay, b, start, stride_b, channels, segment * ROWS, c)
+    p_dv = row_pointer(dv, b, start, stride_b, channels)
+    p_dlog_decay = row_pointer(dlog_decay, b, start, stride_b, channels)
     for r in tl.static_range(ROWS - 1, -1, -1):
-        mask = (t + r < T)[:, None] & in_range[None, :]
         ds = factors[r] * ds + addends[r]
-        tl.store(p_dv + r * channels, ds.to(dv.dtype.element_ty), mask=mask)
+        store_slab(p_dv, r, ds, channels, segment, t, T, c, channels, EVEN)
         dfactor = ds * decays[r]
-        tl.store(p_dlog_decay + r * channels, (dfactor * before[r]).to(dlog_decay.dtype.element_ty), mask=mask)
+        store_slab(p_dlog_decay, r, dfactor * before[r], channels, segment, t, T, c, channels, EVEN)
         if GATED:
             s = decays[r] * before[r] + values[r].to(tl.float32)
             slope = b_dy[r].to(tl.float32) * s * silu_slope(gates[r])
-            p_dgate = tile_pointers(dgate, b, start, stride_b, channels, segment * ROWS, c)
-            tl.store(p_dgate + r * channels, slope.to(dgate.dtype.element_ty), mask=mask)
+            store_slab(row_pointer(dgate, b, start, stride_b, channels), r, slope, channels, segment, t, T, c, channels, EVEN)
         if INITIAL:
             sequence = tl.zeros_like(t) + b
             starts = t + r == 0

@@ -27,25 +27,62 @@ def decay_of(log_decay):
 
 
 @triton.jit
+def sigmoid(gate):
+    """1 / (1 + exp(-gate)) of float32 as a squared reciprocal root: a division would be eight instructions instead of two."""
+    root = tl.math.rsqrt(1.0 + tl.exp2(gate * -LOG2E))
+    return root * root
+
+
+@triton.jit
 def silu(gate):
     """gate * sigmoid(gate), float32."""
     gate = gate.to(tl.float32)
-    return gate / (1.0 + tl.exp2(-gate * LOG2E))
+    return gate * sigmoid(gate)
+
+
+@triton.jit
+def row_pointer(base, b, start, stride_b, stride_t):
+    """Where step ``start`` of batch entry ``b`` begins in a [B, T, V] tensor; 64-bit, since sizes multiply."""
+    return base + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t
 
 
 @triton.jit
 def tile_pointers(base, b, start, stride_b, stride_t, rows, c):
-    """[rows, BV] pointers into a [B, T, V] tensor; 64-bit where sizes multiply."""
-    return base + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t + rows[:, None] * stride_t + c[None, :]
+    """[rows, BV] pointers into a [B, T, V] tensor."""
+    return row_pointer(base, b, start, stride_b, stride_t) + (rows[:, None] * stride_t + c[None, :])
 
 
 @triton.jit
-def load_slabs(pointers, stride_t, t, T, in_range):
-    """The ROWS slabs [SEGS, BV] of a tile, 0 outside the tensor."""
+def inside(t, T, c, channels, EVEN: tl.constexpr):
+    """Which elements of a slab lie in the tensor; a constant where all of all tiles do."""
+    if EVEN:
+        return tl.full((t.shape[0], c.shape[0]), 1, tl.int1)
+    return (t < T)[:, None] & (c < channels)[None, :]
+
+
+@triton.jit
+def load_slabs(first, stride_t, segment, t, T, c, channels, EVEN: tl.constexpr):
+    """The ROWS slabs [SEGS, BV] of the tile that begins at the pointer ``first``, 0 outside the tensor."""
+    offsets = segment[:, None] * (ROWS * stride_t) + c[None, :]
     slabs = ()
     for r in tl.static_range(ROWS):
-        slabs = slabs + (tl.load(pointers + r * stride_t, mask=(t + r < T)[:, None] & in_range[None, :], other=0.0),)
+        pointers = first + r * stride_t + offsets
+        if EVEN:
+            slabs = slabs + (tl.load(pointers),)
+        else:
+            slabs = slabs + (tl.load(pointers, mask=inside(t + r, T, c, channels, EVEN), other=0.0),)
     return slabs
+
+
+@triton.jit
+def store_slab(first, r: tl.constexpr, values, stride_t, segment, t, T, c, channels, EVEN: tl.constexpr):
+    """Slab r of the tile that begins at the pointer ``first``, rounded to what it points to."""
+    pointers = first + r * stride_t + (segment[:, None] * (ROWS * stride_t) + c[None, :])
+    rounded = values.to(first.dtype.element_ty)
+    if EVEN:
+        tl.store(pointers, rounded)
+    else:
+        tl.store(pointers, rounded, mask=inside(t + r, T, c, channels, EVEN))
 
 
 @triton.jit
@@ -131,18 +168,18 @@ def tile_maps(values, decays):
 @triton.jit
 def emit(
     values, decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
-    STEPS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+    STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """Walk the segments from the states s [SEGS, BV] that enter them: gate and store every step, store final states."""
     t = start + segment * ROWS
     in_range = c < channels
-    p_y = tile_pointers(y, b, start, tl.cast(T, tl.int64) * channels, channels, segment * ROWS, c)
+    p_y = row_pointer(y, b, start, tl.cast(T, tl.int64) * channels, channels)
     for r in tl.static_range(ROWS):
         s = decays[r] * s + values[r].to(tl.float32)
         out = s
         if GATED:
             out = s * silu(gates[r])
-        tl.store(p_y + r * channels, out.to(y.dtype.element_ty), mask=(t + r < T)[:, None] & in_range[None, :])
+        store_slab(p_y, r, out, channels, segment, t, T, c, channels, EVEN)
         if FINAL:
             sequence = tl.zeros_like(t) + b
             ends = t + r == T - 1
@@ -167,7 +204,7 @@ def scan_gate_tile(
     values, log_decays, gates,  # ROWS slabs [SEGS, BV] each, 0 outside the tensor
     initial, offsets, y, final, carries, own_words, group_words, phase,
     tile, tiles, b, segment, c, T, channels, sequences,
-    STEPS: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
+    STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Everything after v: scan the tile, pass the carry, gate, store."""
     start = tile * (segment.shape[0] * ROWS)
@@ -183,7 +220,8 @@ def scan_gate_tile(
         tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=c < channels)
     s = decay_before * carry[None, :] + state_before
     emit(
-        values, decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences, STEPS, GATED, PACKED, FINAL
+        values, decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
+        STEPS, EVEN, GATED, PACKED, FINAL,
     )
     if FINAL and PACKED:
         hand_over_empty(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
@@ -193,7 +231,7 @@ def scan_gate_tile(
 def scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries, words,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file."""
@@ -207,18 +245,18 @@ def scan_gate_kernel(
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
-    in_range = c < channels
-    p_decay = tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, segment * ROWS, c)
-    log_decays = load_slabs(p_decay, decay_stride_t, t, T, in_range)
-    values = load_slabs(tile_pointers(v, b, start, v_stride_b, v_stride_t, segment * ROWS, c), v_stride_t, t, T, in_range)
+    log_decays = load_slabs(
+        row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t), decay_stride_t, segment, t, T, c, channels, EVEN
+    )
+    values = load_slabs(row_pointer(v, b, start, v_stride_b, v_stride_t), v_stride_t, segment, t, T, c, channels, EVEN)
     gates = values
     if GATED:
-        p_gate = tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, segment * ROWS, c)
-        gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
+        p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+        gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
     scan_gate_tile(
         values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, phase,
         tile, tiles, b, segment, c, T, channels, sequences,
-        STEPS, GATED, INITIAL, PACKED, FINAL, CARRIES,
+        STEPS, EVEN, GATED, INITIAL, PACKED, FINAL, CARRIES,
     )  # fmt: skip
 
 
@@ -226,7 +264,7 @@ def scan_gate_kernel(
 def walk_scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """The same for many channels: grid (B * V / BV), a program walks along time and carries the state itself.
@@ -239,18 +277,18 @@ def walk_scan_gate_kernel(
     in_range = c < channels
     segment = tl.arange(0, BT // ROWS)
     tiles = tl.cdiv(T, BT)
-    p_decay = tile_pointers(log_decay, b, tl.cast(0, tl.int32), decay_stride_b, decay_stride_t, segment * ROWS, c)
-    p_v = tile_pointers(v, b, tl.cast(0, tl.int32), v_stride_b, v_stride_t, segment * ROWS, c)
-    p_gate = tile_pointers(gate, b, tl.cast(0, tl.int32), gate_stride_b, gate_stride_t, segment * ROWS, c)
     carry = first_state(initial, b, c, channels, INITIAL, PACKED)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         start = tile * BT
         t = start + segment * ROWS
-        decays = decays_of(load_slabs(p_decay + start.to(tl.int64) * decay_stride_t, decay_stride_t, t, T, in_range))
-        values = load_slabs(p_v + start.to(tl.int64) * v_stride_t, v_stride_t, t, T, in_range)
+        p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
+        decays = decays_of(load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN))
+        p_v = row_pointer(v, b, start, v_stride_b, v_stride_t)
+        values = load_slabs(p_v, v_stride_t, segment, t, T, c, channels, EVEN)
         gates = values
         if GATED:
-            gates = load_slabs(p_gate + start.to(tl.int64) * gate_stride_t, gate_stride_t, t, T, in_range)
+            p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+            gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
         entered, entered_decays = values, decays
         if PACKED:
             entered, entered_decays = enter_sequences(
@@ -262,7 +300,7 @@ def walk_scan_gate_kernel(
         s = decay_before * carry[None, :] + state_before
         emit(
             entered, entered_decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
-            STEPS, GATED, PACKED, FINAL,
+            STEPS, EVEN, GATED, PACKED, FINAL,
         )  # fmt: skip
         carry = decay * carry + state
     if FINAL and PACKED:

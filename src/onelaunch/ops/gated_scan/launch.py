@@ -23,9 +23,20 @@ class ScanTiles:
     backward_warps: int = 4
     stages: int = 1
     """Tiles in flight, where a program walks along time."""
+    registers: int | None = None
+    """Most registers per thread, so that enough programs fit on a processor; NVIDIA only."""
 
     def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
         return triton.cdiv(length, self.steps), batch * triton.cdiv(width, self.channels)
+
+    def options(self) -> dict[str, int]:
+        """Launch options for the forward kernel."""
+        limit = {} if self.registers is None or torch.version.hip else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **limit}
+
+    def even(self, length: int, width: int) -> bool:
+        """Whether all tiles lie inside the tensor: then no access needs a mask."""
+        return length % self.steps == 0 and width % self.channels == 0
 
     def words(self, batch: int, length: int, width: int) -> int:
         """Words of the look-back: one per tile and channel, one per group and channel."""
@@ -104,12 +115,12 @@ def forward(
     if walk is not None:
         programs = batch * triton.cdiv(width, walk.channels)
         kernels.walk_scan_gate_kernel[(programs,)](
-            *given, *sizes, BT=walk.steps, BV=walk.channels, STAGES=walk.stages, num_warps=walk.warps, **flags
+            *given, *sizes, BT=walk.steps, BV=walk.channels, EVEN=walk.even(length, width), STAGES=walk.stages, **walk.options(), **flags
         )
     else:
         words = workspace(v.device, tiles.words(batch, length, width))
         kernels.scan_gate_kernel[tiles.grid(batch, length, width)](
-            *given, words, *sizes, BT=tiles.steps, BV=tiles.channels, num_warps=tiles.warps, **flags
+            *given, words, *sizes, BT=tiles.steps, BV=tiles.channels, EVEN=tiles.even(length, width), num_warps=tiles.warps, **flags
         )
     return y, final, carries
 
@@ -149,7 +160,7 @@ def backward(
         length, width, sequences.count(batch),
         dy.stride(0), dy.stride(1), v.stride(0), v.stride(1),
         log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
-        BT=tiles.steps, BV=tiles.channels, STEPS=sequences.bisection_steps(),
+        BT=tiles.steps, BV=tiles.channels, STEPS=sequences.bisection_steps(), EVEN=tiles.even(length, width),
         GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
         DFINAL=dfinal is not None, num_warps=tiles.backward_warps,
     )  # fmt: skip

@@ -12,14 +12,14 @@ Source     the "chunked GEMM fusion" that experiment 040 named as its next step.
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.kernels import ROWS, load_slabs, scan_gate_tile, sequence_words, tile_pointers
+from onelaunch.ops.gated_scan.kernels import ROWS, load_slabs, row_pointer, scan_gate_tile, sequence_words, store_slab, tile_pointers
 from onelaunch.ops.lookback_kernels import launch_phase
 
 
 @triton.jit
 def project_tile(
     x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride,
-    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """v = x W for BT steps and BV channels, float32 [BT, BV]; 0 outside the tensors."""
     rows = tl.arange(0, BT)
@@ -30,7 +30,7 @@ def project_tile(
     p_weight = weight + k[:, None] * weight_stride + c[None, :]  # [BD, BV]
     v = tl.zeros([BT, BV], tl.float32)
     for d in range(0, width, BD):
-        if EVEN:
+        if EVEN_D:
             b_x = tl.load(p_x, mask=in_time, other=0.0)
             b_weight = tl.load(p_weight, mask=in_range, other=0.0)
         else:
@@ -62,7 +62,7 @@ def project_scan_gate_kernel(
     x, weight, log_decay, gate, initial, offsets, y, v, final, carries, words,
     T, width, channels, sequences, x_stride_b, x_stride_t, weight_stride,
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN_D: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file. KEEP: also write v and the carries, which the backward pass reads."""
@@ -75,23 +75,21 @@ def project_scan_gate_kernel(
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
-    in_range = c < channels
-    p_decay = tile_pointers(log_decay, b, start, decay_stride_b, decay_stride_t, segment * ROWS, c)
-    log_decays = load_slabs(p_decay, decay_stride_t, t, T, in_range)
-    p_gate = tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, segment * ROWS, c)
-    gates = load_slabs(p_gate, gate_stride_t, t, T, in_range)
+    p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
+    log_decays = load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN)
+    p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+    gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
     values = slabs_of(
-        project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN)
+        project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN_D)
     )
     if KEEP:
-        p_v = tile_pointers(v, b, start, tl.cast(T, tl.int64) * channels, channels, segment * ROWS, c)
+        p_v = row_pointer(v, b, start, tl.cast(T, tl.int64) * channels, channels)
         for r in tl.static_range(ROWS):
-            mask = (t + r < T)[:, None] & in_range[None, :]
-            tl.store(p_v + r * channels, values[r].to(v.dtype.element_ty), mask=mask)
+            store_slab(p_v, r, values[r], channels, segment, t, T, c, channels, EVEN)
     scan_gate_tile(
         values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, phase,
         tile, tiles, b, segment, c, T, channels, sequences,
-        STEPS, True, INITIAL, PACKED, FINAL, KEEP,
+        STEPS, EVEN, True, INITIAL, PACKED, FINAL, KEEP,
     )  # fmt: skip
 
 

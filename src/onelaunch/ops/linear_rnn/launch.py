@@ -73,7 +73,8 @@ def project_scan_gate(
         words = workspace(x.device, tiles.scan.words(batch, length, channels))
         kernels.project_scan_gate_kernel[tiles.scan.grid(batch, length, channels)](
             *given, words, length, width, channels, count, *strides,
-            BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN=width % tiles.inner == 0,
+            BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
+            EVEN=tiles.scan.even(length, channels),
             STEPS=sequences.bisection_steps(),
             num_warps=tiles.scan.warps, num_stages=tiles.stages, **flags,
         )  # fmt: skip

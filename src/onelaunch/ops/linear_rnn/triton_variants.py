@@ -228,7 +228,7 @@ def _builds(architecture: str) -> dict[str, KernelBuild]:
     flags = {"INITIAL": False, "PACKED": False, "FINAL": False, "KEEP": True}
     fused = scan.scan_build(
         "project_scan_gate", kernels.project_scan_gate_kernel, tiles.scan, tiles.scan.warps,
-        BD=tiles.inner, EVEN=True, stages=tiles.stages, matrix=True, **flags,
+        BD=tiles.inner, EVEN_D=True, stages=tiles.stages, matrix=True, **flags,
     )  # fmt: skip
     stepwise = scan.scan_build(
         "stepwise", kernels.stepwise_kernel, tiles.scan, launch.stepwise_warps(256),
