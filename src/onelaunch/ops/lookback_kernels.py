@@ -116,12 +116,12 @@ def poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase):
     words_3 = tl.load(pointers + 3 * channels, mask=mask_3, other=0, volatile=True)
     missing = stale(words_0, mask_0, phase) | stale(words_1, mask_1, phase)
     missing |= stale(words_2, mask_2, phase) | stale(words_3, mask_3, phase)
-    return words_0, words_1, words_2, words_3, tl.max(tl.max(missing.to(tl.int32), 1), 0)
+    return words_0, words_1, words_2, words_3, tl.max(missing.to(tl.int32))
 
 
 @triton.jit
-def earlier_tiles(words, count, channels, c, phase):
-    """The map of the first ``count`` (below GROUP) tiles of a group, [BV] each: waits until all are published."""
+def after_earlier_tiles(words, count, state, channels, c, phase):
+    """The state [BV] after the first ``count`` (1 to GROUP - 1) tiles of a group from the given one: waits until all are published."""
     segments = tl.arange(0, GROUP // 4)
     tile = segments * 4
     in_range = (c < channels)[None, :]
@@ -133,13 +133,13 @@ def earlier_tiles(words, count, channels, c, phase):
     words_0, words_1, words_2, words_3, missing = poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase)
     while missing > 0:
         words_0, words_1, words_2, words_3, missing = poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase)
-    decay = tl.full(words_0.shape, 1.0, tl.float32)
-    decay, state = follow(decay, tl.zeros_like(decay), words_0, mask_0)
-    decay, state = follow(decay, state, words_1, mask_1)
-    decay, state = follow(decay, state, words_2, mask_2)
-    decay, state = follow(decay, state, words_3, mask_3)
-    decay, state = tl.associative_scan((decay, state), 0, combine)
-    return row(decay, GROUP // 4 - 1), row(state, GROUP // 4 - 1)
+    decays = tl.full(words_0.shape, 1.0, tl.float32)
+    decays, states = follow(decays, tl.zeros_like(decays), words_0, mask_0)
+    decays, states = follow(decays, states, words_1, mask_1)
+    decays, states = follow(decays, states, words_2, mask_2)
+    decays, states = follow(decays, states, words_3, mask_3)
+    decays, states = tl.associative_scan((decays, states), 0, combine)
+    return row(decays * state[None, :] + states, GROUP // 4 - 1)
 
 
 @triton.jit
@@ -153,25 +153,29 @@ def state_after(words, channels, c, phase):
 
 
 @triton.jit
-def pass_carry(words, group_words, decay, state, initial, tile, tiles, channels, c, phase):
-    """Publish this tile's map, return the state that enters the tile; both [BV].
+def publish(words, decays, states, index, channels, c, phase):
+    """Write row ``index`` of the maps [SEGS, BV]: the threads that hold it write it, nothing is gathered first."""
+    rows = tl.arange(0, decays.shape[0])
+    mask = (rows == index)[:, None] & (c < channels)[None, :]
+    pointers = words + tl.zeros_like(rows)[:, None] + c[None, :]
+    tl.atomic_xchg(pointers, pack(decays, states, phase), mask=mask, sem="relaxed")
+
+
+@triton.jit
+def pass_carry(words, group_words, decays, states, index, initial, tile, tiles, channels, c, phase):
+    """Publish this tile's map, which is row ``index`` of [SEGS, BV], and return the state [BV] that enters the tile.
 
     ``words`` and ``group_words`` are where this sequence's words begin; ``c`` are the channels [BV], ``initial`` enters tile 0.
     """
-    in_range = c < channels
-    tl.atomic_xchg(words + tile.to(tl.int64) * channels + c, pack(decay, state, phase), mask=in_range, sem="relaxed")
+    publish(words + tile.to(tl.int64) * channels, decays, states, index, channels, c, phase)
     group = tile // GROUP
     first = group * GROUP
-    map_decay = tl.full(c.shape, 1.0, tl.float32)
-    map_state = tl.zeros(c.shape, tl.float32)
-    if tile > first:
-        map_decay, map_state = earlier_tiles(words + first.to(tl.int64) * channels, tile - first, channels, c, phase)
     carry = initial
     if group > 0:
         carry = state_after(group_words + (group - 1).to(tl.int64) * channels, channels, c, phase)
-    carry = map_decay * carry + map_state
+    if tile > first:
+        carry = after_earlier_tiles(words + first.to(tl.int64) * channels, tile - first, carry, channels, c, phase)
     if (tile == first + GROUP - 1) | (tile == tiles - 1):
-        leaving = decay * carry + state
-        target = group_words + group.to(tl.int64) * channels + c
-        tl.atomic_xchg(target, pack(tl.zeros_like(leaving), leaving, phase), mask=in_range, sem="relaxed")
+        leaving = decays * carry[None, :] + states
+        publish(group_words + group.to(tl.int64) * channels, tl.zeros_like(leaving), leaving, index, channels, c, phase)
     return carry

@@ -28,7 +28,7 @@ from onelaunch.ops.gated_scan.kernels import (
     tile_pointers,
     walk,
 )
-from onelaunch.ops.lookback_kernels import launch_phase, pass_carry, row, scan_segments, scan_segments_reverse
+from onelaunch.ops.lookback_kernels import launch_phase, pass_carry, scan_segments, scan_segments_reverse
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def scan_gate_backward_kernel(
     if DFINAL and not PACKED:
         from_right = tl.load(dfinal + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
     carry = pass_carry(
-        own_words, group_words, row(factor_with, 0), row(total_with, 0), from_right, order, tiles, channels, c, phase
+        own_words, group_words, factor_with, total_with, 0, from_right, order, tiles, channels, c, phase
     )
     ds = factor_behind * carry[None, :] + total_behind
 

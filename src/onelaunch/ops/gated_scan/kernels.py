@@ -157,12 +157,10 @@ def sequence_words(words, b, batches, tiles, channels):
 
 @triton.jit
 def tile_maps(values, decays):
-    """Of the slabs of a tile: the maps before each segment [SEGS, BV], and the map of the tile [BV]."""
+    """Of the slabs of a tile: the maps before each segment and with it, [SEGS, BV]."""
     one = tl.full(decays[0].shape, 1.0, tl.float32)
     decay, state = walk(values, decays, one, tl.zeros_like(one))
-    decay_before, state_before, decay_with, state_with = scan_segments(decay, state)
-    last = decay.shape[0] - 1
-    return decay_before, state_before, row(decay_with, last), row(state_with, last)
+    return scan_segments(decay, state)
 
 
 @triton.jit
@@ -213,9 +211,10 @@ def scan_gate_tile(
         values, decays = enter_sequences(
             values, decays, initial, offsets, sequences, start + segment * ROWS, T, c, channels, INITIAL, STEPS
         )
-    decay_before, state_before, decay, state = tile_maps(values, decays)
+    decay_before, state_before, decay_with, state_with = tile_maps(values, decays)
     entering = first_state(initial, b, c, channels, INITIAL, PACKED)
-    carry = pass_carry(own_words, group_words, decay, state, entering, tile, tiles, channels, c, phase)
+    last = segment.shape[0] - 1
+    carry = pass_carry(own_words, group_words, decay_with, state_with, last, entering, tile, tiles, channels, c, phase)
     if CARRIES:
         tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=c < channels)
     s = decay_before * carry[None, :] + state_before
@@ -294,7 +293,7 @@ def walk_scan_gate_kernel(
             entered, entered_decays = enter_sequences(
                 values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS
             )
-        decay_before, state_before, decay, state = tile_maps(entered, entered_decays)
+        decay_before, state_before, decay_with, state_with = tile_maps(entered, entered_decays)
         if CARRIES:
             tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=in_range)
         s = decay_before * carry[None, :] + state_before
@@ -302,7 +301,7 @@ def walk_scan_gate_kernel(
             entered, entered_decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
             STEPS, EVEN, GATED, PACKED, FINAL,
         )  # fmt: skip
-        carry = decay * carry + state
+        carry = row(decay_with * carry[None, :] + state_with, segment.shape[0] - 1)
     if FINAL and PACKED:
         hand_over_empty(initial, final, offsets, sequences, b, 1, c, channels, INITIAL)
 
