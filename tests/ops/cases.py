@@ -1,0 +1,170 @@
+"""Hard cases that the tests of both operations share, and how they are judged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.operation import Case, Direction, Operation, find_operation
+from onelaunch.workbench.calls import Callee
+from onelaunch.workbench.poison import poisoned
+from onelaunch.workbench.result import Verdict
+from onelaunch.workbench.verify import Judge, judge, judge_answer
+
+BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
+
+STATES: dict[str, Any] = {"initial_state": True, "final_state": True}
+NO_STATES: dict[str, Any] = {"initial_state": False, "final_state": False}
+
+SHORT: dict[str, dict[str, Any]] = {
+    "one_step_one_channel": {"dtype": "float32", "B": 1, "T": 1, "D": 1, "V": 1, **STATES},
+    "shorter_than_a_tile": {"dtype": "float16", "B": 2, "T": 7, "D": 24, "V": 20, "log_decay_dtype": "float32", **STATES},
+    "exactly_a_tile": {"dtype": "float32", "B": 1, "T": 64, "D": 200, "V": 80, "decay": "mixed", **STATES},
+    "one_step_over_a_tile": {"dtype": "float16", "B": 3, "T": 65, "D": 24, "V": 20, "decay": "weak", **STATES},
+    "three_tiles": {"dtype": "float32", "B": 1, "T": 150, "D": 24, "V": 20, "decay": "strong", **NO_STATES},
+    "forgets_everything": {
+        "dtype": "float16", "B": 1, "T": 65, "D": 200, "V": 20, "decay": "forget", "initial_state": True, "final_state": False,
+    },
+    "forgets_nothing": {
+        "dtype": "float32", "B": 1, "T": 100, "D": 1, "V": 1, "decay": "zero", "initial_state": False, "final_state": True,
+    },
+    "float32_decay_beside_float16": {
+        "dtype": "float16", "B": 1, "T": 70, "D": 24, "V": 20, "decay": "mixed", "log_decay_dtype": "float32", **STATES,
+    },
+    "packed_with_empty_sequences": {
+        "dtype": "float32", "B": 1, "T": 130, "D": 24, "V": 20, "decay": "mixed", "lengths": (0, 50, 0, 0, 79, 1, 0), **STATES,
+    },
+    "packed_one_sequence": {"dtype": "float16", "B": 1, "T": 40, "D": 24, "V": 20, "lengths": (40,), **NO_STATES},
+    "packed_many_short": {
+        "dtype": "float16", "B": 1, "T": 70, "D": 24, "V": 16, "decay": "weak", "lengths": (1,) * 30 + (2,) * 20,
+        "initial_state": True, "final_state": False,
+    },
+    "packed_final_state_alone": {
+        "dtype": "float32", "B": 1, "T": 66, "D": 24, "V": 20, "lengths": (0, 64, 2), "initial_state": False, "final_state": True,
+    },
+}  # fmt: skip
+"""Small enough for Triton's interpreter."""
+
+LONG: dict[str, dict[str, Any]] = {
+    "thousand_steps": {"dtype": "float32", "B": 1, "T": 1000, "D": 24, "V": 80, "decay": "mixed", **STATES},
+    "thousand_weak_steps": {"dtype": "float16", "B": 3, "T": 1000, "D": 24, "V": 20, "decay": "weak", **STATES},
+    "thousand_strong_steps": {"dtype": "float32", "B": 1, "T": 1000, "D": 24, "V": 20, "decay": "strong", **STATES},
+    "thousand_summed_steps": {"dtype": "float32", "B": 1, "T": 1000, "D": 24, "V": 20, "decay": "zero", **NO_STATES},
+    "thousand_packed": {
+        "dtype": "float16", "B": 1, "T": 1000, "D": 24, "V": 20, "lengths": (0, 400, 64, 0, 1, 535), **STATES,
+    },
+    "bfloat16": {"dtype": "bfloat16", "B": 3, "T": 65, "D": 24, "V": 20, **STATES},
+    "bfloat16_float32_decay": {
+        "dtype": "bfloat16", "B": 1, "T": 300, "D": 200, "V": 80, "decay": "mixed", "log_decay_dtype": "float32", **STATES,
+    },
+    "bfloat16_packed": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 24, "V": 20, "lengths": (0, 0, 64, 65, 1), **STATES},
+    "group_chain": {"dtype": "float32", "B": 1, "T": 2200, "D": 24, "V": 16, **STATES},
+}  # fmt: skip
+"""For compiled code. ``group_chain`` is longer than a group of tiles of the look-back, so that groups hand on as well."""
+
+HARD = SHORT | LONG
+
+GATED_SCAN, LINEAR_RNN = find_operation("gated_scan"), find_operation("linear_rnn")
+OPERATIONS = (GATED_SCAN, LINEAR_RNN)
+
+_JUDGE = Judge()
+
+
+def case_of(operation: Operation[..., Any], name: str) -> Case:
+    """A hard case of an operation; sizes that the operation has not (D) are left out."""
+    known = {*operation.dimensions, *operation.options, "dtype"}
+    return operation.case(name=name, **{key: value for key, value in HARD[name].items() if key in known})
+
+
+def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
+    """What runs on any device without compiling anything."""
+    own = [name for name, variant in operation.variants.items() if variant.launches is None and "requires" not in variant.tags]
+    return [name for name in own if name != "compiled"]
+
+
+def triton_variants(operation: Operation[..., Any]) -> list[str]:
+    """Variants of our own kernels: only of these is the number of launches known."""
+    return [name for name, variant in operation.variants.items() if variant.launches is not None]
+
+
+def variants_by_case(variants: list[str], cases: dict[str, Any] | list[str]) -> pytest.MarkDecorator:
+    """Parametrize ``variant`` and ``name``."""
+    return pytest.mark.parametrize(("variant", "name"), [(variant, name) for name in cases for variant in variants])
+
+
+def assert_correct(operation: Operation[..., Any], case: Case, variant: str, device: torch.device | str = "cpu") -> None:
+    """The whole gate, forward alone and with gradients."""
+    assert_ok(judge(operation, case, variant=variant, device=device, directions=BOTH), operation, case, variant)
+
+
+def assert_one_call_correct(
+    operation: Operation[..., Any], case: Case, variant: str, direction: Direction = "forward_backward"
+) -> None:
+    """Errors against the oracle and unwritten memory, by one call: in the interpreter the whole gate takes minutes."""
+    truth = _JUDGE.truth(operation, case, direction=direction)
+    inputs = truth.inputs.clone()
+    with poisoned():
+        answer = Callee.variant(operation, variant)(inputs)
+    assert_ok(judge_answer(truth, answer), operation, case, variant)
+
+
+def assert_ok(verdict: Verdict, operation: Operation[..., Any], case: Case, variant: str) -> None:
+    """Fail with everything that the verdict knows."""
+    parts = [
+        f"  {c.name}: {c.error:.2e} of {c.allowed:.2e}, along T {' '.join(f'{e:.0e}' for e in c.error_by_position)}"
+        for c in verdict.components
+    ]
+    said = [f"{operation.name}.{variant} at {case} {dict(case.sizes)} {dict(case.options)}:", verdict.explain(), *parts]
+    assert verdict.ok, "\n".join(said)
+
+
+def arguments_of(operation: Operation[..., Any], *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
+    """Arguments of the public function, small unless ``given`` says otherwise, float32 unless it holds a ``dtype``."""
+    sizes = {"B": 2, "T": 9, "D": 5, "V": 6}
+    known = {
+        key: value
+        for key, value in {**sizes, "dtype": "float32", **given}.items()
+        if key not in sizes or key in operation.dimensions
+    }
+    reading = operation.make_inputs(operation.case(**known), torch.device("cpu"), seed)
+    for name in reading.differentiable if grad else ():
+        reading.arguments[name].requires_grad_()
+    return reading.arguments
+
+
+def differentiable(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments that take gradients."""
+    return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+
+
+def results(operation: Operation[..., Any], arguments: dict[str, Any], variant: str) -> dict[str, torch.Tensor]:
+    """Results by name, and gradients where arguments take them, of a loss that weighs every element differently."""
+    outputs = operation(**arguments, variant=variant)
+    named = dict(zip(operation.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=False))
+    leaves = differentiable(arguments)
+    if leaves:
+        loss = torch.stack([(value.float() * weights_like(value)).sum() for value in named.values()]).sum()
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        found = zip(leaves, gradients, strict=True)
+        named |= {f"grad {name}": gradient for name, gradient in found if gradient is not None}
+    return {name: value.detach() for name, value in named.items()}
+
+
+def weights_like(value: torch.Tensor) -> torch.Tensor:
+    """Weights of unit scale that repeat nowhere."""
+    steps = torch.arange(value.numel(), device=value.device, dtype=torch.float32)
+    return torch.cos(steps * math.sqrt(2)).reshape(value.shape)
+
+
+def assert_near(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Norm-wise equality, component by component."""
+    assert given.keys() == expected.keys()
+    for name, value in expected.items():
+        assert given[name].shape == value.shape, name
+        assert given[name].dtype == value.dtype, name
+        scale = float(torch.linalg.vector_norm(value.double())) or 1.0
+        error = float(torch.linalg.vector_norm(given[name].double() - value.double())) / scale
+        assert error <= tolerance, f"{name} is off by {error:.2e}; {tolerance:.2e} is allowed"

@@ -1,0 +1,307 @@
+"""What is wrong with a call is said in the contract's own words: the argument, what it was, what it has to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onelaunch.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    OneLaunchError,
+    PackingError,
+    ShapeError,
+    UnknownVariant,
+    ValueRangeError,
+    VariantUnsupported,
+)
+from onelaunch.ops import checks
+from tests.ops.cases import GATED_SCAN, LINEAR_RNN, OPERATIONS, arguments_of, pytorch_variants, results, triton_variants
+
+both_operations = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+
+
+def first_of(operation):
+    return "v" if operation is GATED_SCAN else "x"
+
+
+def refused(operation, error, message, /, **changes):
+    """The call with these arguments changed raises this error, as an argument error, with this message."""
+    arguments = arguments_of(operation) | changes
+    with pytest.raises(error, match=message) as caught:
+        operation(**arguments)
+    assert isinstance(caught.value, OneLaunchError)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+# Shapes
+
+
+@both_operations
+@pytest.mark.parametrize("shape", [(9, 6), (6,), (), (1, 2, 9, 6)])
+@pytest.mark.parametrize("argument", ["first", "log_decay", "gate"])
+def test_wrong_rank(operation, argument, shape):
+    argument = first_of(operation) if argument == "first" else argument
+    dimensions = r"\[B, T, D\]" if argument == "x" else r"\[B, T, V\]"
+    message = rf"^{argument} has shape .*; it must be {dimensions}, a tensor of 3 dimensions\.$"
+    error = refused(operation, ShapeError, message, **{argument: -torch.ones(shape)})
+    assert error.argument == argument
+
+
+@both_operations
+@pytest.mark.parametrize("argument", ["log_decay", "gate"])
+@pytest.mark.parametrize("shape", [(2, 8, 6), (2, 9, 7), (1, 9, 6), (2, 6, 9)])
+def test_mismatched_sizes(operation, argument, shape):
+    message = rf"^{argument} has shape \({', '.join(map(str, shape))}\); it must be \[B, T, V\] = \[2, 9, 6\] to match "
+    refused(operation, ShapeError, message + first_of(operation), **{argument: -torch.ones(shape)})
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 1), (5,)])
+def test_weight_of_wrong_rank(shape):
+    refused(LINEAR_RNN, ShapeError, r"^weight has shape .*; it must be \[D, V\], a tensor of 2", weight=torch.ones(shape))
+
+
+def test_weight_that_does_not_fit_x():
+    message = r"^weight has shape \(6, 5\); it must be \[D, V\] = \[5, 5\] to match x \[2, 9, 5\]"
+    refused(LINEAR_RNN, ShapeError, message, weight=torch.ones(6, 5))
+
+
+@both_operations
+@pytest.mark.parametrize("shape", [(3, 6), (2, 5), (6, 2)])
+def test_initial_state_of_wrong_shape(operation, shape):
+    message = r"^initial_state has shape .*; it must be \[N, V\] = \[2, 6\] to match 2 sequences"
+    refused(operation, ShapeError, message, initial_state=torch.zeros(shape))
+
+
+@both_operations
+def test_initial_state_of_wrong_rank(operation):
+    refused(operation, ShapeError, r"^initial_state has shape .*; it must be \[N, V\]", initial_state=torch.zeros(6))
+
+
+@both_operations
+def test_initial_state_counts_packed_sequences(operation):
+    arguments = arguments_of(operation, B=1, lengths=(4, 0, 5)) | {"initial_state": torch.zeros(1, 6)}
+    with pytest.raises(ShapeError, match=r"\[N, V\] = \[3, 6\] to match 3 sequences"):
+        operation(**arguments)
+
+
+# Dtypes
+
+
+@both_operations
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.float64, torch.complex64])
+def test_first_argument_of_a_dtype_that_is_no_float(operation, dtype):
+    name = first_of(operation)
+    message = rf"^{name} is {dtype}; it must be float16 or bfloat16 or float32"
+    refused(operation, DTypeError, message, **{name: arguments_of(operation)[name].to(dtype)})
+
+
+@both_operations
+def test_gate_of_another_dtype(operation):
+    message = rf"^gate is torch.float16; it must be float32, the dtype of {first_of(operation)}"
+    refused(operation, DTypeError, message, gate=torch.ones(2, 9, 6, dtype=torch.float16))
+
+
+def test_weight_of_another_dtype():
+    message = r"^weight is torch.bfloat16; it must be float32, the dtype of x"
+    refused(LINEAR_RNN, DTypeError, message, weight=torch.ones(5, 6, dtype=torch.bfloat16))
+
+
+@both_operations
+def test_log_decay_is_of_the_first_dtype_or_float32(operation):
+    arguments = arguments_of(operation, dtype="float16")
+    arguments["log_decay"] = arguments["log_decay"].bfloat16()
+    with pytest.raises(DTypeError, match=r"^log_decay is torch.bfloat16; it must be float16 or float32"):
+        operation(**arguments)
+
+
+@both_operations
+def test_initial_state_of_another_dtype(operation):
+    message = r"^initial_state is torch.float16; it must be float32"
+    refused(operation, DTypeError, message, initial_state=torch.zeros(2, 6, dtype=torch.float16))
+
+
+@both_operations
+@pytest.mark.parametrize("argument", ["first", "log_decay", "gate", "initial_state", "cu_seqlens"])
+def test_what_is_no_tensor(operation, argument):
+    argument = first_of(operation) if argument == "first" else argument
+    refused(operation, ArgumentError, rf"^{argument} is list; it must be a torch.Tensor", **{argument: [0, 9]})
+
+
+# Devices
+
+
+@both_operations
+@pytest.mark.parametrize("argument", ["log_decay", "gate", "initial_state", "cu_seqlens"])
+def test_mixed_devices(operation, argument):
+    arguments = arguments_of(operation, B=1, lengths=(4, 5), initial_state=True)
+    arguments[argument] = arguments[argument].to("meta")
+    with pytest.raises(DeviceError, match=rf"^{argument} is on meta; it must be on cpu"):
+        operation(**arguments)
+
+
+def test_weight_on_another_device():
+    refused(LINEAR_RNN, DeviceError, r"^weight is on meta; it must be on cpu", weight=torch.ones(5, 6, device="meta"))
+
+
+# Values
+
+
+@both_operations
+@pytest.mark.parametrize(("value", "said"), [(0.25, "0.25"), (float("nan"), "NaN"), (float("inf"), "inf")])
+def test_a_log_decay_that_is_none(operation, value, said):
+    log_decay = -torch.ones(2, 9, 6)
+    log_decay[1, 4, 3] = value
+    message = rf"^log_decay holds {said}; a log-decay is at most 0 .*torch.log"
+    refused(operation, ValueRangeError, message, log_decay=log_decay)
+
+
+def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
+    """Reading them would wait for the device at every call. A tensor that cannot be read stands for one on a GPU."""
+
+    class Elsewhere:
+        is_meta = False
+        device = torch.device("cuda")
+
+    monkeypatch.delenv("ONELAUNCH_CHECK_VALUES", raising=False)
+    assert not checks.values_are_checked(Elsewhere())
+    monkeypatch.setenv("ONELAUNCH_CHECK_VALUES", "1")
+    assert checks.values_are_checked(Elsewhere())
+    assert checks.values_are_checked(torch.zeros(1))
+
+
+# Packing
+
+
+@both_operations
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 6, 4, 9], r"^cu_seqlens falls from 6 to 4 at 2; it must never decrease"),
+        ([1, 4, 9], r"^cu_seqlens runs from 1 to 9; it must run from 0 to T = 9"),
+        ([-1, 4, 9], r"^cu_seqlens runs from -1 to 9; it must run from 0 to T = 9"),
+        ([0, 4, 8], r"^cu_seqlens runs from 0 to 8; it must run from 0 to T = 9"),
+        ([0, 4, 10], r"^cu_seqlens runs from 0 to 10; it must run from 0 to T = 9"),
+        ([0], r"^cu_seqlens holds 1 offsets; it must hold N \+ 1 offsets for N >= 1"),
+        ([], r"^cu_seqlens holds 0 offsets; it must hold N \+ 1 offsets for N >= 1"),
+    ],
+)
+def test_offsets_that_describe_no_packing(operation, offsets, message):
+    arguments = arguments_of(operation, B=1) | {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
+    with pytest.raises(PackingError, match=message) as caught:
+        operation(**arguments)
+    assert caught.value.argument == "cu_seqlens"
+
+
+@both_operations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8])
+def test_offsets_of_a_wrong_dtype(operation, dtype):
+    arguments = arguments_of(operation, B=1) | {"cu_seqlens": torch.tensor([0, 9]).to(dtype)}
+    with pytest.raises(PackingError, match=rf"^cu_seqlens is {dtype}; it must hold int32 or int64 offsets"):
+        operation(**arguments)
+
+
+@both_operations
+def test_packing_with_a_batch(operation):
+    message = r"^cu_seqlens came with a batch of 2; it must come with B = 1: pack all sequences into one"
+    refused(operation, PackingError, message, cu_seqlens=torch.tensor([0, 9]))
+
+
+@both_operations
+def test_offsets_of_two_dimensions(operation):
+    arguments = arguments_of(operation, B=1) | {"cu_seqlens": torch.tensor([[0, 9]])}
+    with pytest.raises(ShapeError, match=r"^cu_seqlens has shape \(1, 2\); it must be \[N \+ 1\]"):
+        operation(**arguments)
+
+
+# Variants
+
+
+@both_operations
+def test_an_unknown_variant(operation):
+    with pytest.raises(UnknownVariant, match=r"There is no variant 'chuncked'\. Did you mean 'chunked'\? Known: .*eager"):
+        operation(**arguments_of(operation), variant="chuncked")
+
+
+@pytest.mark.parametrize(("operation", "variant"), [(GATED_SCAN, "fused"), (LINEAR_RNN, "fused_chunked")])
+def test_a_variant_that_cannot_run_here(operation, variant):
+    message = rf"^Variant '{variant}' of {operation.name} cannot run this call: it needs .*These can: eager, chunked"
+    with pytest.raises(VariantUnsupported, match=message) as caught:
+        operation(**arguments_of(operation), variant=variant)
+    assert "needs" in caught.value.reason
+
+
+def test_fla_cannot_run_here():
+    with pytest.raises(VariantUnsupported, match=r"needs (fla, which is not installed|a CUDA or ROCm device)"):
+        LINEAR_RNN(**arguments_of(LINEAR_RNN), variant="fla")
+
+
+# Nothing to do is not an error
+
+
+@both_operations
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("variant", ["auto", "eager"])
+def test_no_steps(operation, variant, grad):
+    """The state goes through unchanged, and its gradient with it."""
+    arguments = arguments_of(operation, T=0, initial_state=True, final_state=True, grad=grad)
+    found = results(operation, arguments, variant)
+    assert found["y"].shape == (2, 0, 6)
+    assert torch.equal(found["final_state"], arguments["initial_state"])
+    assert found["final_state"].data_ptr() != arguments["initial_state"].data_ptr()
+    if grad:
+        assert found["grad initial_state"].shape == (2, 6)
+        assert found["grad initial_state"].all()
+    without = arguments | {"initial_state": None}
+    assert not operation(**without, variant=variant)[1].any()
+
+
+@both_operations
+@pytest.mark.parametrize("variant", ["auto", "eager"])
+def test_packed_sequences_without_any_step(operation, variant):
+    arguments = arguments_of(operation, B=1, T=0, lengths=(0, 0, 0), initial_state=True, final_state=True)
+    y, final = operation(**arguments, variant=variant)
+    assert y.shape == (1, 0, 6)
+    assert torch.equal(final, arguments["initial_state"])
+
+
+@both_operations
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_batch(operation, grad):
+    for variant in ("auto", *pytorch_variants(operation)):
+        arguments = arguments_of(operation, B=0, initial_state=True, final_state=True, grad=grad)
+        found = results(operation, arguments, variant)
+        assert found["y"].shape == (0, 9, 6)
+        assert found["final_state"].shape == (0, 6)
+
+
+@both_operations
+def test_no_channels(operation):
+    for variant in ("auto", *pytorch_variants(operation)):
+        y, final = operation(**arguments_of(operation, V=0, initial_state=True, final_state=True), variant=variant)
+        assert y.shape == (2, 9, 0)
+        assert final.shape == (2, 0)
+
+
+@pytest.mark.parametrize("variant", ["auto", *pytorch_variants(LINEAR_RNN)])
+def test_no_columns_of_x(variant):
+    """An empty sum is zero: what is left is the initial state, decaying."""
+    arguments = arguments_of(LINEAR_RNN, D=0, initial_state=True, final_state=True, grad=True)
+    found = results(LINEAR_RNN, arguments, variant)
+    expected = arguments["initial_state"] * arguments["log_decay"].sum(1).exp()
+    torch.testing.assert_close(found["final_state"], expected.detach())
+    assert found["grad x"].shape == (2, 9, 0)
+
+
+@pytest.mark.interpret
+@both_operations
+@pytest.mark.parametrize("empty", ["B", "T", "V"])
+def test_kernels_leave_nothing_to_do_to_others(operation, empty):
+    arguments = arguments_of(operation, **{empty: 0}, initial_state=True, final_state=True)
+    for variant in triton_variants(operation):
+        with pytest.raises(VariantUnsupported, match=r"needs at least one element in every dimension.*These can: .*eager"):
+            operation(**arguments, variant=variant)
+    y, _ = operation(**arguments)
+    assert not y.numel()

@@ -1,0 +1,238 @@
+"""``gated_scan``: every variant against the oracle, and what follows from the recurrence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from onelaunch.errors import VariantUnsupported
+from onelaunch.ops import gated_scan
+from onelaunch.ops.gated_scan.reference import DECAYS
+from tests.ops.cases import (
+    GATED_SCAN,
+    HARD,
+    SHORT,
+    arguments_of,
+    assert_correct,
+    assert_near,
+    assert_one_call_correct,
+    case_of,
+    pytorch_variants,
+    results,
+    triton_variants,
+    variants_by_case,
+)
+
+FEW = settings(max_examples=15, deadline=None, derandomize=True)
+
+
+@variants_by_case(pytorch_variants(GATED_SCAN), HARD)
+def test_pytorch_variants_are_correct(variant, name):
+    assert_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
+def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
+    assert_correct(GATED_SCAN, GATED_SCAN.case("float32", B=2, T=100, V=20, decay=decay), variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shorter_than_a_tile", "packed_with_empty_sequences"])
+def test_the_compiled_variant_is_correct(name):
+    torch.compiler.reset()
+    assert_correct(GATED_SCAN, case_of(GATED_SCAN, name), "compiled")
+
+
+@pytest.mark.interpret
+@variants_by_case(triton_variants(GATED_SCAN), SHORT)
+def test_kernels_are_correct(variant, name):
+    assert_one_call_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+def test_kernels_pass_the_whole_gate(variant):
+    assert_correct(GATED_SCAN, GATED_SCAN.case("float16", B=1, T=30, V=16), variant)
+
+
+@pytest.mark.interpret
+def test_groups_of_tiles_hand_on_the_carry():
+    """Longer than a group of the look-back in both passes."""
+    from onelaunch.ops.gated_scan import launch
+    from onelaunch.ops.lookback_kernels import GROUP
+
+    case = case_of(GATED_SCAN, "group_chain")
+    assert case.sizes["T"] > GROUP.value * launch.scan_tiles(case.sizes["T"], case.sizes["V"]).steps
+    assert_one_call_correct(GATED_SCAN, case, "fused")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "name",
+    ["one_step_one_channel", "one_step_over_a_tile", "exactly_a_tile", "packed_with_empty_sequences", "packed_many_short"],
+)
+@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+def test_the_walking_kernel_is_correct(variant, name, monkeypatch):
+    from onelaunch.ops.gated_scan import kernels, launch
+
+    walked = []
+    kernel = kernels.walk_scan_gate_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            walked.append(grid)
+            return kernel[grid]
+
+    def walk(device, batch, length, width):
+        tiles = launch.scan_tiles(length, width)
+        return launch.ScanTiles(steps=tiles.steps, channels=64, warps=4, stages=3)
+
+    monkeypatch.setattr(launch, "walk_tiles", walk)
+    monkeypatch.setattr(kernels, "walk_scan_gate_kernel", Watched())
+    assert_one_call_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
+    assert walked
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+def test_the_interpreter_is_refused_bfloat16(variant):
+    arguments = arguments_of(GATED_SCAN, dtype="bfloat16")
+    with pytest.raises(VariantUnsupported, match=r"needs a GPU for bfloat16.*These can: eager, chunked"):
+        gated_scan(**arguments, variant=variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+def test_a_workspace_serves_calls_of_other_lengths_and_widths(variant):
+    """Launches share memory for their carries; what one leaves must not reach the next."""
+    for length, width in ((70, 20), (33, 40), (70, 20), (20, 70), (33, 40)):
+        case = GATED_SCAN.case("float32", B=1, T=length, V=width)
+        assert_one_call_correct(GATED_SCAN, case, variant, "forward")
+
+
+# What follows from the recurrence
+
+
+@st.composite
+def lengths(draw):
+    return tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)))
+
+
+def scan_arguments(length: int, seed: int, **given):
+    arguments = arguments_of(GATED_SCAN, B=1, T=length, V=3, decay="model", seed=seed, **given)
+    return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+
+
+def check_split(length, cut, seed, variant):
+    cut = min(cut, length)
+    whole = scan_arguments(length, seed, initial_state=True)
+    y, final = gated_scan(**whole, output_final_state=True, variant=variant)
+    steps = {name: whole[name] for name in ("v", "log_decay", "gate")}
+    state, parts = whole["initial_state"], []
+    for part in (slice(0, cut), slice(cut, length)):
+        piece, state = gated_scan(
+            **{name: value[:, part] for name, value in steps.items()},
+            initial_state=state,
+            output_final_state=True,
+            variant=variant if part.stop > part.start else "auto",
+        )
+        parts.append(piece)
+    assert_near({"y": torch.cat(parts, 1), "final_state": state}, {"y": y, "final_state": final}, 2e-6)
+
+
+def check_packed(lengths, seed, variant):
+    packed = scan_arguments(sum(lengths), seed, lengths=lengths, initial_state=True)
+    y, final = gated_scan(**packed, output_final_state=True, variant=variant)
+    assert final.shape == (len(lengths), 3)
+    for index, end in enumerate(packed["cu_seqlens"].tolist()[1:]):
+        start = end - lengths[index]
+        piece, state = gated_scan(
+            **{name: packed[name][:, start:end] for name in ("v", "log_decay", "gate")},
+            initial_state=packed["initial_state"][index : index + 1],
+            output_final_state=True,
+            variant=variant if end > start else "auto",
+        )
+        expected = {"y": piece, "final_state": state}
+        assert_near({"y": y[:, start:end], "final_state": final[index : index + 1]}, expected, 2e-6)
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
+@FEW
+@given(length=st.integers(1, 300), cut=st.integers(0, 300), seed=st.integers(0, 9))
+def test_a_sequence_may_be_cut_anywhere(variant, length, cut, seed):
+    check_split(length, cut, seed, variant)
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
+@FEW
+@given(lengths=lengths(), seed=st.integers(0, 9))
+def test_a_packed_batch_equals_its_parts(variant, lengths, seed):
+    check_packed(lengths, seed, variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cut", [1, 64, 65])
+def test_kernels_may_cut_a_sequence_anywhere(cut):
+    check_split(70, cut, 0, "fused")
+
+
+@pytest.mark.interpret
+def test_kernels_treat_packed_sequences_as_separate():
+    check_packed((3, 0, 61, 1, 5), 0, "fused")
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
+@FEW
+@given(length=st.integers(1, 200), seed=st.integers(0, 9))
+def test_without_decay_it_is_a_running_sum(variant, length, seed):
+    arguments = scan_arguments(length, seed, initial_state=False)
+    arguments["log_decay"] = torch.zeros_like(arguments["v"])
+    y = gated_scan(**arguments, variant=variant)
+    expected = arguments["v"].double().cumsum(1) * F.silu(arguments["gate"].double())
+    assert_near({"y": y}, {"y": expected.float()}, 2e-6)
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
+@FEW
+@given(length=st.integers(1, 200), seed=st.integers(0, 9))
+def test_with_a_decay_of_zero_every_step_stands_alone(variant, length, seed):
+    arguments = scan_arguments(length, seed, initial_state=True)
+    arguments["log_decay"] = torch.full_like(arguments["v"], -torch.inf)
+    y = gated_scan(**arguments, variant=variant)
+    assert_near({"y": y}, {"y": arguments["v"] * F.silu(arguments["gate"])}, 1e-7)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+def test_kernels_sum_and_forget_exactly(variant):
+    arguments = scan_arguments(70, 0, initial_state=False)
+    arguments["log_decay"] = torch.zeros_like(arguments["v"])
+    y = gated_scan(**arguments, variant=variant)
+    assert_near({"y": y}, {"y": arguments["v"].cumsum(1) * F.silu(arguments["gate"])}, 2e-6)
+    arguments["log_decay"] = torch.full_like(arguments["v"], -torch.inf)
+    y = gated_scan(**arguments, variant=variant)
+    assert_near({"y": y}, {"y": arguments["v"] * F.silu(arguments["gate"])}, 2e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
+def test_results_have_the_promised_dtypes_and_shapes(variant, dtype):
+    arguments = arguments_of(GATED_SCAN, dtype=dtype, initial_state=True, final_state=True)
+    y, final = gated_scan(**arguments, variant=variant)
+    assert y.dtype is arguments["v"].dtype
+    assert y.shape == arguments["v"].shape
+    assert final.dtype is torch.float32
+    assert final.shape == (2, 6)
+    arguments["output_final_state"] = False
+    assert isinstance(gated_scan(**arguments, variant=variant), torch.Tensor)
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
+def test_offsets_may_be_int64(variant):
+    arguments = arguments_of(GATED_SCAN, B=1, lengths=(4, 0, 5), grad=True, final_state=True)
+    wide = {**arguments, "cu_seqlens": arguments["cu_seqlens"].long()}
+    assert_near(results(GATED_SCAN, wide, variant), results(GATED_SCAN, arguments, variant), 0)

@@ -1,0 +1,431 @@
+"""What only a GPU can show: real compilation, CUDA graphs, streams, sizes beyond 32 bits, determinism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.operation import Operation
+from onelaunch.ops import gated_scan, linear_rnn
+from onelaunch.ops import workspace as memory
+from onelaunch.ops.gated_scan.reference import DECAYS
+from tests.ops.cases import (
+    GATED_SCAN,
+    HARD,
+    LINEAR_RNN,
+    OPERATIONS,
+    assert_correct,
+    assert_near,
+    case_of,
+    differentiable,
+    results,
+    triton_variants,
+    variants_by_case,
+    weights_like,
+)
+
+pytestmark = [pytest.mark.gpu]
+
+KERNELS = [
+    pytest.param(operation, variant, id=f"{operation.name}-{variant}")
+    for operation in OPERATIONS
+    for variant in triton_variants(operation)
+]
+each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
+both_operations = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+
+
+def made(
+    operation: Operation[..., Any], device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any
+) -> dict[str, Any]:
+    """Arguments on the GPU; several tiles in every direction unless sizes are given."""
+    sizes = {"B": 2, "T": 500, "D": 64, "V": 80}
+    options = {"dtype": "float16", "initial_state": True, "final_state": True} | given
+    options = {
+        key: options.get(key, sizes.get(key)) for key in {*options, *sizes} if key not in sizes or key in operation.dimensions
+    }
+    reading = operation.make_inputs(operation.case(**options), device, seed)
+    for name in reading.differentiable if grad else ():
+        reading.arguments[name].requires_grad_()
+    return reading.arguments
+
+
+def tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = {
+        name: int((found[name] != value).sum()) for name, value in expected.items() if not torch.equal(found[name], value)
+    }
+    assert not different, f"elements that differ: {different}"
+
+
+# Against the oracle
+
+
+@variants_by_case(triton_variants(GATED_SCAN), HARD)
+def test_scan_kernels_are_correct(variant, name, device):
+    assert_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant, device)
+
+
+@variants_by_case(triton_variants(LINEAR_RNN), HARD)
+def test_layer_kernels_are_correct(variant, name, device):
+    assert_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant, device)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("decay", DECAYS)
+@each_kernel
+def test_kernels_take_every_kind_of_decay(operation, variant, decay, dtype, device):
+    sizes = {"B": 2, "T": 300, "V": 80} | ({"D": 96} if operation is LINEAR_RNN else {})
+    case = operation.case(dtype, decay=decay, initial_state=True, final_state=True, **sizes)
+    assert_correct(operation, case, variant, device)
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 70, 0, 1, 129, 0)])
+@pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
+def test_so_many_channels_that_programs_walk_along_time(variant, lengths, device):
+    from onelaunch.ops.gated_scan import launch
+
+    width = 64 * torch.cuda.get_device_properties(device).multi_processor_count + 5
+    case = GATED_SCAN.case("bfloat16", B=1, T=200, V=width, lengths=lengths)
+    assert launch.walk_tiles(device, 1, 200, width) is not None
+    assert_correct(GATED_SCAN, case, variant, device)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_the_peer_is_correct(name, device):
+    pytest.importorskip("fla")
+    case = case_of(LINEAR_RNN, name)
+    if reason := LINEAR_RNN.get("fla").why_not(LINEAR_RNN.query(case, str(device), grad=True)):
+        pytest.skip(reason)
+    assert_correct(LINEAR_RNN, case, "fla", device)
+
+
+@pytest.mark.parametrize(("dtype", "decay"), [("float16", "model"), ("bfloat16", "mixed"), ("float32", "weak")])
+@each_kernel
+def test_a_very_long_sequence(operation, variant, dtype, decay, device):
+    """131072 steps, more than the look-back reads at once by far; the oracle of plain PyTorch steps would take minutes."""
+    arguments = made(operation, device, B=1, T=131072, V=32, dtype=dtype, decay=decay)
+    y, final = operation(**arguments, variant=variant)
+    exact = {name: value.double() if value.is_floating_point() else value for name, value in tensors(arguments).items()}
+    v = exact["v"] if "v" in exact else exact["x"] @ exact["weight"]
+    expected_s = scan_in_double(v, exact["log_decay"].exp(), exact["initial_state"])
+    expected = {"y": expected_s * torch.nn.functional.silu(exact["gate"]), "final_state": expected_s[:, -1]}
+    tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-5}[dtype]
+    found = {"y": y.double(), "final_state": final.double()}
+    if variant in ("fused_chunked", "fused_stepwise", "fused") or operation is GATED_SCAN:
+        assert_near(found, expected, tolerance)
+    else:
+        assert_near(found, expected, 2 * tolerance)  # v goes through memory in the low dtype
+
+
+def scan_in_double(v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """All states, by doubling: log2(T) steps over whole tensors."""
+    value, factor = v.clone(), decay.clone()
+    value[:, 0] += factor[:, 0] * state
+    step = 1
+    while step < v.shape[1]:
+        shifted_value, shifted_factor = value[:, :-step].clone(), factor[:, :-step].clone()
+        value[:, step:] += factor[:, step:] * shifted_value
+        factor[:, step:] *= shifted_factor
+        step *= 2
+    return value
+
+
+def test_more_elements_than_32_bits_count(device):
+    """Offsets beyond 2^31 elements: what lies at the far end is as right as what lies in front."""
+    batch, length, width = 2, 1 << 20, 1040
+    assert batch * length * width > 1 << 31
+    if torch.cuda.get_device_properties(device).total_memory < 40 << 30:
+        pytest.skip("needs 40 GB")
+    v = torch.empty(batch, length, width, dtype=torch.float16, device=device).normal_()
+    log_decay = torch.empty_like(v).uniform_(-1, -0.5)
+    gate = torch.empty_like(v).normal_()
+    for variant in triton_variants(GATED_SCAN):
+        y = gated_scan(v, log_decay, gate, variant=variant)
+        for b in (0, batch - 1):
+            for start in (0, length // 2 - 64, length - 128):
+                part = (slice(b, b + 1), slice(max(start - 64, 0), start + 128))  # decays below exp(-32) in 64 steps
+                expected, _ = GATED_SCAN.reference(
+                    v=v[part].double(), log_decay=log_decay[part].double(), gate=gate[part].double()
+                )
+                skip = min(start, 64)
+                assert_near({"y": y[b : b + 1, start : start + 128].double()}, {"y": expected[:, skip:]}, 1e-3)
+        del y
+
+
+# Strides
+
+
+@each_kernel
+def test_slices_of_a_wide_projection(operation, variant, device):
+    arguments = made(operation, device, grad=True)
+    expected = results(operation, arguments, variant)
+    changed = dict(arguments)
+    for name, value in differentiable(arguments).items():
+        wide = torch.full((*value.shape[:-1], 3 * value.shape[-1]), torch.nan, dtype=value.dtype, device=device)
+        part = wide[..., value.shape[-1] : 2 * value.shape[-1]]
+        changed[name] = part.copy_(value.detach()).requires_grad_()
+    assert_near(results(operation, changed, variant), expected, 1e-3)
+
+
+@each_kernel
+def test_transposed_inputs_and_expanded_gradients(operation, variant, device):
+    arguments = made(operation, device, grad=True)
+    changed = dict(arguments)
+    for name, value in differentiable(arguments).items():
+        changed[name] = value.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+    found = {}
+    for kind, given in (("plain", arguments), ("transposed", changed)):
+        y, final = operation(**given, variant=variant)
+        gradients = torch.autograd.grad(y.sum() + final.sum(), list(differentiable(given).values()))
+        found[kind] = {"y": y.detach(), **dict(zip(differentiable(given), gradients, strict=True))}
+    y, final = operation(**arguments, variant=variant)
+    ones = [torch.ones_like(y), torch.ones_like(final)]
+    gradients = torch.autograd.grad([y, final], list(differentiable(arguments).values()), ones)
+    expected = {"y": y.detach(), **dict(zip(differentiable(arguments), gradients, strict=True))}
+    assert_near(found["plain"], expected, 1e-3)
+    assert_near(found["transposed"], expected, 2e-3)
+
+
+# Determinism
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 3000, 1, 0, 999)])
+@each_kernel
+def test_results_are_the_same_to_the_last_bit(operation, variant, lengths, device):
+    """Whatever order the tiles finish in; beside other work on the device as well as alone."""
+    given = {"B": 1, "lengths": lengths} if lengths else {"B": 4}
+    arguments = made(operation, device, T=4000, grad=True, dtype="float32", **given)
+    first = results(operation, arguments, variant)
+    noise, other = torch.randn(2048, 2048, device=device), torch.cuda.Stream(device)
+    for run in range(20):
+        if run % 2:
+            with torch.cuda.stream(other):
+                noise @ noise
+        assert_same_bits(results(operation, arguments, variant), first)
+    torch.cuda.synchronize(device)
+
+
+# CUDA graphs
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 300, 0, 200)])
+@each_kernel
+def test_a_captured_graph_follows_its_inputs(operation, variant, lengths, device):
+    """Three calls in one graph, replayed with new inputs, on another stream, between eager calls."""
+    given = {"B": 1, "lengths": lengths} if lengths else {}
+    arguments = made(operation, device, **given)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.no_grad(), torch.cuda.stream(side):
+        operation(**arguments, variant=variant)
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = [operation(**arguments, variant=variant) for _ in range(3)]
+    replay_on = torch.cuda.Stream(device)
+    for seed in range(1, 6):
+        fresh = made(operation, device, seed=seed, **given)
+        for name, value in tensors(arguments).items():
+            value.copy_(fresh[name])
+        expected = operation(**fresh, variant=variant)
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(replay_on):
+            graph.replay()
+        torch.cuda.synchronize(device)
+        for outputs in captured:
+            assert_same_bits(dict(enumerate(outputs)), dict(enumerate(expected)))
+
+
+@each_kernel
+def test_a_captured_training_step(operation, variant, device):
+    arguments = made(operation, device, grad=True)
+
+    def step() -> dict[str, torch.Tensor]:
+        y, final = operation(**arguments, variant=variant)
+        leaves = differentiable(arguments)
+        loss = (y.float() * weights).sum() + final.sum()
+        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    weights = weights_like(operation(**arguments, variant=variant)[0])
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(1, 4):
+        fresh = made(operation, device, seed=seed)
+        with torch.no_grad():
+            for name, value in tensors(arguments).items():
+                value.copy_(fresh[name])
+        graph.replay()
+        torch.cuda.synchronize(device)
+        found = {name: value.clone() for name, value in captured.items()}
+        assert_near(found, step(), 0 if variant.startswith(("fused", "separate")) and operation is GATED_SCAN else 1e-3)
+
+
+def test_more_captured_calls_than_the_reserve_holds(device):
+    """The rest clears words of its own in the graph."""
+    arguments = made(GATED_SCAN, device, B=8, T=2048, V=512)
+    from onelaunch.ops.gated_scan import launch
+
+    words = launch.scan_tiles(2048, 512).words(8, 2048, 512)
+    assert words <= memory.LARGE
+    calls = memory.RESERVE // words + 5
+    expected = gated_scan(**arguments, variant="fused")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = [gated_scan(**arguments, variant="fused") for _ in range(calls)]
+    for _ in range(3):
+        for outputs in captured:
+            outputs[0].zero_()
+        graph.replay()
+        torch.cuda.synchronize(device)
+        for outputs in captured:
+            assert_same_bits(dict(enumerate(outputs)), dict(enumerate(expected)))
+
+
+def test_graphs_outlive_the_reserve_that_they_were_captured_with(device):
+    """Many graphs, with eager calls between that replace the reserve, and memory churn that would reuse what was let go."""
+    arguments = made(GATED_SCAN, device, B=8, T=2048, V=256)
+    expected = gated_scan(**arguments, variant="fused")
+    graphs = []
+    for _ in range(40):
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            outputs = gated_scan(**arguments, variant="fused")
+        graphs.append((graph, outputs))
+        gated_scan(**arguments, variant="fused")
+    churn = [torch.full((memory.RESERVE,), -1, dtype=torch.int64, device=device) for _ in range(4)]
+    for graph, outputs in graphs:
+        outputs[0].zero_()
+        graph.replay()
+        torch.cuda.synchronize(device)
+        assert_same_bits(dict(enumerate(outputs)), dict(enumerate(expected)))
+    assert all(bool((words == -1).all()) for words in churn), "a replayed graph wrote into memory that is not its own"
+
+
+# Streams
+
+
+@each_kernel
+def test_two_streams_at_the_same_time(operation, variant, device):
+    """Launches that overlap must not meet in the same words."""
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    given = [made(operation, device, seed=seed, T=3000, grad=True) for seed in range(2)]
+    expected = [results(operation, arguments, variant) for arguments in given]
+    torch.cuda.synchronize(device)
+    found: list[list[dict[str, torch.Tensor]]] = [[], []]
+    for _ in range(10):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[index].append(results(operation, given[index], variant))
+    torch.cuda.synchronize(device)
+    for index, every in enumerate(found):
+        for one in every:
+            assert_near(one, expected[index], 0 if operation is GATED_SCAN else 1e-3)
+
+
+# torch.compile, autocast, values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("operation", "variant"), [*KERNELS, *(pytest.param(op, "auto", id=f"{op.name}-auto") for op in OPERATIONS)]
+)
+def test_inductor_compiles_it_into_one_graph(operation, variant, packed, device):
+    torch.compiler.reset()
+    given = {"B": 1, "lengths": (0, 300, 0, 200)} if packed else {}
+    arguments = made(operation, device, grad=True, **given)
+    leaves = differentiable(arguments)
+
+    def layer(**inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y, final = operation(**inputs, variant=variant)
+        return y * 2, final  # something for the compiler to do behind it
+
+    y, final = torch.compile(layer, fullgraph=True)(**arguments)
+    gradients = torch.autograd.grad(
+        (y.float() * weights_like(y)).sum() + (final * weights_like(final)).sum(), list(leaves.values())
+    )
+    found = {"y": y.detach(), "final_state": final.detach(), **dict(zip(leaves, gradients, strict=True))}
+    y, final = layer(**arguments)
+    gradients = torch.autograd.grad(
+        (y.float() * weights_like(y)).sum() + (final * weights_like(final)).sum(), list(leaves.values())
+    )
+    assert_near(found, {"y": y.detach(), "final_state": final.detach(), **dict(zip(leaves, gradients, strict=True))}, 2e-3)
+
+
+@pytest.mark.slow
+@both_operations
+def test_inductor_serves_other_lengths(operation, device):
+    torch.compiler.reset()
+    function = torch.compile(operation, fullgraph=True)
+    for length in (500, 620, 333, 64):
+        arguments = made(operation, device, T=length)
+        assert_near(dict(enumerate(function(**arguments))), dict(enumerate(operation(**arguments))), 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shorter_than_a_tile", "packed_with_empty_sequences", "bfloat16"])
+@both_operations
+def test_the_compiled_variant_is_correct(operation, name, device):
+    torch.compiler.reset()
+    assert_correct(operation, case_of(operation, name), "compiled", device)
+
+
+@each_kernel
+def test_autocast_lowers_all_but_the_log_decay(operation, variant, device):
+    arguments = made(operation, device, dtype="float32", grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        y, final = operation(**arguments, variant=variant)
+    assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    gradients = torch.autograd.grad(y.float().sum() + final.sum(), list(differentiable(arguments).values()))
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+
+
+@both_operations
+def test_values_are_checked_on_demand_alone(operation, device, monkeypatch):
+    arguments = made(operation, device)
+    arguments["log_decay"] = arguments["log_decay"].abs() + 1
+    monkeypatch.delenv("ONELAUNCH_CHECK_VALUES", raising=False)
+    operation(**arguments)
+    monkeypatch.setenv("ONELAUNCH_CHECK_VALUES", "1")
+    with pytest.raises(ValueError, match="log_decay holds"):
+        operation(**arguments)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@each_kernel
+def test_a_call_never_waits_for_the_device(operation, variant, packed, device):
+    given = {"B": 1, "lengths": (0, 300, 0, 200)} if packed else {}
+    arguments = made(operation, device, grad=True, **given)
+    results(operation, arguments, variant)
+    y, final = operation(**arguments, variant=variant)
+    gradients = [torch.randn_like(y), torch.randn_like(final)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = operation(**arguments, variant=variant)
+        torch.autograd.grad(outputs, list(differentiable(arguments).values()), gradients)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_gpus_choose_one_launch(device):
+    """Where nothing was measured, the order of preference; where something was, what was fastest: never plain PyTorch."""
+    for operation, function in ((GATED_SCAN, gated_scan), (LINEAR_RNN, linear_rnn)):
+        arguments = made(operation, device, T=2048)
+        assert_near(
+            dict(enumerate(function(**arguments))),
+            dict(enumerate(function(**arguments, variant=triton_variants(operation)[-1]))),
+            1e-3,
+        )

@@ -1,0 +1,153 @@
+"""``linear_rnn``: every variant against the oracle, and what follows from the recurrence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onelaunch.errors import VariantUnsupported
+from onelaunch.ops import gated_scan, linear_rnn
+from onelaunch.ops.gated_scan.reference import DECAYS
+from onelaunch.workbench.verify import judge_control
+from tests.ops.cases import (
+    BOTH,
+    HARD,
+    LINEAR_RNN,
+    SHORT,
+    arguments_of,
+    assert_correct,
+    assert_near,
+    assert_ok,
+    assert_one_call_correct,
+    case_of,
+    pytorch_variants,
+    triton_variants,
+    variants_by_case,
+)
+
+FEW = settings(max_examples=15, deadline=None, derandomize=True)
+
+ONE_LAUNCH = [name for name in triton_variants(LINEAR_RNN) if "projection" in LINEAR_RNN.variants[name].tags["fuses"]]
+SEVERAL_LAUNCHES = [name for name in triton_variants(LINEAR_RNN) if name not in ONE_LAUNCH]
+"""They end with the kernels of ``gated_scan``, which has the whole list."""
+
+
+@variants_by_case(pytorch_variants(LINEAR_RNN), HARD)
+def test_pytorch_variants_are_correct(variant, name):
+    assert_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("variant", pytorch_variants(LINEAR_RNN))
+def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
+    assert_correct(LINEAR_RNN, LINEAR_RNN.case("float32", B=2, T=100, D=24, V=20, decay=decay), variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shorter_than_a_tile", "packed_one_sequence"])
+def test_the_compiled_variant_is_correct(name):
+    torch.compiler.reset()
+    assert_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), "compiled")
+
+
+@pytest.mark.parametrize("name", ["one_step_one_channel", "exactly_a_tile", "bfloat16"])
+def test_the_matrix_product_alone_is_correct(name):
+    case = case_of(LINEAR_RNN, name)
+    assert_ok(judge_control(LINEAR_RNN, case, "gemm_alone", directions=BOTH), LINEAR_RNN, case, "gemm_alone")
+
+
+@pytest.mark.interpret
+@variants_by_case(ONE_LAUNCH, SHORT)
+def test_one_launch_is_correct(variant, name):
+    assert_one_call_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant)
+
+
+@pytest.mark.interpret
+@variants_by_case(SEVERAL_LAUNCHES, ["one_step_one_channel", "shorter_than_a_tile", "packed_final_state_alone"])
+def test_several_launches_are_correct(variant, name):
+    assert_one_call_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
+def test_kernels_pass_the_whole_gate(variant):
+    case = LINEAR_RNN.case("float16", B=1, T=30, D=24, V=16, initial_state=True, final_state=True)
+    assert_correct(LINEAR_RNN, case, variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "dtype"),
+    [(1, 1, 1, torch.float32), (65, 24, 20, torch.float16), (7, 200, 80, torch.float32), (130, 65, 129, torch.float16)],
+)
+def test_the_matrix_kernel_multiplies_any_strides(rows, inner, columns, dtype):
+    from onelaunch.ops.linear_rnn import launch
+
+    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+    expected = (a.to(dtype).double() @ b.to(dtype).double()).to(dtype)
+    tolerance = 1e-3 if dtype is torch.float16 else 1e-6
+    sliced = torch.randn(2 * rows, 3 * inner).to(dtype)[::2, ::3].copy_(a)
+    for left in (a.to(dtype), a.to(dtype).t().contiguous().t(), sliced):
+        for right in (b.to(dtype), b.to(dtype).t().contiguous().t()):
+            assert_near({"out": launch.matmul(left, right)}, {"out": expected}, tolerance)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
+def test_the_interpreter_is_refused_bfloat16(variant):
+    arguments = arguments_of(LINEAR_RNN, dtype="bfloat16")
+    with pytest.raises(VariantUnsupported, match=r"needs a GPU for bfloat16.*These can: eager, chunked"):
+        linear_rnn(**arguments, variant=variant)
+
+
+@pytest.mark.interpret
+def test_the_stepwise_variant_refuses_what_its_registers_cannot_hold():
+    arguments = arguments_of(LINEAR_RNN, B=1, T=2, D=2049, V=2)
+    with pytest.raises(VariantUnsupported, match="needs D of at most 2048"):
+        linear_rnn(**arguments, variant="fused_stepwise")
+
+
+# What follows from the contract
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(LINEAR_RNN))
+def test_it_is_a_projection_and_a_gated_scan(variant):
+    arguments = arguments_of(LINEAR_RNN, T=70, initial_state=True, final_state=True)
+    v = arguments["x"] @ arguments["weight"]
+    rest = {name: value for name, value in arguments.items() if name not in ("x", "weight")}
+    expected = gated_scan(v, **rest, variant="eager")
+    given_results = linear_rnn(**arguments, variant=variant)
+    names = ("y", "final_state")
+    assert_near(dict(zip(names, given_results, strict=True)), dict(zip(names, expected, strict=True)), 2e-6)
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(LINEAR_RNN))
+@FEW
+@given(length=st.integers(2, 300), cut=st.integers(1, 299), seed=st.integers(0, 9))
+def test_a_sequence_may_be_cut_anywhere(variant, length, cut, seed):
+    cut = min(cut, length - 1)
+    arguments = arguments_of(LINEAR_RNN, B=2, T=length, V=3, seed=seed, initial_state=True, final_state=True)
+    y, final = linear_rnn(**arguments, variant=variant)
+    parts, state = [], arguments["initial_state"]
+    for part in (slice(0, cut), slice(cut, length)):
+        steps = {name: arguments[name][:, part] for name in ("x", "log_decay", "gate")}
+        piece, state = linear_rnn(
+            **steps, weight=arguments["weight"], initial_state=state, output_final_state=True, variant=variant
+        )
+        parts.append(piece)
+    assert_near({"y": torch.cat(parts, 1), "final_state": state}, {"y": y, "final_state": final}, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("variant", pytorch_variants(LINEAR_RNN))
+def test_results_have_the_promised_dtypes_and_shapes(variant, dtype):
+    arguments = arguments_of(LINEAR_RNN, dtype=dtype, initial_state=True, final_state=True)
+    y, final = linear_rnn(**arguments, variant=variant)
+    assert y.dtype is arguments["x"].dtype
+    assert y.shape == (2, 9, 6)
+    assert final.dtype is torch.float32
+    assert final.shape == (2, 6)
+    arguments["output_final_state"] = False
+    assert isinstance(linear_rnn(**arguments, variant=variant), torch.Tensor)

@@ -1,0 +1,403 @@
+"""What users of PyTorch take for granted: compilation, autocast, any strides, the rules of autograd. Kernels are interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from onelaunch import dispatch
+from onelaunch.ops import gated_scan, linear_rnn
+from tests.ops.cases import (
+    GATED_SCAN,
+    LINEAR_RNN,
+    OPERATIONS,
+    arguments_of,
+    assert_near,
+    differentiable,
+    pytorch_variants,
+    results,
+    triton_variants,
+    weights_like,
+)
+
+both_operations = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+
+EVERYWHERE = [
+    pytest.param(operation, variant, id=f"{operation.name}-{variant}")
+    for operation in OPERATIONS
+    for variant in ("auto", *pytorch_variants(operation))
+]
+KERNELS = [
+    pytest.param(operation, variant, id=f"{operation.name}-{variant}", marks=pytest.mark.interpret)
+    for operation in OPERATIONS
+    for variant in triton_variants(operation)
+]
+each_variant = pytest.mark.parametrize(("operation", "variant"), EVERYWHERE + KERNELS)
+each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
+
+
+def small(operation, **given):
+    return arguments_of(operation, **{"B": 1, "T": 20, "V": 4, "initial_state": True, "final_state": True, **given})
+
+
+def with_strides(value, make):
+    """The same values in other strides, as a leaf that takes gradients if the value did."""
+    changed = make(value.detach())
+    assert torch.equal(changed, value.detach())
+    return changed.requires_grad_(value.requires_grad)
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@each_variant
+def test_it_compiles_into_one_graph(operation, variant, packed):
+    torch.compiler.reset()
+    if packed and variant == "eager":
+        pytest.skip("the loop over time reads the offsets")
+    arguments = small(operation, grad=True, lengths=(0, 13, 7) if packed else None)
+    function = torch.compile(lambda **given: operation(**given, variant=variant), fullgraph=True, backend="aot_eager")
+    outputs = function(**arguments)
+    loss = sum((output.float() * weights_like(output)).sum() for output in outputs)
+    leaves = differentiable(arguments)
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    found = dict(zip(operation.outputs, (output.detach() for output in outputs), strict=True))
+    found |= {f"grad {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    assert_near(found, results(operation, arguments, "chunked" if variant == "auto" else variant), 1e-6)
+
+
+@both_operations
+def test_compiled_code_serves_other_lengths(operation):
+    torch.compiler.reset()
+    function = torch.compile(operation, fullgraph=True, backend="aot_eager")
+    for length in (20, 33, 21, 40):
+        arguments = small(operation, T=length)
+        expected = dict(enumerate(operation(**arguments)))
+        assert_near(dict(enumerate(function(**arguments))), expected, 1e-6)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_scan_operators_keep_pytorchs_rules(separate, keep):
+    arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32")
+    given = [arguments[name] for name in ("v", "log_decay", "gate", "initial_state")]
+    forward = torch.ops.onelaunch.gated_scan_forward.default
+    torch.library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)
+    plain = [value.detach() for value in given]
+    y, _, carries, states = forward(*plain, None, want_final=True, keep=True, separate=separate)
+    backward = torch.ops.onelaunch.gated_scan_backward.default
+    gradients = (torch.randn_like(y), torch.randn(1, 4))
+    torch.library.opcheck(backward, (*gradients, *plain, None, carries, states, separate), test_utils=UTILITIES)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_layer_operators_keep_pytorchs_rules(stepwise, keep):
+    arguments = small(LINEAR_RNN, grad=keep)
+    given = [arguments[name] for name in ("x", "weight", "log_decay", "gate", "initial_state")]
+    forward = torch.ops.onelaunch.linear_rnn_forward.default
+    torch.library.opcheck(forward, (*given, None, True, keep, stepwise), test_utils=UTILITIES)
+    plain = [value.detach() for value in given]
+    y, _, v, carries = forward(*plain, None, want_final=True, keep=True, stepwise=stepwise)
+    backward = torch.ops.onelaunch.linear_rnn_backward.default
+    gradients = (torch.randn_like(y), torch.randn(1, 4))
+    torch.library.opcheck(backward, (*gradients, *plain, None, v, carries), test_utils=UTILITIES)
+
+
+@pytest.mark.interpret
+def test_the_matrix_operator_keeps_pytorchs_rules():
+    a, b = torch.randn(9, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.onelaunch.matmul.default, (a, b))
+
+
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+"""Kernels are chosen by shape, so graphs of our operators are made for each."""
+
+
+# autocast
+
+
+@both_operations
+@pytest.mark.parametrize("variant", ["auto", "eager"])
+def test_autocast_lowers_all_but_the_log_decay(operation, variant):
+    arguments = small(operation, grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, final = operation(**arguments, variant=variant)
+    assert y.dtype is torch.bfloat16
+    assert final.dtype is torch.float32
+    low = {
+        name: value.detach().bfloat16() if name in ("x", "v", "weight", "gate") else value for name, value in arguments.items()
+    }
+    expected = operation(**low, variant=variant)
+    assert_near(
+        {"y": y.detach(), "final_state": final.detach()}, {"y": expected[0].detach(), "final_state": expected[1].detach()}, 0
+    )
+    gradients = torch.autograd.grad(y.float().sum() + final.sum(), list(differentiable(arguments).values()))
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+
+
+@both_operations
+def test_autocast_raises_a_low_log_decay(operation):
+    """Sums of it lose bits first; what is lost already stays lost, no more."""
+    arguments = small(operation, dtype="bfloat16")
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = operation(**arguments)
+    expected, _ = operation(**(arguments | {"log_decay": arguments["log_decay"].float()}))
+    assert torch.equal(y, expected)
+
+
+@both_operations
+def test_autocast_does_not_hide_a_wrong_argument(operation):
+    arguments = small(operation)
+    first = "v" if operation is GATED_SCAN else "x"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=rf"^{first} is torch.int64; it must be float16"):
+        operation(**(arguments | {first: arguments[first].long()}))
+
+
+# Strides
+
+
+def transposed(value):
+    return value.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def sliced_out_of_a_projection(value):
+    wide = torch.full((*value.shape[:-1], 3 * value.shape[-1]), torch.nan, dtype=value.dtype)
+    part = wide[..., value.shape[-1] : 2 * value.shape[-1]]
+    part.copy_(value)
+    return part
+
+
+def every_other(value):
+    wide = torch.full((*value.shape[:-1], 2 * value.shape[-1]), torch.nan, dtype=value.dtype)
+    part = wide[..., ::2]
+    part.copy_(value)
+    return part
+
+
+STRIDES = [transposed, sliced_out_of_a_projection, every_other]
+
+
+def check_strides(operation, variant, make, names):
+    arguments = small(operation, B=2, grad=True)
+    expected = results(operation, arguments, variant)
+    changed = dict(arguments)
+    for name in names(arguments):
+        changed[name] = with_strides(arguments[name], make)
+    assert_near(results(operation, changed, variant), expected, 2e-6)
+
+
+@pytest.mark.parametrize("make", STRIDES)
+@each_variant
+def test_sequences_and_weight_of_any_strides(operation, variant, make):
+    check_strides(operation, variant, make, lambda arguments: differentiable(arguments).keys() - {"initial_state"})
+
+
+@pytest.mark.parametrize("make", STRIDES)
+@each_variant
+def test_initial_states_of_any_strides(operation, variant, make):
+    check_strides(operation, variant, make, lambda arguments: ["initial_state"])
+
+
+@each_variant
+def test_offsets_of_any_stride(operation, variant):
+    arguments = small(operation, lengths=(5, 0, 15), grad=True)
+    expected = results(operation, arguments, variant)
+    table = torch.full((4, 2), 10**6, dtype=torch.int32)
+    table[:, 0] = arguments["cu_seqlens"]
+    assert_near(results(operation, arguments | {"cu_seqlens": table[:, 0]}, variant), expected, 2e-6)
+
+
+@each_variant
+def test_expanded_gradients(operation, variant):
+    """``sum()`` hands back one element with strides of 0."""
+    arguments = small(operation, B=2, grad=True)
+    leaves = list(differentiable(arguments).values())
+    for outputs in ([0], [1], [0, 1]):
+        found = operation(**arguments, variant=variant)
+        summed = torch.autograd.grad(sum(found[n].sum() for n in outputs), leaves, allow_unused=True)
+        found = operation(**arguments, variant=variant)
+        ones = [torch.ones_like(found[n]) for n in outputs]
+        expected = torch.autograd.grad([found[n] for n in outputs], leaves, ones, allow_unused=True)
+        for ours, theirs in zip(summed, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@each_variant
+def test_broadcast_inputs(operation, variant):
+    """One decay for the whole batch, one gate for every step."""
+    arguments = small(operation, B=2)
+    arguments["log_decay"] = arguments["log_decay"][:1].expand(2, -1, -1)
+    arguments["gate"] = arguments["gate"][:, :1].expand(-1, 20, -1)
+    dense = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    expected = results(operation, dense, variant)
+    assert_near(results(operation, arguments, variant), expected, 1e-6)
+
+
+# Autograd
+
+
+@each_variant
+def test_inputs_are_left_alone(operation, variant):
+    arguments = small(operation, grad=True)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    before = {name: (value.detach().clone(), value._version) for name, value in tensors.items()}
+    outputs = operation(**arguments, variant=variant)
+    sum(output.sum() for output in outputs).backward()
+    for name, (value, version) in before.items():
+        assert torch.equal(tensors[name], value), name
+        assert tensors[name]._version == version, name
+    storages = {value.untyped_storage().data_ptr() for value in tensors.values()}
+    assert not any(output.untyped_storage().data_ptr() in storages for output in outputs)
+
+
+@each_variant
+def test_each_result_alone_reaches_every_input_that_it_depends_on(operation, variant):
+    arguments = small(operation, grad=True)
+    leaves = differentiable(arguments)
+    for index, unreached in ((0, set()), (1, {"gate"})):
+        output = operation(**arguments, variant=variant)[index]
+        found = torch.autograd.grad((output * weights_like(output)).sum(), list(leaves.values()), allow_unused=True)
+        output = operation(**arguments, variant="eager")[index]
+        expected = torch.autograd.grad((output * weights_like(output)).sum(), list(leaves.values()), allow_unused=True)
+        for name, ours, theirs in zip(leaves, found, expected, strict=True):
+            if name in unreached:
+                assert ours is None or not ours.any(), name
+            else:
+                assert_near({name: ours}, {name: theirs}, 1e-5)
+
+
+@each_variant
+def test_only_what_asks_for_a_gradient_gets_one(operation, variant):
+    arguments = small(operation, grad=True)
+    expected = results(operation, arguments, variant)
+    for name in differentiable(arguments):
+        others = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+        alone = others | {name: arguments[name]}
+        found = results(operation, alone, variant)
+        assert set(found) == {"y", "final_state", f"grad {name}"}
+        assert_near(found, {key: expected[key] for key in found}, 1e-6)
+
+
+@each_variant
+def test_gradients_may_be_taken_twice_from_a_kept_graph(operation, variant):
+    arguments = small(operation, grad=True)
+    y, final = operation(**arguments, variant=variant)
+    loss, leaves = y.square().sum() + final.square().sum(), list(differentiable(arguments).values())
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@each_kernel
+def test_kernels_refuse_a_second_derivative(operation, variant):
+    arguments = small(operation, grad=True)
+    y, _ = operation(**arguments, variant=variant)
+    (gradient,) = torch.autograd.grad(y.square().sum(), [arguments["gate"]], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate twice|does not require grad"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(("operation", "variant"), [(op, name) for op in OPERATIONS for name in pytorch_variants(op)])
+def test_plain_pytorch_has_second_derivatives(operation, variant):
+    arguments = small(operation, grad=True)
+    found = {}
+    for name in (variant, "eager"):
+        y, _ = operation(**arguments, variant=name)
+        (gradient,) = torch.autograd.grad(y.square().sum(), [arguments["log_decay"]], create_graph=True)
+        found[name] = torch.autograd.grad(gradient.square().sum(), [arguments["log_decay"]])[0]
+    assert_near({"second": found[variant]}, {"second": found["eager"]}, 1e-5)
+
+
+@each_variant
+def test_saved_tensors_may_be_kept_elsewhere(operation, variant):
+    """Offloading and checkpointing hook into what a call saves."""
+    arguments = small(operation, grad=True)
+    expected = results(operation, arguments, variant)
+    with save_on_cpu():
+        assert_near(results(operation, arguments, variant), expected, 0)
+
+
+@each_kernel
+def test_nothing_is_kept_where_nobody_asks_for_gradients(operation, variant, monkeypatch):
+    from onelaunch.ops.gated_scan import launch
+    from onelaunch.ops.linear_rnn import launch as layer
+
+    asked = []
+    empty_states = launch.empty_states
+
+    def watched(v, sequences, tiles, want_final, want_carries):
+        asked.append(want_carries)
+        return empty_states(v, sequences, tiles, want_final, want_carries)
+
+    monkeypatch.setattr(launch, "empty_states", watched)
+    monkeypatch.setattr(layer, "empty_states", watched)
+    saved = []
+    arguments = small(operation, grad=True)
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        with torch.no_grad():
+            y, final = operation(**arguments, variant=variant)
+        assert not y.requires_grad
+        assert not final.requires_grad
+        operation(**small(operation), variant=variant)
+        assert not any(asked)
+        assert not saved
+        operation(**arguments, variant=variant)
+    assert asked[-1]
+    assert saved
+
+
+@both_operations
+def test_integer_offsets_and_flags_take_no_part_in_autograd(operation):
+    arguments = small(operation, lengths=(5, 15), grad=True)
+    y, final = operation(**arguments)
+    assert y.requires_grad
+    assert final.requires_grad
+    assert not arguments["cu_seqlens"].requires_grad
+
+
+# Dispatch
+
+
+@pytest.mark.interpret
+@both_operations
+def test_auto_is_the_chosen_variant_where_kernels_run(operation):
+    check_auto(operation)
+
+
+@both_operations
+def test_auto_is_the_chosen_variant(operation):
+    check_auto(operation)
+
+
+def check_auto(operation):
+    for given in ({}, {"lengths": (0, 13, 7)}, {"T": 0}, {"grad": True}):
+        arguments = small(operation, **given)
+        call = operation.bind(**arguments)
+        explanation = dispatch.explain(call.query())
+        assert [standing.variant for standing in explanation.standings if standing.chosen] == [explanation.chosen]
+        named = results(operation, arguments, explanation.chosen)
+        assert_near(results(operation, arguments, "auto"), named, 0)
+
+
+@both_operations
+def test_the_query_of_a_case_is_the_query_of_its_call(operation):
+    """Studies ask by case, calls by tensors: both must find the same measured variant."""
+    for options in ({}, {"initial_state": True}, {"final_state": True}, {"lengths": (4, 0, 5)}):
+        sizes = {name: {"B": 1, "T": 9, "D": 5, "V": 6}[name] for name in operation.dimensions}
+        case = operation.case("float16", **sizes, **options)
+        for grad in (False, True):
+            arguments = arguments_of(operation, dtype="float16", **sizes, **options, grad=grad)
+            assert operation.bind(**arguments).query() == operation.query(case, "cpu", grad=grad)
+
+
+def test_public_functions_say_what_they_are():
+    assert gated_scan.__doc__
+    assert linear_rnn.__doc__
+    for operation in OPERATIONS:
+        assert all(variant.summary for variant in operation.variants.values())

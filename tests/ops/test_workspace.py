@@ -1,0 +1,201 @@
+"""The memory of a launch's programs: zero when made, of a stream's own, and of a captured call's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from onelaunch.ops import workspace as module
+from onelaunch.ops.workspace import LARGE, RESERVE, Reserve, workspace
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No memory from other tests, none left for them."""
+    caches = (module._shared, module._reserve)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def overlap(one, other):
+    starts = one.data_ptr(), other.data_ptr()
+    ends = starts[0] + one.nbytes, starts[1] + other.nbytes
+    return max(starts) < min(ends)
+
+
+def test_words_are_zero_and_as_many_as_asked_for():
+    for words in (1, 7, 4096):
+        memory = workspace(CPU, words)
+        assert memory.dtype is torch.int64
+        assert memory.shape == (words,)
+        assert not memory.any()
+
+
+def test_calls_of_one_size_share_and_of_others_do_not():
+    """Words keep their phase between launches: what another launch leaves unwritten would be of the wrong one."""
+    first = workspace(CPU, 100)
+    first.fill_(-1)
+    assert workspace(CPU, 100).data_ptr() == first.data_ptr()
+    for words in (99, 101):
+        other = workspace(CPU, words)
+        assert not other.any()
+        assert not overlap(first, other)
+
+
+def test_memory_in_use_survives_being_forgotten():
+    """More sizes than are remembered: a launch's own tensor keeps its memory."""
+    kept = workspace(CPU, 3)
+    kept.fill_(5)
+    for words in range(4, 80):
+        workspace(CPU, words).fill_(-1)
+    assert (kept == 5).all()
+    assert not workspace(CPU, 3).any()
+
+
+def test_an_empty_reserve_gives_nothing():
+    assert Reserve().take(1) is None
+
+
+def test_a_reserve_hands_every_word_out_once(monkeypatch):
+    monkeypatch.setattr(module, "RESERVE", 1000)
+    monkeypatch.setattr(module, "LARGE", 250)
+    reserve = Reserve()
+    reserve.fill(CPU)
+    taken = []
+    while (words := reserve.take(101)) is not None:
+        assert words.shape[0] >= 101
+        assert words.data_ptr() % 16 == 0
+        assert not words.any()
+        assert not any(overlap(words, other) for other in taken)
+        taken.append(words)
+    assert len(taken) == 1000 // 102
+    for index, words in enumerate(taken):
+        words.fill_(index)
+    assert all((words == index).all() for index, words in enumerate(taken))
+
+
+def test_a_reserve_is_refilled_before_it_runs_dry(monkeypatch):
+    monkeypatch.setattr(module, "RESERVE", 1000)
+    monkeypatch.setattr(module, "LARGE", 250)
+    reserve = Reserve()
+    reserve.fill(CPU)
+    first = reserve.take(250)
+    assert first is not None
+    first.fill_(-1)
+    reserve.fill(CPU)  # more than half is left: nothing changes
+    second = reserve.take(250)
+    third = reserve.take(250)
+    assert second is not None
+    assert third is not None
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    assert not overlap(second, third)
+    reserve.fill(CPU)
+    fourth = reserve.take(250)
+    assert fourth is not None
+    assert not any(overlap(fourth, other) for other in (first, second, third))
+    assert not fourth.any()
+    assert (first == -1).all()
+
+
+def test_large_calls_do_not_empty_the_reserve():
+    reserve = Reserve()
+    reserve.fill(CPU)
+    assert reserve.take(LARGE + 1) is None
+    assert reserve.take(LARGE) is not None
+    assert RESERVE >= 2 * LARGE
+
+
+class Capture:
+    """A GPU that captures a graph or not, as far as the workspace can tell."""
+
+    def __init__(self, monkeypatch):
+        self.capturing = False
+        self.stream = 1
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self)
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *sizes, dtype, device: self.zeros(zeros, *sizes, dtype=dtype))
+        self.cleared_in_graph = 0
+
+    @property
+    def cuda_stream(self):
+        return self.stream
+
+    def zeros(self, zeros, *sizes, dtype):
+        self.cleared_in_graph += self.capturing
+        return zeros(*sizes, dtype=dtype)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(module, "RESERVE", 1000)
+    monkeypatch.setattr(module, "LARGE", 250)
+    return Capture(monkeypatch)
+
+
+def test_streams_do_not_share(gpu):
+    device = torch.device("cuda", 0)
+    first = workspace(device, 100)
+    gpu.stream = 2
+    second = workspace(device, 100)
+    assert not overlap(first, second)
+    gpu.stream = 1
+    assert workspace(device, 100).data_ptr() == first.data_ptr()
+
+
+def test_captured_calls_share_with_nobody_and_clear_nothing(gpu):
+    device = torch.device("cuda", 0)
+    eager = workspace(device, 100)
+    gpu.capturing = True
+    captured = [workspace(device, 100) for _ in range(4)]
+    gpu.capturing = False
+    later = workspace(device, 100)
+    assert not gpu.cleared_in_graph
+    every = [eager, *captured]
+    assert not any(overlap(one, other) for n, one in enumerate(every) for other in every[:n])
+    assert later.data_ptr() == eager.data_ptr()
+
+
+def test_more_captured_calls_than_the_reserve_holds_clear_their_own(gpu):
+    device = torch.device("cuda", 0)
+    workspace(device, 100)
+    gpu.capturing = True
+    captured = [workspace(device, 200) for _ in range(8)]
+    assert gpu.cleared_in_graph == 3
+    assert not any(overlap(one, other) for n, one in enumerate(captured) for other in captured[:n])
+    assert all(words.shape == (200,) and not words.any() for words in captured)
+
+
+def test_a_capture_without_any_call_before_clears_its_own(gpu):
+    gpu.capturing = True
+    assert not workspace(torch.device("cuda", 0), 100).any()
+    assert gpu.cleared_in_graph == 1
+
+
+def test_large_captured_calls_clear_their_own(gpu):
+    device = torch.device("cuda", 0)
+    workspace(device, 10)
+    gpu.capturing = True
+    workspace(device, 251)
+    assert gpu.cleared_in_graph == 1
+    workspace(device, 249)
+    assert gpu.cleared_in_graph == 1
+
+
+def test_a_graph_keeps_its_words_when_the_reserve_is_replaced(gpu):
+    """The graph knows an address, no tensor: memory that goes back to the allocator would be anybody's at the next replay."""
+    device = torch.device("cuda", 0)
+    workspace(device, 10)
+    gpu.capturing = True
+    held = [StorageWeakRef(workspace(device, 200).untyped_storage()) for _ in range(3)]
+    gpu.capturing = False
+    workspace(device, 10)  # more than half of the reserve is gone: a new one takes its place
+    gpu.capturing = True
+    assert StorageWeakRef(workspace(device, 200).untyped_storage()).cdata != held[0].cdata
+    assert not any(reference.expired() for reference in held)
