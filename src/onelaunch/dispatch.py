@@ -94,7 +94,7 @@ def explain(query: Query) -> Explanation:
         for name, variant in operation.variants.items()
     )
     if chosen.name in times and measured:
-        because = f"fastest measured at {measured.where()}"
+        because = f"fastest measured, or within {TIE - 1:.0%} of it, at {measured.where()}"
     else:
         order = f"{operation.name}'s order of preference on {query.device_type}"
         because = f"first in {order} that can run; nothing near was measured"

@@ -130,9 +130,12 @@ def measure(device: str) -> Ceilings:
 
 
 def _copy_bytes_per_second(device: str, elements: int) -> float:
+    """The faster of PyTorch's copy and an elementwise kernel: on an H200 the driver's copy reaches two thirds of the kernel's rate."""
     source = torch.empty(elements, device=device, dtype=torch.int16).random_(-100, 100)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(device, lambda: target.copy_(source))
+    copied = _seconds(device, lambda: target.copy_(source))
+    negated = _seconds(device, lambda: torch.neg(source, out=target))
+    return 2 * source.nbytes / min(copied, negated)
 
 
 def _seconds(device: str, run: Callable[[], object], samples: int = 7) -> float:

@@ -1,14 +1,17 @@
 """Scans over segments inside a tile, and a carry along tiles inside one launch: the device functions of a single-pass scan.
 
-Computes   c_i = A_{i-1} * c_{i-1} + S_{i-1} per channel, c_0 given: the state that enters tile i, where tile j maps s to A_j s + S_j.
-Tile       ROWS consecutive steps are one segment, walked by one thread; a slab [SEGS, BV] holds step r of every segment. So a tile is
-           ROWS slabs, all arithmetic on it is elementwise, and only one pair per segment and channel crosses threads.
-Method     decoupled look-back (Merrill and Garland 2016) with a fixed order of combination, so that results do not depend on timing:
+Computes   c_i = A_{i-1} * c_{i-1} + S_{i-1} per channel, c_0 given: the state that enters tile i, where tile j maps s to A_j
+           s + S_j.
+Tile       ROWS consecutive steps are one segment, walked by one thread; a slab [SEGS, BV] holds step r of every segment. So
+           a tile is ROWS slabs, all arithmetic on it is elementwise, and only one pair per segment and channel crosses threads.
+Method     decoupled look-back (Merrill and Garland 2016) with a fixed order of combination, so that results do not depend on
+           timing:
            tiles come in groups; a tile reads what all earlier tiles of its group published, at once, and the state that left the
            group before. Only groups form a chain.
 Memory     one 64-bit word per tile and channel holds A, S and a phase bit: it is its own "ready" flag, so no fence and no second
            round trip are needed. A is at least 0, its sign bit carries the phase.
-Reuse      every word of a workspace is written once per launch, so all have the same phase between launches: a program reads it off its
+Reuse      every word of a workspace is written once per launch, so all have the same phase between launches: a program reads
+           it off its
            own words and writes the other one. Nobody clears, counts or passes anything, so a captured graph can be replayed.
 Progress   a tile waits only for tiles of a lower program index, which the hardware starts no later.
 """
@@ -44,7 +47,8 @@ def apart(rows):
 def scan_segments(decay, state):
     """Maps of segments [SEGS, BV]: of all segments before each one (exclusive), and with it (inclusive).
 
-    An identity before each segment turns an inclusive scan into both: no shift of rows, which would move the tile to other threads.
+    An identity before each segment turns an inclusive scan into both: no shift of rows, which would move the tile to other
+    threads.
     """
     decays = between(tl.zeros_like(decay) + 1.0, decay)
     states = between(tl.zeros_like(state), state)
@@ -121,7 +125,7 @@ def poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase):
 
 @triton.jit
 def after_earlier_tiles(words, count, state, channels, c, phase):
-    """The state [BV] after the first ``count`` (1 to GROUP - 1) tiles of a group from the given one: waits until all are published."""
+    """The state [BV] after the first ``count`` (below GROUP) tiles of a group, from the given one: waits for all of them."""
     segments = tl.arange(0, GROUP // 4)
     tile = segments * 4
     in_range = (c < channels)[None, :]

@@ -1,8 +1,8 @@
 """Memory through which the programs of one launch talk to each other; zero when made, reusable without clearing.
 
 A kernel that uses :mod:`onelaunch.ops.lookback_kernels` needs words that nobody else writes while it runs. Launches on one stream
-follow each other and share a workspace. A captured graph may be replayed on any stream, so every captured call gets words of its own,
-cut from a reserve that eager calls keep filled: a memset inside the graph would be a second launch.
+follow each other and share a workspace. A captured graph may be replayed on any stream, so every captured call gets words of
+its own, cut from a reserve that eager calls keep filled: a memset inside the graph would be a second launch.
 """
 
 from __future__ import annotations

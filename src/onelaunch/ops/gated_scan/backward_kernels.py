@@ -40,7 +40,21 @@ def silu_slope(gate):
 
 
 @triton.jit
-def states_before(values, decays, state, initial, offsets, sequences, t, T, c, channels, INITIAL: tl.constexpr, PACKED: tl.constexpr, STEPS: tl.constexpr):
+def states_before(
+    values,
+    decays,
+    state,
+    initial,
+    offsets,
+    sequences,
+    t,
+    T,
+    c,
+    channels,
+    INITIAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """The state before every step, ROWS slabs, from the state before each segment."""
     before = ()
     for r in tl.static_range(ROWS):
@@ -59,7 +73,25 @@ def states_before(values, decays, state, initial, offsets, sequences, t, T, c, c
 
 
 @triton.jit
-def gradient_terms(dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, sequences, segment, t, T, c, channels, GATED: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr, STEPS: tl.constexpr):
+def gradient_terms(
+    dy,
+    gates,
+    decays,
+    p_decay,
+    decay_stride_t,
+    dfinal,
+    offsets,
+    sequences,
+    segment,
+    t,
+    T,
+    c,
+    channels,
+    GATED: tl.constexpr,
+    PACKED: tl.constexpr,
+    DFINAL: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """For every step what it adds to ds, and the factor on the ds behind it: ROWS slabs each."""
     in_range = (c < channels)[None, :]
     addends = ()
@@ -121,8 +153,23 @@ def scan_gate_backward_kernel(
 
     # The gradients of the states, from the right; published early, the states are recomputed meanwhile
     addends, factors = gradient_terms(
-        b_dy, gates, decays, p_decay, decay_stride_t, dfinal, offsets, sequences,
-        segment, t, T, c, channels, GATED, PACKED, DFINAL, STEPS,
+        b_dy,
+        gates,
+        decays,
+        p_decay,
+        decay_stride_t,
+        dfinal,
+        offsets,
+        sequences,
+        segment,
+        t,
+        T,
+        c,
+        channels,
+        GATED,
+        PACKED,
+        DFINAL,
+        STEPS,
     )
     factor, total = one, zero
     for r in tl.static_range(ROWS - 1, -1, -1):
@@ -132,18 +179,14 @@ def scan_gate_backward_kernel(
     from_right = tl.zeros(c.shape, tl.float32)
     if DFINAL and not PACKED:
         from_right = tl.load(dfinal + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
-    carry = pass_carry(
-        own_words, group_words, factor_with, total_with, 0, from_right, order, tiles, channels, c, phase
-    )
+    carry = pass_carry(own_words, group_words, factor_with, total_with, 0, from_right, order, tiles, channels, c, phase)
     ds = factor_behind * carry[None, :] + total_behind
 
     # The states before each step, from the left
     entering = tl.load(carries + (b.to(tl.int64) * tiles + tile) * channels + c, mask=in_range, other=0.0)
     walked, walked_decays = values, decays
     if PACKED:
-        walked, walked_decays = enter_sequences(
-            values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS
-        )
+        walked, walked_decays = enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS)
     decay, state = walk(walked, walked_decays, one, zero)
     decay_before, state_before, _, _ = scan_segments(decay, state)
     before = states_before(
@@ -177,7 +220,19 @@ def scan_gate_backward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def gate_backward_kernel(
-    dy, s, gate, ds, dgate, T, channels, dy_stride_b, dy_stride_t, gate_stride_b, gate_stride_t, BT: tl.constexpr, BV: tl.constexpr
+    dy,
+    s,
+    gate,
+    ds,
+    dgate,
+    T,
+    channels,
+    dy_stride_b,
+    dy_stride_t,
+    gate_stride_b,
+    gate_stride_t,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
 ):
     """ds = dy * silu(gate), dgate = dy * s * silu'(gate), elementwise: for the unfused variants. s, ds, dgate contiguous."""
     slices = tl.cdiv(channels, BV)
@@ -187,7 +242,9 @@ def gate_backward_kernel(
     start = tl.program_id(0) * BT
     mask = (start + rows < T)[:, None] & (c < channels)[None, :]
     stride_b = tl.cast(T, tl.int64) * channels
-    b_dy = tl.load(tile_pointers(dy, b, start, dy_stride_b, dy_stride_t, rows, c), mask=mask, other=0.0).to(tl.float32)  # [BT, BV]
+    b_dy = tl.load(tile_pointers(dy, b, start, dy_stride_b, dy_stride_t, rows, c), mask=mask, other=0.0).to(
+        tl.float32
+    )  # [BT, BV]
     b_s = tl.load(tile_pointers(s, b, start, stride_b, channels, rows, c), mask=mask, other=0.0).to(tl.float32)
     b_gate = tl.load(tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, rows, c), mask=mask, other=0.0)
     p_ds = tile_pointers(ds, b, start, stride_b, channels, rows, c)

@@ -52,7 +52,8 @@ def bind(
     """The checked call; raises as :func:`gated_scan` says."""
     checks.rank("v", checks.tensor("v", v), "[B, T, V]")
     checks.dtype("v", v, checks.FLOATS)
-    check_scan_arguments(log_decay, gate, initial_state, cu_seqlens, v, "v", tuple(v.shape))
+    batch, length, channels = v.shape
+    check_scan_arguments(log_decay, gate, initial_state, cu_seqlens, v, "v", (batch, length, channels))
     return ScanCall(v, log_decay, gate, initial_state, cu_seqlens, output_final_state)
 
 
@@ -124,19 +125,19 @@ def gated_scan(
         variant: a name from ``gated_scan.variants``, or ``"auto"`` for the fastest measured one.
 
     Returns:
-        ``y [B, T, V]`` in the dtype of ``v``, and ``s_T [N, V]`` float32 if ``output_final_state``. The state is float32 throughout.
+        ``y [B, T, V]`` in the dtype of ``v``, and ``s_T [N, V]`` float32 if ``output_final_state``. The state is float32
+        throughout.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: naming the argument, what it was and what it has to be.
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: naming the argument, what it was and what it has
+        to be.
         UnknownVariant: no variant of that name.
         VariantUnsupported: the named variant cannot run this call; says why and which can.
 
     Source: experiment 040; scan in one pass over memory after Merrill and Garland (2016).
     """
     v, log_decay, gate = autocast(v, log_decay, gate)
-    call = bind(
-        v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens
-    )
+    call = bind(v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
     y, final_state = dispatch.run(gated_scan, call, variant)
     return (y, final_state) if output_final_state else y
 

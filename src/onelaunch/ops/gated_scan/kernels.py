@@ -2,10 +2,11 @@
 
 Computes   s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
 Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, BT = SEGS * ROWS.
-On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see lookback_kernels.py); per segment the pair (product of decays, state).
+On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see lookback_kernels.py); per segment the pair (product of decays,
+state).
 Memory     reads v, log_decay, gate once, writes y once; one word per tile and channel for the carry, one float where it is kept.
-Packing    sequences packed into one batch entry are one scan that forgets where a sequence starts; each step finds its sequence by
-           bisection of the offsets, on the device.
+Packing    sequences packed into one batch entry are one scan that forgets where a sequence starts; each step finds its
+           sequence by bisection of the offsets, on the device.
 Numerics   decays multiply in linear space, float32; nothing is divided by a decay, so -inf is safe.
 """
 
@@ -202,7 +203,8 @@ def scan_gate_tile(
     values, log_decays, gates,  # ROWS slabs [SEGS, BV] each, 0 outside the tensor
     initial, offsets, y, final, carries, own_words, group_words, phase,
     tile, tiles, b, segment, c, T, channels, sequences,
-    STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
+    STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL:
+    tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Everything after v: scan the tile, pass the carry, gate, store."""
     start = tile * (segment.shape[0] * ROWS)
@@ -219,8 +221,25 @@ def scan_gate_tile(
         tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=c < channels)
     s = decay_before * carry[None, :] + state_before
     emit(
-        values, decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
-        STEPS, EVEN, GATED, PACKED, FINAL,
+        values,
+        decays,
+        gates,
+        s,
+        y,
+        final,
+        offsets,
+        b,
+        segment,
+        start,
+        c,
+        T,
+        channels,
+        sequences,
+        STEPS,
+        EVEN,
+        GATED,
+        PACKED,
+        FINAL,
     )
     if FINAL and PACKED:
         hand_over_empty(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
@@ -263,17 +282,17 @@ def scan_gate_kernel(
 def walk_scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """The same for many channels: grid (B * V / BV), a program walks along time and carries the state itself.
 
-    The loads of the next STAGES - 1 tiles are in flight while one is computed; nobody waits for anybody.
+    The loads of the next STAGES - 1 tiles are in flight while one is computed; nobody waits for anybody. The backward pass
+    finds one carry every KEPT steps.
     """
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(0) // slices
     c = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
-    in_range = c < channels
     segment = tl.arange(0, BT // ROWS)
     tiles = tl.cdiv(T, BT)
     carry = first_state(initial, b, c, channels, INITIAL, PACKED)
@@ -295,7 +314,9 @@ def walk_scan_gate_kernel(
             )
         decay_before, state_before, decay_with, state_with = tile_maps(entered, entered_decays)
         if CARRIES:
-            tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=in_range)
+            if start % KEPT == 0:
+                kept = b.to(tl.int64) * tl.cdiv(T, KEPT) + start // KEPT
+                tl.store(carries + kept * channels + c, carry, mask=c < channels)
         s = decay_before * carry[None, :] + state_before
         emit(
             entered, entered_decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,8 +14,8 @@ from onelaunch.operation import Case, Query, Reading
 from onelaunch.ops.gated_scan.contract import gated_scan, state_flags
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
-"""What ``decay`` may be: as models produce it (0.85 to 1), near 1, sums below -80 within 16 steps, exactly 0 (nothing is forgotten),
--inf everywhere, or all of these by channel and step."""
+"""What ``decay`` may be: as models produce it (0.85 to 1), near 1, sums below -80 within 16 steps, exactly 0 (nothing is
+forgotten), -inf everywhere, or all of these by channel and step."""
 
 
 @gated_scan.oracle
@@ -35,7 +36,7 @@ def reference(
         initial_state = v.new_zeros(sequences, channels)
     decay = log_decay.exp()
     states, finals = [], []
-    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for index, (start, end) in enumerate(itertools.pairwise(bounds)):
         state = initial_state if cu_seqlens is None else initial_state[index : index + 1]
         for t in range(start, end):
             state = decay[:, t] * state + v[:, t]
@@ -84,9 +85,7 @@ def scan_inputs(
     return arguments
 
 
-def make_log_decay(
-    kind: str, extent: tuple[int, int, int], device: torch.device, generator: torch.Generator
-) -> torch.Tensor:
+def make_log_decay(kind: str, extent: tuple[int, int, int], device: torch.device, generator: torch.Generator) -> torch.Tensor:
     """A float32 log-decay of one of :data:`DECAYS`."""
     uniform = torch.rand(extent, device=device, generator=generator)
     if kind == "model":  # logsigmoid of a gate, divided by the normaliser 16 that GLA uses
@@ -108,6 +107,7 @@ def make_log_decay(
 
 @gated_scan.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
+    """The dispatch key of a case."""
     sizes = tuple(case.sizes[name] for name in gated_scan.dimensions)
     return Query("gated_scan", device, case.dtype, sizes, grad, case_flags(case, gated_scan.options))
 

@@ -8,6 +8,7 @@ divided by, so any log-decay down to -inf is safe.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def eager(call: ScanCall) -> Results:
     sequences = batch if call.cu_seqlens is None else len(bounds) - 1
     initial = v.new_zeros(sequences, channels) if call.initial_state is None else call.initial_state
     states, finals = [], []
-    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for index, (start, end) in enumerate(itertools.pairwise(bounds)):
         state = initial if call.cu_seqlens is None else initial[index : index + 1]
         for t in range(start, end):
             state = torch.addcmul(v[:, t], decay[:, t], state)
@@ -68,6 +69,7 @@ def compiler_missing(query: Query) -> str | None:
 @chunked.supports
 @compiled.supports
 def no_steps(query: Query) -> str | None:
+    """Chunks need a step to chunk."""
     return "needs at least one time step" if query.sizes[1] == 0 else None
 
 

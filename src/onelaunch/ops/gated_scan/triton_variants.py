@@ -61,7 +61,7 @@ def run_backward(
         dv, dlog_decay, _, dinitial = launch.backward(ds, dfinal, v, log_decay, None, sequences, carries)
     else:
         dv, dlog_decay, dgate, dinitial = launch.backward(dy, dfinal, v, log_decay, gate, sequences, carries)
-    return dv, dlog_decay, dgate, v.new_empty(0) if dinitial is None else dinitial  # type: ignore[return-value]
+    return dv, dlog_decay, dgate, dinitial
 
 
 forward = torch.library.custom_op("onelaunch::gated_scan_forward", run_forward, mutates_args=())
@@ -69,7 +69,9 @@ backward = torch.library.custom_op("onelaunch::gated_scan_backward", run_backwar
 
 
 @forward.register_fake
-def _(v, log_decay, gate, initial, offsets, want_final, keep, separate):  # type: ignore[no-untyped-def]
+def _(
+    v: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, want_final: Any, keep: Any, separate: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     from onelaunch.ops.gated_scan import launch
 
     tiles = launch.scan_tiles(v.shape[1], v.shape[2])
@@ -79,7 +81,9 @@ def _(v, log_decay, gate, initial, offsets, want_final, keep, separate):  # type
 
 
 @backward.register_fake
-def _(dy, dfinal, v, log_decay, gate, initial, offsets, carries, states, separate):  # type: ignore[no-untyped-def]
+def _(
+    dy: Any, dfinal: Any, v: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, carries: Any, states: Any, separate: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, log_decay, gate)]
     return *gradients, v.new_empty(0) if initial is None else torch.empty_like(initial)
 
@@ -94,15 +98,13 @@ def _gradients(ctx: Any, operator: Any, dy: Optional, dfinal: Optional) -> tuple
     v, log_decay, gate, initial, offsets, carries, states = ctx.saved_tensors
     dy = torch.zeros_like(v) if dy is None else dy
     dfinal = dfinal if ctx.want_final else None
-    dv, dlog_decay, dgate, dinitial = operator(
-        dy, dfinal, v, log_decay, gate, initial, offsets, carries, states, ctx.separate
-    )
+    dv, dlog_decay, dgate, dinitial = operator(dy, dfinal, v, log_decay, gate, initial, offsets, carries, states, ctx.separate)
     return dv, dlog_decay, dgate, None if initial is None else dinitial, None, None, None, None
 
 
 forward.register_autograd(
     lambda ctx, dy, dfinal, *_: _gradients(ctx, backward, dy, dfinal),
-    setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output),
+    setup_context=_save,
 )
 
 
@@ -118,8 +120,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Optional, ...]:
-        return _gradients(ctx, run_backward, gradients[0], gradients[1])
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Optional, ...]:  # pyrefly: ignore[bad-override]  (the decorator)
+        return _gradients(ctx, run_backward, grad_outputs[0], grad_outputs[1])
 
 
 def scan_and_gate(call: ScanCall, *, separate: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,9 +224,7 @@ def _(architecture: str) -> list[KernelBuild]:
     flags = {"GATED": True, "INITIAL": False, "PACKED": False, "FINAL": False, "CARRIES": True, "DFINAL": False}
     return [
         scan_build("scan_gate", kernels.scan_gate_kernel, tiles, tiles.warps, **flags),
-        scan_build(
-            "scan_gate_backward", backward_kernels.scan_gate_backward_kernel, tiles, tiles.backward_warps, **flags
-        ),
+        scan_build("scan_gate_backward", backward_kernels.scan_gate_backward_kernel, tiles, tiles.backward_warps, **flags),
     ]
 
 

@@ -104,10 +104,12 @@ def linear_rnn(
         variant: a name from ``linear_rnn.variants``, or ``"auto"`` for the fastest measured one.
 
     Returns:
-        ``y [B, T, V]`` in the dtype of ``x``, and ``s_T [N, V]`` float32 if ``output_final_state``. The state is float32 throughout.
+        ``y [B, T, V]`` in the dtype of ``x``, and ``s_T [N, V]`` float32 if ``output_final_state``. The state is float32
+        throughout.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: naming the argument, what it was and what it has to be.
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: naming the argument, what it was and what it has
+        to be.
         UnknownVariant: no variant of that name.
         VariantUnsupported: the named variant cannot run this call; says why and which can.
 

@@ -2,17 +2,26 @@
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
 Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, so B = 1 fills the chip as well.
-On chip    the tile of v as the accumulator of x W, then as slabs of steps; log_decay and gate, loaded before the product begins.
-Memory     reads x once per BV channels, W once per tile (from the cache), log_decay and gate once; writes y once; for a backward pass
-           also v and one row of states a tile.
-Carry      lookback_kernels.py: the wait for the tiles before overlaps with nothing but is one round trip to the cache.
+On chip    the tile of v as the accumulator of x W, then as slabs of steps; log_decay, loaded before the product begins, and
+gate, loaded behind it.
+Memory     reads x once per BV channels, W once per tile (from the cache), log_decay and gate once; writes y once; for a
+           backward pass also v and one row of states a tile.
+Carry      lookback_kernels.py.
 Source     the "chunked GEMM fusion" that experiment 040 named as its next step.
 """
 
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.kernels import ROWS, load_slabs, row_pointer, scan_gate_tile, sequence_words, store_slab, tile_pointers
+from onelaunch.ops.gated_scan.kernels import (
+    ROWS,
+    load_slabs,
+    row_pointer,
+    scan_gate_tile,
+    sequence_words,
+    store_slab,
+    tile_pointers,
+)
 from onelaunch.ops.lookback_kernels import launch_phase
 
 
@@ -77,11 +86,12 @@ def project_scan_gate_kernel(
     t = start + segment * ROWS
     p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
     log_decays = load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN)
-    p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
-    gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
     values = slabs_of(
         project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN_D)
     )
+    # Loaded behind x, which is needed first; it arrives while the carry is waited for
+    p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+    gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
     if KEEP:
         p_v = row_pointer(v, b, start, tl.cast(T, tl.int64) * channels, channels)
         for r in tl.static_range(ROWS):
@@ -145,7 +155,7 @@ def matmul_kernel(
     a, b, out, M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = a b, out contiguous: the first launch of three. Grid: tiles of out, grouped so that neighbours share columns of b."""
+    """out [M, N] = a b, out contiguous: the first launch of three. Grid: tiles of out, neighbours share columns of b."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     per_group = GROUP_M * tiles_n

@@ -40,6 +40,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 @linear_rnn.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
+    """The dispatch key of a case."""
     sizes = tuple(case.sizes[name] for name in linear_rnn.dimensions)
     return Query("linear_rnn", device, case.dtype, sizes, grad, case_flags(case, linear_rnn.options))
 
