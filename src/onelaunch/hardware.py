@@ -130,7 +130,7 @@ def measure(device: str) -> Ceilings:
 
 
 def _copy_bytes_per_second(device: str, elements: int) -> float:
-    """The faster of PyTorch's copy and an elementwise kernel: on an H200 the driver's copy reaches two thirds of the kernel's rate."""
+    """The faster of PyTorch's copy and an elementwise kernel: an H200's driver copies at two thirds of the kernel's rate."""
     source = torch.empty(elements, device=device, dtype=torch.int16).random_(-100, 100)
     target = torch.empty_like(source)
     copied = _seconds(device, lambda: target.copy_(source))

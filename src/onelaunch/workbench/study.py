@@ -151,7 +151,7 @@ class StudyFile:
 
 
 def study_folders() -> list[Path]:
-    """Where studies are looked for: ``./studies``, the package's own (in a wheel, or beside its source), ``$ONELAUNCH_STUDIES``."""
+    """Where studies are looked for: ./studies, the package's own (in a wheel or beside its source), ``$ONELAUNCH_STUDIES``."""
     package = Path(__file__).parents[1]
     own = [Path("studies"), package / "studies", package.parents[1] / "studies"]
     named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]

@@ -1,0 +1,6 @@
+"""``python -m onelaunch``: the command line, where the console script is not on the path."""
+
+from onelaunch.cli.main import app
+
+if __name__ == "__main__":
+    app()
