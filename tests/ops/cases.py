@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def assert_ok(verdict: Verdict, operation: Operation[..., Any], case: Case, vari
 def arguments_of(operation: Operation[..., Any], *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
     """Arguments of the public function, small unless ``given`` says otherwise, float32 unless it holds a ``dtype``."""
     sizes = {"B": 2, "T": 9, "D": 5, "V": 6}
-    known = {
+    known: dict[str, Any] = {
         key: value
         for key, value in {**sizes, "dtype": "float32", **given}.items()
         if key not in sizes or key in operation.dimensions
@@ -159,7 +160,7 @@ def weights_like(value: torch.Tensor) -> torch.Tensor:
     return torch.cos(steps * math.sqrt(2)).reshape(value.shape)
 
 
-def assert_near(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_near(given: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor], tolerance: float) -> None:
     """Norm-wise equality, component by component."""
     assert given.keys() == expected.keys()
     for name, value in expected.items():

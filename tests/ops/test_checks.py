@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def first_of(operation):
     return "v" if operation is GATED_SCAN else "x"
 
 
-def refused(operation, error, message, /, **changes):
+def refused(operation: Any, error: Any, message: str, /, **changes: Any) -> Any:
     """The call with these arguments changed raises this error, as an argument error, with this message."""
     arguments = arguments_of(operation) | changes
     with pytest.raises(error, match=message) as caught:
@@ -161,14 +163,14 @@ def test_a_log_decay_that_is_none(operation, value, said):
 def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
     """Reading them would wait for the device at every call. A tensor that cannot be read stands for one on a GPU."""
 
-    class Elsewhere:
-        is_meta = False
+    class Elsewhere(torch.Tensor):
         device = torch.device("cuda")
 
     monkeypatch.delenv("ONELAUNCH_CHECK_VALUES", raising=False)
-    assert not checks.values_are_checked(Elsewhere())
+    value = torch.zeros(1).as_subclass(Elsewhere)
+    assert not checks.values_are_checked(value)
     monkeypatch.setenv("ONELAUNCH_CHECK_VALUES", "1")
-    assert checks.values_are_checked(Elsewhere())
+    assert checks.values_are_checked(value)
     assert checks.values_are_checked(torch.zeros(1))
 
 
@@ -299,7 +301,8 @@ def test_no_columns_of_x(variant):
 @both_operations
 @pytest.mark.parametrize("empty", ["B", "T", "V"])
 def test_kernels_leave_nothing_to_do_to_others(operation, empty):
-    arguments = arguments_of(operation, **{empty: 0}, initial_state=True, final_state=True)
+    given: dict[str, Any] = {"initial_state": True, "final_state": True, empty: 0}
+    arguments = arguments_of(operation, **given)
     for variant in triton_variants(operation):
         with pytest.raises(VariantUnsupported, match=r"needs at least one element in every dimension.*These can: .*eager"):
             operation(**arguments, variant=variant)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from onelaunch.errors import VariantUnsupported
-from onelaunch.ops import gated_scan
 from onelaunch.ops.gated_scan.reference import DECAYS
 from tests.ops.cases import (
     GATED_SCAN,
@@ -87,11 +89,11 @@ def test_the_walking_kernel_is_correct(variant, name, monkeypatch):
             walked.append(grid)
             return kernel[grid]
 
-    def walk(device, batch, length, width):
-        tiles = launch.scan_tiles(length, width)
-        return launch.ScanTiles(steps=tiles.steps, channels=64, warps=4, stages=3)
-
-    monkeypatch.setattr(launch, "walk_tiles", walk)
+    one_processor = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one_processor)
+    walk = launch.walk_tiles(torch.device("cuda"), 1 << 20, 80)
+    assert walk is not None
+    monkeypatch.setattr(launch, "walk_tiles", lambda *sizes: walk)
     monkeypatch.setattr(kernels, "walk_scan_gate_kernel", Watched())
     assert_one_call_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
     assert walked
@@ -102,7 +104,7 @@ def test_the_walking_kernel_is_correct(variant, name, monkeypatch):
 def test_the_interpreter_is_refused_bfloat16(variant):
     arguments = arguments_of(GATED_SCAN, dtype="bfloat16")
     with pytest.raises(VariantUnsupported, match=r"needs a GPU for bfloat16.*These can: eager, chunked"):
-        gated_scan(**arguments, variant=variant)
+        GATED_SCAN(**arguments, variant=variant)
 
 
 @pytest.mark.interpret
@@ -122,7 +124,7 @@ def lengths(draw):
     return tuple(draw(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)))
 
 
-def scan_arguments(length: int, seed: int, **given):
+def scan_arguments(length: int, seed: int, **given: Any) -> dict[str, Any]:
     arguments = arguments_of(GATED_SCAN, B=1, T=length, V=3, decay="model", seed=seed, **given)
     return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
 
@@ -130,11 +132,11 @@ def scan_arguments(length: int, seed: int, **given):
 def check_split(length, cut, seed, variant):
     cut = min(cut, length)
     whole = scan_arguments(length, seed, initial_state=True)
-    y, final = gated_scan(**whole, output_final_state=True, variant=variant)
+    y, final = GATED_SCAN(**whole, output_final_state=True, variant=variant)
     steps = {name: whole[name] for name in ("v", "log_decay", "gate")}
     state, parts = whole["initial_state"], []
     for part in (slice(0, cut), slice(cut, length)):
-        piece, state = gated_scan(
+        piece, state = GATED_SCAN(
             **{name: value[:, part] for name, value in steps.items()},
             initial_state=state,
             output_final_state=True,
@@ -146,11 +148,11 @@ def check_split(length, cut, seed, variant):
 
 def check_packed(lengths, seed, variant):
     packed = scan_arguments(sum(lengths), seed, lengths=lengths, initial_state=True)
-    y, final = gated_scan(**packed, output_final_state=True, variant=variant)
+    y, final = GATED_SCAN(**packed, output_final_state=True, variant=variant)
     assert final.shape == (len(lengths), 3)
     for index, end in enumerate(packed["cu_seqlens"].tolist()[1:]):
         start = end - lengths[index]
-        piece, state = gated_scan(
+        piece, state = GATED_SCAN(
             **{name: packed[name][:, start:end] for name in ("v", "log_decay", "gate")},
             initial_state=packed["initial_state"][index : index + 1],
             output_final_state=True,
@@ -191,7 +193,7 @@ def test_kernels_treat_packed_sequences_as_separate():
 def test_without_decay_it_is_a_running_sum(variant, length, seed):
     arguments = scan_arguments(length, seed, initial_state=False)
     arguments["log_decay"] = torch.zeros_like(arguments["v"])
-    y = gated_scan(**arguments, variant=variant)
+    y = GATED_SCAN(**arguments, variant=variant)
     expected = arguments["v"].double().cumsum(1) * F.silu(arguments["gate"].double())
     assert_near({"y": y}, {"y": expected.float()}, 2e-6)
 
@@ -202,7 +204,7 @@ def test_without_decay_it_is_a_running_sum(variant, length, seed):
 def test_with_a_decay_of_zero_every_step_stands_alone(variant, length, seed):
     arguments = scan_arguments(length, seed, initial_state=True)
     arguments["log_decay"] = torch.full_like(arguments["v"], -torch.inf)
-    y = gated_scan(**arguments, variant=variant)
+    y = GATED_SCAN(**arguments, variant=variant)
     assert_near({"y": y}, {"y": arguments["v"] * F.silu(arguments["gate"])}, 1e-7)
 
 
@@ -211,10 +213,10 @@ def test_with_a_decay_of_zero_every_step_stands_alone(variant, length, seed):
 def test_kernels_sum_and_forget_exactly(variant):
     arguments = scan_arguments(70, 0, initial_state=False)
     arguments["log_decay"] = torch.zeros_like(arguments["v"])
-    y = gated_scan(**arguments, variant=variant)
+    y = GATED_SCAN(**arguments, variant=variant)
     assert_near({"y": y}, {"y": arguments["v"].cumsum(1) * F.silu(arguments["gate"])}, 2e-6)
     arguments["log_decay"] = torch.full_like(arguments["v"], -torch.inf)
-    y = gated_scan(**arguments, variant=variant)
+    y = GATED_SCAN(**arguments, variant=variant)
     assert_near({"y": y}, {"y": arguments["v"] * F.silu(arguments["gate"])}, 2e-7)
 
 
@@ -222,13 +224,13 @@ def test_kernels_sum_and_forget_exactly(variant):
 @pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))
 def test_results_have_the_promised_dtypes_and_shapes(variant, dtype):
     arguments = arguments_of(GATED_SCAN, dtype=dtype, initial_state=True, final_state=True)
-    y, final = gated_scan(**arguments, variant=variant)
+    y, final = GATED_SCAN(**arguments, variant=variant)
     assert y.dtype is arguments["v"].dtype
     assert y.shape == arguments["v"].shape
     assert final.dtype is torch.float32
     assert final.shape == (2, 6)
     arguments["output_final_state"] = False
-    assert isinstance(gated_scan(**arguments, variant=variant), torch.Tensor)
+    assert isinstance(GATED_SCAN(**arguments, variant=variant), torch.Tensor)
 
 
 @pytest.mark.parametrize("variant", pytorch_variants(GATED_SCAN))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from onelaunch import dispatch
 from onelaunch.operation import Operation
-from onelaunch.ops import gated_scan, linear_rnn
+from onelaunch.ops import gated_scan
 from onelaunch.ops import workspace as memory
-from onelaunch.ops.gated_scan.reference import DECAYS
+from onelaunch.ops.gated_scan.reference import DECAYS, reference
 from tests.ops.cases import (
     GATED_SCAN,
     HARD,
@@ -20,6 +22,7 @@ from tests.ops.cases import (
     assert_near,
     case_of,
     differentiable,
+    pytorch_variants,
     results,
     triton_variants,
     variants_by_case,
@@ -42,9 +45,9 @@ def made(
 ) -> dict[str, Any]:
     """Arguments on the GPU; several tiles in every direction unless sizes are given."""
     sizes = {"B": 2, "T": 500, "D": 64, "V": 80}
-    options = {"dtype": "float16", "initial_state": True, "final_state": True} | given
-    options = {
-        key: options.get(key, sizes.get(key)) for key in {*options, *sizes} if key not in sizes or key in operation.dimensions
+    chosen = {"dtype": "float16", "initial_state": True, "final_state": True} | given
+    options: dict[str, Any] = {
+        key: chosen.get(key, sizes.get(key)) for key in {*chosen, *sizes} if key not in sizes or key in operation.dimensions
     }
     reading = operation.make_inputs(operation.case(**options), device, seed)
     for name in reading.differentiable if grad else ():
@@ -56,7 +59,7 @@ def tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
 
 
-def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_bits(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     different = {
         name: int((found[name] != value).sum()) for name, value in expected.items() if not torch.equal(found[name], value)
@@ -91,9 +94,9 @@ def test_kernels_take_every_kind_of_decay(operation, variant, decay, dtype, devi
 def test_so_many_channels_that_programs_walk_along_time(variant, lengths, device):
     from onelaunch.ops.gated_scan import launch
 
-    width = 64 * torch.cuda.get_device_properties(device).multi_processor_count + 5
+    width = 128 * torch.cuda.get_device_properties(device).multi_processor_count + 5
     case = GATED_SCAN.case("bfloat16", B=1, T=200, V=width, lengths=lengths)
-    assert launch.walk_tiles(device, 1, 200, width) is not None
+    assert launch.walk_tiles(device, 1, width) is not None
     assert_correct(GATED_SCAN, case, variant, device)
 
 
@@ -118,10 +121,7 @@ def test_a_very_long_sequence(operation, variant, dtype, decay, device):
     expected = {"y": expected_s * torch.nn.functional.silu(exact["gate"]), "final_state": expected_s[:, -1]}
     tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-5}[dtype]
     found = {"y": y.double(), "final_state": final.double()}
-    if variant in ("fused_chunked", "fused_stepwise", "fused") or operation is GATED_SCAN:
-        assert_near(found, expected, tolerance)
-    else:
-        assert_near(found, expected, 2 * tolerance)  # v goes through memory in the low dtype
+    assert_near(found, expected, 2 * tolerance)  # v or the states may go through memory in the low dtype
 
 
 def scan_in_double(v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -147,13 +147,11 @@ def test_more_elements_than_32_bits_count(device):
     log_decay = torch.empty_like(v).uniform_(-1, -0.5)
     gate = torch.empty_like(v).normal_()
     for variant in triton_variants(GATED_SCAN):
-        y = gated_scan(v, log_decay, gate, variant=variant)
+        y = GATED_SCAN(v, log_decay, gate, variant=variant)
         for b in (0, batch - 1):
             for start in (0, length // 2 - 64, length - 128):
                 part = (slice(b, b + 1), slice(max(start - 64, 0), start + 128))  # decays below exp(-32) in 64 steps
-                expected, _ = GATED_SCAN.reference(
-                    v=v[part].double(), log_decay=log_decay[part].double(), gate=gate[part].double()
-                )
+                expected, _ = reference(v[part].double(), log_decay[part].double(), gate[part].double())
                 skip = min(start, 64)
                 assert_near({"y": y[b : b + 1, start : start + 128].double()}, {"y": expected[:, skip:]}, 1e-3)
         del y
@@ -200,7 +198,7 @@ def test_transposed_inputs_and_expanded_gradients(operation, variant, device):
 @each_kernel
 def test_results_are_the_same_to_the_last_bit(operation, variant, lengths, device):
     """Whatever order the tiles finish in; beside other work on the device as well as alone."""
-    given = {"B": 1, "lengths": lengths} if lengths else {"B": 4}
+    given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {"B": 4}
     arguments = made(operation, device, T=4000, grad=True, dtype="float32", **given)
     first = results(operation, arguments, variant)
     noise, other = torch.randn(2048, 2048, device=device), torch.cuda.Stream(device)
@@ -219,7 +217,7 @@ def test_results_are_the_same_to_the_last_bit(operation, variant, lengths, devic
 @each_kernel
 def test_a_captured_graph_follows_its_inputs(operation, variant, lengths, device):
     """Three calls in one graph, replayed with new inputs, on another stream, between eager calls."""
-    given = {"B": 1, "lengths": lengths} if lengths else {}
+    given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
     arguments = made(operation, device, **given)
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -278,6 +276,7 @@ def test_more_captured_calls_than_the_reserve_holds(device):
     arguments = made(GATED_SCAN, device, B=8, T=2048, V=512)
     from onelaunch.ops.gated_scan import launch
 
+    assert launch.walk_tiles(device, 8, 512) is None, "walking needs no words: choose another size"
     words = launch.scan_tiles(2048, 512).words(8, 2048, 512)
     assert words <= memory.LARGE
     calls = memory.RESERVE // words + 5
@@ -296,6 +295,10 @@ def test_more_captured_calls_than_the_reserve_holds(device):
 
 def test_graphs_outlive_the_reserve_that_they_were_captured_with(device):
     """Many graphs, with eager calls between that replace the reserve, and memory churn that would reuse what was let go."""
+    from onelaunch.ops.gated_scan import launch
+
+    assert launch.walk_tiles(device, 8, 256) is None, "walking needs no words: choose another size"
+    assert 40 * launch.scan_tiles(2048, 256).words(8, 2048, 256) > memory.RESERVE // 2
     arguments = made(GATED_SCAN, device, B=8, T=2048, V=256)
     expected = gated_scan(**arguments, variant="fused")
     graphs = []
@@ -345,7 +348,7 @@ def test_two_streams_at_the_same_time(operation, variant, device):
 )
 def test_inductor_compiles_it_into_one_graph(operation, variant, packed, device):
     torch.compiler.reset()
-    given = {"B": 1, "lengths": (0, 300, 0, 200)} if packed else {}
+    given: dict[str, Any] = {"B": 1, "lengths": (0, 300, 0, 200)} if packed else {}
     arguments = made(operation, device, grad=True, **given)
     leaves = differentiable(arguments)
 
@@ -407,7 +410,7 @@ def test_values_are_checked_on_demand_alone(operation, device, monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @each_kernel
 def test_a_call_never_waits_for_the_device(operation, variant, packed, device):
-    given = {"B": 1, "lengths": (0, 300, 0, 200)} if packed else {}
+    given: dict[str, Any] = {"B": 1, "lengths": (0, 300, 0, 200)} if packed else {}
     arguments = made(operation, device, grad=True, **given)
     results(operation, arguments, variant)
     y, final = operation(**arguments, variant=variant)
@@ -420,12 +423,8 @@ def test_a_call_never_waits_for_the_device(operation, variant, packed, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_gpus_choose_one_launch(device):
-    """Where nothing was measured, the order of preference; where something was, what was fastest: never plain PyTorch."""
-    for operation, function in ((GATED_SCAN, gated_scan), (LINEAR_RNN, linear_rnn)):
-        arguments = made(operation, device, T=2048)
-        assert_near(
-            dict(enumerate(function(**arguments))),
-            dict(enumerate(function(**arguments, variant=triton_variants(operation)[-1]))),
-            1e-3,
-        )
+@both_operations
+def test_gpus_run_kernels_of_their_own(operation, device):
+    """Where nothing was measured, the order of preference says so; where something was, it was faster than plain PyTorch."""
+    arguments = made(operation, device, T=2048)
+    assert dispatch.choose(operation.bind(**arguments).query()).name not in pytorch_variants(operation)

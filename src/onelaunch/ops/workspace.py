@@ -23,11 +23,15 @@ class Reserve:
 
     def __init__(self) -> None:
         self._words: torch.Tensor | None = None
+        self._used: list[torch.Tensor] = []
+        """Spent reserves: graphs still write into them, so they are never freed."""
         self._next = 0
 
     def fill(self, device: torch.device) -> None:
         """Make sure that at least half of a reserve is left; not during capture."""
         if self._words is None or self._next > RESERVE // 2:
+            if self._words is not None:
+                self._used.append(self._words)
             self._words = torch.zeros(RESERVE, dtype=torch.int64, device=device)
             self._next = 0
 
