@@ -50,7 +50,7 @@ def test_a_preferred_variant_that_cannot_run_is_passed_over(table):
 def test_the_fastest_measured_one_is_chosen(table):
     table({8: {"loop": 1.0, "vector": 2.0, "no_backward": 3.0}})
     assert dispatch.choose(query()).name == "loop"
-    assert dispatch.explain(query()).because == "fastest measured at N=8 on some CPU"
+    assert dispatch.explain(query()).because == "fastest measured, or within 3% of it, at N=8 on some CPU"
 
 
 def test_the_nearest_measured_size_is_believed(table):

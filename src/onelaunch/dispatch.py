@@ -49,12 +49,7 @@ class Explanation:
 
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     """Run a checked call by the named variant, or the one that :func:`choose` names for ``"auto"``."""
-    query = call.query()
-    name = _choose_constant(*query) if variant == AUTO else variant
-    chosen = operation.get(name)
-    if variant != AUTO and (reason := chosen.why_not(query)) is not None:
-        raise VariantUnsupported(operation.name, name, reason=reason, instead=_able(operation, query))
-    return chosen.run(call)
+    return operation.variants[_name(variant, *call.query())].run(call)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,9 +97,18 @@ def explain(query: Query) -> Explanation:
 
 
 @torch.compiler.assume_constant_result
-def _choose_constant(*query: Any) -> str:
-    """:func:`choose` as a constant under ``torch.compile``: shapes are known when a graph is traced."""
-    return choose(Query(*query)).name
+def _name(variant: str, *query: Any) -> str:
+    """The variant that will run, checked; a constant under ``torch.compile``, since shapes are known when a graph is traced."""
+    return choose(Query(*query)).name if variant == AUTO else _checked(variant, Query(*query))
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked(variant: str, query: Query) -> str:
+    """The named variant, or why not."""
+    operation = find_operation(query.operation)
+    if (reason := operation.get(variant).why_not(query)) is not None:
+        raise VariantUnsupported(operation.name, variant, reason=reason, instead=_able(operation, query))
+    return variant
 
 
 def _able(operation: Operation[..., Any], query: Query) -> list[str]:

@@ -50,6 +50,15 @@ class Query(NamedTuple):
         return "forward_backward" if self.grad else "forward"
 
 
+def fixed(*sizes: int) -> tuple[int, ...]:
+    """Sizes as plain numbers: under ``torch.compile`` with changing shapes, each set of sizes gets a graph of its own."""
+    if not torch.compiler.is_compiling():
+        return sizes
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and there already when compiling
+
+    return tuple(guard_scalar(size) for size in sizes)
+
+
 class Call(Protocol):
     """The checked arguments of one call of an operation."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from onelaunch import dispatch
-from onelaunch.operation import Query, operation
+from onelaunch.operation import Query, fixed, operation
 from onelaunch.ops import checks
 
 
@@ -29,7 +29,7 @@ class ScanCall:
             "gated_scan",
             str(self.v.device),
             self.v.dtype,
-            (batch, length, channels),
+            fixed(batch, length, channels),
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
             state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state),
         )
@@ -148,4 +148,9 @@ def autocast(first: torch.Tensor, log_decay: torch.Tensor, *rest: torch.Tensor) 
     if not torch.is_autocast_enabled(kind):
         return (first, log_decay, *rest)
     low = torch.get_autocast_dtype(kind)
-    return (first.to(low), log_decay.float(), *(tensor.to(low) for tensor in rest))
+    return (_cast(first, low), _cast(log_decay, torch.float32), *(_cast(tensor, low) for tensor in rest))
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Only what the contract would take anyway: autocast must not hide a wrong argument."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in checks.FLOATS else value

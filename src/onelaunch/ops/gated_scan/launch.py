@@ -45,10 +45,17 @@ class ScanTiles:
 
 
 class Sequences(NamedTuple):
-    """Where the scan's sequences begin, and with what."""
+    """Where the scan's sequences begin, and with what: contiguous, as the kernels read them."""
 
     initial: torch.Tensor | None
     offsets: torch.Tensor | None
+
+    @classmethod
+    def of(cls, initial: torch.Tensor | None, offsets: torch.Tensor | None) -> Sequences:
+        """From tensors of any strides."""
+        return cls(
+            None if initial is None else initial.contiguous(), None if offsets is None else offsets.contiguous()
+        )
 
     def count(self, batch: int) -> int:
         return batch if self.offsets is None else self.offsets.shape[0] - 1
@@ -175,6 +182,7 @@ def backward(
     dlog_decay = torch.empty(v.shape, dtype=log_decay.dtype, device=v.device)
     dgate = v.new_empty(0 if gate is None else v.shape)
     dinitial = v.new_empty(0) if sequences.initial is None else torch.empty_like(sequences.initial)
+    dfinal = None if dfinal is None else dfinal.contiguous()
     words = workspace(v.device, tiles.words(batch, length, width))
     gate = v if gate is None else inner_contiguous(gate)
     backward_kernels.scan_gate_backward_kernel[tiles.grid(batch, length, width)](

@@ -32,7 +32,7 @@ def run_forward(
     """y, the final state, and for the backward pass the carries and (where gate and scan are separate) the states."""
     from onelaunch.ops.gated_scan import launch
 
-    sequences = launch.Sequences(initial, offsets)
+    sequences = launch.Sequences.of(initial, offsets)
     if not separate:
         y, final, carries = launch.forward(v, log_decay, gate, sequences, want_final=want_final, want_carries=keep)
         return y, final, carries, v.new_empty(0)
@@ -55,7 +55,7 @@ def run_backward(
     """Gradients of v, log_decay, gate and the initial state (no elements where there is none)."""
     from onelaunch.ops.gated_scan import launch
 
-    sequences = launch.Sequences(initial, offsets)
+    sequences = launch.Sequences.of(initial, offsets)
     if separate:
         ds, dgate = launch.gate_states_backward(dy, states, gate)
         dv, dlog_decay, _, dinitial = launch.backward(ds, dfinal, v, log_decay, None, sequences, carries)
@@ -85,7 +85,8 @@ def _(
     dy: Any, dfinal: Any, v: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, carries: Any, states: Any, separate: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, log_decay, gate)]
-    return *gradients, v.new_empty(0) if initial is None else torch.empty_like(initial)
+    kept = v.new_empty(0) if initial is None else initial.new_empty(initial.shape)
+    return *gradients, kept
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from onelaunch import dispatch
-from onelaunch.operation import Query, operation
+from onelaunch.operation import Query, fixed, operation
 from onelaunch.ops import checks
 from onelaunch.ops.gated_scan.contract import ScanCall, autocast, check_scan_arguments, state_flags
 
@@ -31,7 +31,7 @@ class LinearRNNCall:
             "linear_rnn",
             str(self.x.device),
             self.x.dtype,
-            (batch, length, width, self.weight.shape[1]),
+            fixed(batch, length, width, self.weight.shape[1]),
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
             state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state),
         )

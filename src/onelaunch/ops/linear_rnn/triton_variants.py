@@ -95,7 +95,7 @@ def run_forward(
     from onelaunch.ops.gated_scan.launch import Sequences
     from onelaunch.ops.linear_rnn import launch
 
-    sequences = Sequences(initial, offsets)
+    sequences = Sequences.of(initial, offsets)
     return launch.project_scan_gate(x, weight, log_decay, gate, sequences, want_final=want_final, keep=keep, stepwise=stepwise)
 
 
@@ -114,7 +114,7 @@ def run_backward(
     """Gradients of x, weight, log_decay, gate and the initial state (no elements where there is none)."""
     from onelaunch.ops.gated_scan import launch
 
-    sequences = launch.Sequences(initial, offsets)
+    sequences = launch.Sequences.of(initial, offsets)
     dv, dlog_decay, dgate, dinitial = launch.backward(dy, dfinal, v, log_decay, gate, sequences, carries)
     dx = dv @ weight.t()
     dweight = x.flatten(0, 1).t() @ dv.flatten(0, 1)
@@ -142,7 +142,8 @@ def _(
     dy: Any, dfinal: Any, x: Any, weight: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, v: Any, carries: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weight, log_decay, gate)]
-    return *gradients, x.new_empty(0) if initial is None else torch.empty_like(initial)
+    kept = x.new_empty(0) if initial is None else initial.new_empty(initial.shape)
+    return *gradients, kept
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
