@@ -178,11 +178,12 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
     except ImportError as error:
         raise InspectionError("Triton is not installed, nothing can be compiled. Do: pip install 'onelaunch[triton]'.") from error
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise InspectionError("TRITON_INTERPRET=1 is set, so kernels are interpreted and cannot be compiled. Unset it.")
-    source = ASTSource(
+    source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
         build.kernel,
         signature={name: type_.removesuffix(":16") for name, type_ in build.signature.items()},
         constexprs=dict(build.constants),

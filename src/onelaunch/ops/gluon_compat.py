@@ -1,0 +1,14 @@
+"""Gluon as this package uses it: the one place that knows which name a Triton release gives to what.
+
+Gluon is ``triton.experimental`` and renames between releases; kernels import from here, and nothing else imports Gluon.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""Renamed in Triton 3.9."""
+
+__all__ = ["TensorDescriptor", "gl", "gluon", "mbarrier", "tma_load", "warpgroup_mma", "warpgroup_mma_wait"]
