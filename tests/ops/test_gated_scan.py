@@ -65,10 +65,10 @@ def test_kernels_pass_the_whole_gate(variant):
 def test_groups_of_tiles_hand_on_the_carry():
     """Longer than a group of the look-back in both passes."""
     from onelaunch.ops.gated_scan import launch
-    from onelaunch.ops.lookback_kernels import GROUP
 
     case = case_of(GATED_SCAN, "group_chain")
-    assert case.sizes["T"] > GROUP.value * launch.scan_tiles(case.sizes["T"], case.sizes["V"]).steps
+    tiles = launch.scan_tiles(case.sizes["T"], case.sizes["V"])
+    assert case.sizes["T"] > tiles.group * tiles.steps
     assert_one_call_correct(GATED_SCAN, case, "fused")
 
 

@@ -4,10 +4,9 @@ Computes   c_i = A_{i-1} * c_{i-1} + S_{i-1} per channel, c_0 given: the state t
            s + S_j.
 Tile       ROWS consecutive steps are one segment, walked by one thread; a slab [SEGS, BV] holds step r of every segment. So
            a tile is ROWS slabs, all arithmetic on it is elementwise, and only one pair per segment and channel crosses threads.
-Method     decoupled look-back (Merrill and Garland 2016) with a fixed order of combination, so that results do not depend on
-           timing:
-           tiles come in groups; a tile reads what all earlier tiles of its group published, at once, and the state that left the
-           group before. Only groups form a chain.
+Method     decoupled look-back (Merrill and Garland 2016), but combined in a fixed order, so that results do not depend on timing:
+           GROUP tiles form a group; a tile reads what all earlier tiles of its group published, at once, and the state that left
+           the group before. Only groups form a chain.
 Memory     one 64-bit word per tile and channel holds A, S and a phase bit: it is its own "ready" flag, so no fence and no second
            round trip are needed. A is at least 0, its sign bit carries the phase.
 Reuse      every word of a workspace is written once per launch, so all have the same phase between launches: a program reads
@@ -19,8 +18,13 @@ Progress   a tile waits only for tiles of a lower program index, which the hardw
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr(32)
-"""Tiles that are read at once; 4 slabs of words."""
+
+POLLED = tl.constexpr(8)
+"""Rows of what is polled, [POLLED, BV]: POLLED * BV must be at least the number of threads.
+
+Threads that hold copies of one element load it on their own, and one may see it published when another does not yet; the loop would
+then end with the other's copy stale. So no element of a poll may have copies.
+"""
 
 
 @triton.jit
@@ -92,10 +96,18 @@ def unpack(words):
 
 
 @triton.jit
-def launch_phase(words, tile, channels, c):
-    """The phase bit of this launch: the other one than this program's own words have. ``words``: of this sequence."""
-    own = tl.load(words + tile.to(tl.int64) * channels + c, mask=c < channels, other=0)
-    return 1 - tl.max((own < 0).to(tl.int32), 0)
+def own_words_before(words, tile, channels, c):
+    """This program's own words [BV] of the launch before; to be read at the start, long before they are needed."""
+    return tl.load(words + tile.to(tl.int64) * channels + c, mask=c < channels, other=0)
+
+
+@triton.jit
+def launch_phase(before):
+    """The phase bit of this launch: the other one than :func:`own_words_before` have.
+
+    The reduction is also the barrier behind which no thread still reads the words that :func:`publish` overwrites.
+    """
+    return 1 - tl.max((before < 0).to(tl.int32), 0)
 
 
 @triton.jit
@@ -112,47 +124,44 @@ def follow(decay, state, words, mask):
 
 
 @triton.jit
-def poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase):
-    """Four slabs of words as they are now, and whether any is missing."""
-    words_0 = tl.load(pointers, mask=mask_0, other=0, volatile=True)
-    words_1 = tl.load(pointers + channels, mask=mask_1, other=0, volatile=True)
-    words_2 = tl.load(pointers + 2 * channels, mask=mask_2, other=0, volatile=True)
-    words_3 = tl.load(pointers + 3 * channels, mask=mask_3, other=0, volatile=True)
-    missing = stale(words_0, mask_0, phase) | stale(words_1, mask_1, phase)
-    missing |= stale(words_2, mask_2, phase) | stale(words_3, mask_3, phase)
-    return words_0, words_1, words_2, words_3, tl.max(missing.to(tl.int32))
+def poll_slabs(pointers, channels, tile, count, in_range, phase, SLABS: tl.constexpr):
+    """SLABS slabs of words as they are now, and whether any of the first ``count`` tiles is missing."""
+    words = ()
+    missing = tl.full(pointers.shape, 0, tl.int1)
+    for r in tl.static_range(SLABS):
+        mask = (tile + r < count)[:, None] & in_range
+        found = tl.load(pointers + r * channels, mask=mask, other=0, volatile=True)
+        missing |= stale(found, mask, phase)
+        words = words + (found,)
+    return words, tl.max(missing.to(tl.int32))
 
 
 @triton.jit
-def after_earlier_tiles(words, count, state, channels, c, phase):
-    """The state [BV] after the first ``count`` (below GROUP) tiles of a group, from the given one: waits for all of them."""
-    segments = tl.arange(0, GROUP // 4)
-    tile = segments * 4
+def after_earlier_tiles(words, count, state, channels, c, phase, GROUP: tl.constexpr):
+    """The state [BV] after the first ``count`` tiles of a group from ``state`` [POLLED, BV]: waits for all of them."""
+    slabs: tl.constexpr = GROUP // POLLED
+    tile = tl.arange(0, POLLED) * slabs
     in_range = (c < channels)[None, :]
-    pointers = words + tile.to(tl.int64)[:, None] * channels + c[None, :]  # [GROUP / 4, BV]
-    mask_0 = (tile < count)[:, None] & in_range
-    mask_1 = (tile + 1 < count)[:, None] & in_range
-    mask_2 = (tile + 2 < count)[:, None] & in_range
-    mask_3 = (tile + 3 < count)[:, None] & in_range
-    words_0, words_1, words_2, words_3, missing = poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase)
+    pointers = words + tile.to(tl.int64)[:, None] * channels + c[None, :]  # [POLLED, BV]
+    found, missing = poll_slabs(pointers, channels, tile, count, in_range, phase, slabs)
     while missing > 0:
-        words_0, words_1, words_2, words_3, missing = poll_slabs(pointers, channels, mask_0, mask_1, mask_2, mask_3, phase)
-    decays = tl.full(words_0.shape, 1.0, tl.float32)
-    decays, states = follow(decays, tl.zeros_like(decays), words_0, mask_0)
-    decays, states = follow(decays, states, words_1, mask_1)
-    decays, states = follow(decays, states, words_2, mask_2)
-    decays, states = follow(decays, states, words_3, mask_3)
+        found, missing = poll_slabs(pointers, channels, tile, count, in_range, phase, slabs)
+    decays = tl.full(pointers.shape, 1.0, tl.float32)
+    states = tl.zeros_like(decays)
+    for r in tl.static_range(slabs):
+        decays, states = follow(decays, states, found[r], (tile + r < count)[:, None] & in_range)
     decays, states = tl.associative_scan((decays, states), 0, combine)
-    return row(decays * state[None, :] + states, GROUP // 4 - 1)
+    return row(decays * state + states, POLLED - 1)
 
 
 @triton.jit
 def state_after(words, channels, c, phase):
-    """The state [BV] that left a group: waits until it is published."""
-    in_range = c < channels
-    found = tl.load(words + c, mask=in_range, other=0, volatile=True)
-    while tl.max(stale(found, in_range, phase).to(tl.int32), 0) > 0:
-        found = tl.load(words + c, mask=in_range, other=0, volatile=True)
+    """The state that left a group, in every row of [POLLED, BV]: waits until it is published."""
+    pointers = words + tl.zeros([POLLED], tl.int32)[:, None] + c[None, :]
+    mask = (tl.zeros([POLLED], tl.int32)[:, None] + c[None, :]) < channels
+    found = tl.load(pointers, mask=mask, other=0, volatile=True)
+    while tl.max(stale(found, mask, phase).to(tl.int32)) > 0:
+        found = tl.load(pointers, mask=mask, other=0, volatile=True)
     return unpack(found)[1]
 
 
@@ -166,7 +175,9 @@ def publish(words, decays, states, index, channels, c, phase):
 
 
 @triton.jit
-def pass_carry(words, group_words, decays, states, index, initial, tile, tiles, channels, c, phase):
+def pass_carry(
+    words, group_words, decays, states, index, initial, tile, tiles, channels, c, phase, GROUP: tl.constexpr
+):  # fmt: skip
     """Publish this tile's map, which is row ``index`` of [SEGS, BV], and return the state [BV] that enters the tile.
 
     ``words`` and ``group_words`` are where this sequence's words begin; ``c`` are the channels [BV], ``initial`` enters tile 0.
@@ -174,11 +185,14 @@ def pass_carry(words, group_words, decays, states, index, initial, tile, tiles, 
     publish(words + tile.to(tl.int64) * channels, decays, states, index, channels, c, phase)
     group = tile // GROUP
     first = group * GROUP
-    carry = initial
+    entering = tl.zeros([POLLED], tl.float32)[:, None] + initial[None, :]
     if group > 0:
-        carry = state_after(group_words + (group - 1).to(tl.int64) * channels, channels, c, phase)
+        entering = state_after(group_words + (group - 1).to(tl.int64) * channels, channels, c, phase)
+    carry = initial
     if tile > first:
-        carry = after_earlier_tiles(words + first.to(tl.int64) * channels, tile - first, carry, channels, c, phase)
+        carry = after_earlier_tiles(words + first.to(tl.int64) * channels, tile - first, entering, channels, c, phase, GROUP)
+    elif group > 0:
+        carry = row(entering, 0)
     if (tile == first + GROUP - 1) | (tile == tiles - 1):
         leaving = decays * carry[None, :] + states
         publish(group_words + group.to(tl.int64) * channels, tl.zeros_like(leaving), leaving, index, channels, c, phase)

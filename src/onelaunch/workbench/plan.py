@@ -141,6 +141,8 @@ def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str
     operation, case = find_operation(study.operation), study.case(shape)
     variant = operation.get(name)
     plan = _plan(operation.cost(case, variant, direction), _least(study, shape, direction), shape.dtype, rates)
+    if name in shape.skip:
+        return PlannedCell(shape, direction, name, plan, status="unsupported", reason="is left out at this shape by the study")
     if (package := missing_package(variant)) is not None:
         return PlannedCell(shape, direction, name, plan, status="not_installed", reason=f"needs the package {package}")
     query = operation.query(case, device, grad=direction == "forward_backward")

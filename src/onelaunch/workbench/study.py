@@ -43,6 +43,12 @@ class Shape(Declared):
     scale: Scale = "full"
     sizes: dict[str, int]
     options: dict[str, Any] = Field(default_factory=dict)
+    skip: tuple[str, ...] = ()
+    """Variants left out at this shape, such as a loop over time that would take minutes; the report says so."""
+
+
+SHAPE_KEYS = ("name", "dtype", "scale", "skip")
+"""What a shape's table may hold beside the operation's sizes and options."""
 
 
 Selector = str | dict[str, Any]
@@ -153,7 +159,9 @@ class StudyFile:
 def study_folders() -> list[Path]:
     """Where studies are looked for: ./studies, the package's own (in a wheel or beside its source), ``$ONELAUNCH_STUDIES``."""
     package = Path(__file__).parents[1]
-    own = [Path("studies"), package / "studies", package.parents[1] / "studies"]
+    own = [Path("studies"), package / "studies"]
+    if not any(folder.is_dir() for folder in own):
+        own = [package.parents[1] / "studies"]
     named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]
     return [folder for folder in (*own, *named) if folder.is_dir()]
 
@@ -271,14 +279,17 @@ class _Reader:
 
     def _shape(self, index: int, table: dict[str, Any], operation: Operation[..., Any]) -> dict[str, Any]:
         where = f"shapes[{index}] ({table.get('name', 'without a name')})"
-        own = {key: table[key] for key in ("name", "dtype", "scale") if key in table}
+        own = {key: table[key] for key in SHAPE_KEYS if key in table}
         given = {key: value for key, value in table.items() if key not in own}
         if "name" not in own:
             self.fail(f"{where} lacks name.")
-        known = ("name", "dtype", "scale", *operation.dimensions, *operation.options)
+        known = (*SHAPE_KEYS, *operation.dimensions, *operation.options)
         for key in given:
             if key not in known:
                 self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
+        for name in own.get("skip", ()):
+            if name not in operation.variants:
+                self.fail(f"{where}: skip names no variant {name!r}.{did_you_mean(name, operation.variants)}")
         try:
             case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
         except ArgumentError as error:

@@ -28,7 +28,7 @@ from onelaunch.ops.gated_scan.kernels import (
     tile_pointers,
     walk,
 )
-from onelaunch.ops.lookback_kernels import launch_phase, pass_carry, scan_segments, scan_segments_reverse
+from onelaunch.ops.lookback_kernels import launch_phase, own_words_before, pass_carry, scan_segments, scan_segments_reverse
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def scan_gate_backward_kernel(
     dy, dfinal, v, log_decay, gate, initial, offsets, carries, dv, dlog_decay, dgate, dinitial, words,
     T, channels, sequences, dy_stride_b, dy_stride_t, v_stride_b, v_stride_t,
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file. Where GATED is false, dy is the gradient of the states and dgate is not written."""
@@ -133,8 +133,8 @@ def scan_gate_backward_kernel(
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
     in_range = c < channels
-    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels)
-    phase = launch_phase(own_words, order, channels, c)
+    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels, GROUP)
+    words_before = own_words_before(own_words, order, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
@@ -179,7 +179,8 @@ def scan_gate_backward_kernel(
     from_right = tl.zeros(c.shape, tl.float32)
     if DFINAL and not PACKED:
         from_right = tl.load(dfinal + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
-    carry = pass_carry(own_words, group_words, factor_with, total_with, 0, from_right, order, tiles, channels, c, phase)
+    phase = launch_phase(words_before)
+    carry = pass_carry(own_words, group_words, factor_with, total_with, 0, from_right, order, tiles, channels, c, phase, GROUP)
     ds = factor_behind * carry[None, :] + total_behind
 
     # The states before each step, from the left

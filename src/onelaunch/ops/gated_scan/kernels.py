@@ -13,7 +13,7 @@ Numerics   decays multiply in linear space, float32; nothing is divided by a dec
 import triton
 import triton.language as tl
 
-from onelaunch.ops.lookback_kernels import GROUP, launch_phase, pass_carry, row, scan_segments
+from onelaunch.ops.lookback_kernels import launch_phase, own_words_before, pass_carry, row, scan_segments
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -149,7 +149,7 @@ def walk(values, decays, decay, state):
 
 
 @triton.jit
-def sequence_words(words, b, batches, tiles, channels):
+def sequence_words(words, b, batches, tiles, channels, GROUP: tl.constexpr):
     """Where the words of batch entry b begin: its tiles', and its groups' behind all tiles."""
     groups = (tiles + GROUP - 1) // GROUP
     behind = words + batches.to(tl.int64) * tiles * channels
@@ -201,10 +201,10 @@ def first_state(initial, b, c, channels, INITIAL: tl.constexpr, PACKED: tl.const
 @triton.jit
 def scan_gate_tile(
     values, log_decays, gates,  # ROWS slabs [SEGS, BV] each, 0 outside the tensor
-    initial, offsets, y, final, carries, own_words, group_words, phase,
+    initial, offsets, y, final, carries, own_words, group_words, before,
     tile, tiles, b, segment, c, T, channels, sequences,
-    STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL:
-    tl.constexpr, CARRIES: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Everything after v: scan the tile, pass the carry, gate, store."""
     start = tile * (segment.shape[0] * ROWS)
@@ -216,7 +216,8 @@ def scan_gate_tile(
     decay_before, state_before, decay_with, state_with = tile_maps(values, decays)
     entering = first_state(initial, b, c, channels, INITIAL, PACKED)
     last = segment.shape[0] - 1
-    carry = pass_carry(own_words, group_words, decay_with, state_with, last, entering, tile, tiles, channels, c, phase)
+    phase = launch_phase(before)
+    carry = pass_carry(own_words, group_words, decay_with, state_with, last, entering, tile, tiles, channels, c, phase, GROUP)
     if CARRIES:
         tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=c < channels)
     s = decay_before * carry[None, :] + state_before
@@ -249,7 +250,7 @@ def scan_gate_tile(
 def scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries, words,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file."""
@@ -258,8 +259,8 @@ def scan_gate_kernel(
     batches = tl.num_programs(1) // slices
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
-    own_words, group_words = sequence_words(words, b, batches, tiles, channels)
-    phase = launch_phase(own_words, tile, channels, c)
+    own_words, group_words = sequence_words(words, b, batches, tiles, channels, GROUP)
+    before = own_words_before(own_words, tile, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
@@ -272,9 +273,9 @@ def scan_gate_kernel(
         p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
         gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
     scan_gate_tile(
-        values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, phase,
+        values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, before,
         tile, tiles, b, segment, c, T, channels, sequences,
-        STEPS, EVEN, GATED, INITIAL, PACKED, FINAL, CARRIES,
+        GROUP, STEPS, EVEN, GATED, INITIAL, PACKED, FINAL, CARRIES,
     )  # fmt: skip
 
 

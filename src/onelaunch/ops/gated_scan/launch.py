@@ -9,7 +9,6 @@ import torch
 import triton
 
 from onelaunch.ops.gated_scan import backward_kernels, kernels
-from onelaunch.ops.lookback_kernels import GROUP
 from onelaunch.ops.workspace import workspace
 
 
@@ -19,6 +18,8 @@ class ScanTiles:
 
     steps: int = 64
     channels: int = 64
+    group: int = 32
+    """Tiles that the look-back reads at once: a multiple of 8. ``channels`` must be at least 4 ``warps``."""
     warps: int = 4
     backward_warps: int = 4
     stages: int = 1
@@ -41,7 +42,7 @@ class ScanTiles:
     def words(self, batch: int, length: int, width: int) -> int:
         """Words of the look-back: one per tile and channel, one per group and channel."""
         tiles = triton.cdiv(length, self.steps)
-        return batch * width * (tiles + triton.cdiv(tiles, GROUP.value))
+        return batch * width * (tiles + triton.cdiv(tiles, self.group))
 
 
 class Sequences(NamedTuple):
@@ -53,9 +54,7 @@ class Sequences(NamedTuple):
     @classmethod
     def of(cls, initial: torch.Tensor | None, offsets: torch.Tensor | None) -> Sequences:
         """From tensors of any strides."""
-        return cls(
-            None if initial is None else initial.contiguous(), None if offsets is None else offsets.contiguous()
-        )
+        return cls(None if initial is None else initial.contiguous(), None if offsets is None else offsets.contiguous())
 
     def count(self, batch: int) -> int:
         return batch if self.offsets is None else self.offsets.shape[0] - 1
@@ -69,10 +68,14 @@ def scan_tiles(length: int, width: int) -> ScanTiles:
     """Tiles for a scan over ``length`` steps of ``width`` channels; the backward pass uses the same, since it reads the carries.
 
     64 x 32 by 4 warps was fastest or within 3 % of it at all seven sizes of experiment 040 on an H200 (9.2 us with its product at
-    B=4 T=2048 V=64, where 64 x 64 took 10.4 and 128 x 32 10.9); two warps or eight are slower by 5 to 20 %.
+    B=4 T=2048 V=64, where 64 x 64 took 10.4 and 128 x 32 10.9); two warps or eight are slower by 5 to 20 %. Groups of 8 tiles are
+    6 % faster than 32 while no sequence is longer; chains of smaller groups lose (11.9 us with groups of 16).
     """
+    steps = min(64, max(16, triton.next_power_of_2(length)))
     return ScanTiles(
-        steps=min(64, max(16, triton.next_power_of_2(length))), channels=min(32, max(16, triton.next_power_of_2(width)))
+        steps=steps,
+        channels=min(32, max(16, triton.next_power_of_2(width))),
+        group=8 if triton.cdiv(length, steps) <= 8 else 32,
     )
 
 
@@ -131,27 +134,15 @@ def forward(
     if walk is not None:
         programs = batch * triton.cdiv(width, walk.channels)
         kernels.walk_scan_gate_kernel[(programs,)](
-            *given,
-            *sizes,
-            BT=walk.steps,
-            BV=walk.channels,
-            EVEN=walk.even(length, width),
-            STAGES=walk.stages,
-            **walk.options(),
-            **flags,
-        )
+            *given, *sizes, BT=walk.steps, BV=walk.channels, EVEN=walk.even(length, width), STAGES=walk.stages,
+            KEPT=tiles.steps, **walk.options(), **flags,
+        )  # fmt: skip
     else:
         words = workspace(v.device, tiles.words(batch, length, width))
         kernels.scan_gate_kernel[tiles.grid(batch, length, width)](
-            *given,
-            words,
-            *sizes,
-            BT=tiles.steps,
-            BV=tiles.channels,
-            EVEN=tiles.even(length, width),
-            num_warps=tiles.warps,
-            **flags,
-        )
+            *given, words, *sizes, BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, EVEN=tiles.even(length, width),
+            **tiles.options(), **flags,
+        )  # fmt: skip
     return y, final, carries
 
 
@@ -191,7 +182,7 @@ def backward(
         length, width, sequences.count(batch),
         dy.stride(0), dy.stride(1), v.stride(0), v.stride(1),
         log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
-        BT=tiles.steps, BV=tiles.channels, STEPS=sequences.bisection_steps(), EVEN=tiles.even(length, width),
+        BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, STEPS=sequences.bisection_steps(), EVEN=tiles.even(length, width),
         GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
         DFINAL=dfinal is not None, num_warps=tiles.backward_warps,
     )  # fmt: skip

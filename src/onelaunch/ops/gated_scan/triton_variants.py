@@ -210,7 +210,7 @@ def scan_build(
 ) -> KernelBuild:
     """A scan kernel as a plain training call launches it: no packing, no given states."""
     absent = ("initial", "offsets", "final", "dfinal", "dinitial")
-    constants = {"BT": tiles.steps, "BV": tiles.channels, "STEPS": 0, "EVEN": True, **flags}
+    constants = {"BT": tiles.steps, "BV": tiles.channels, "GROUP": tiles.group, "STEPS": 0, "EVEN": True, **flags}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = scan_signature(kernel, element, [key for key in absent if key in kernel.arg_names], constants)
     constants |= {key: None for key in absent if key in kernel.arg_names}

@@ -22,13 +22,13 @@ from onelaunch.ops.gated_scan.kernels import (
     store_slab,
     tile_pointers,
 )
-from onelaunch.ops.lookback_kernels import launch_phase
+from onelaunch.ops.lookback_kernels import own_words_before
 
 
 @triton.jit
 def project_tile(
     x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride,
-    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN_D: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
     """v = x W for BT steps and BV channels, float32 [BT, BV]; 0 outside the tensors."""
     rows = tl.arange(0, BT)
@@ -39,7 +39,10 @@ def project_tile(
     p_weight = weight + k[:, None] * weight_stride + c[None, :]  # [BD, BV]
     v = tl.zeros([BT, BV], tl.float32)
     for d in range(0, width, BD):
-        if EVEN_D:
+        if EVEN and EVEN_D:
+            b_x = tl.load(p_x)
+            b_weight = tl.load(p_weight)
+        elif EVEN_D:
             b_x = tl.load(p_x, mask=in_time, other=0.0)
             b_weight = tl.load(p_weight, mask=in_range, other=0.0)
         else:
@@ -71,7 +74,8 @@ def project_scan_gate_kernel(
     x, weight, log_decay, gate, initial, offsets, y, v, final, carries, words,
     T, width, channels, sequences, x_stride_b, x_stride_t, weight_stride,
     decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN_D: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN_D: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file. KEEP: also write v and the carries, which the backward pass reads."""
@@ -79,15 +83,15 @@ def project_scan_gate_kernel(
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
-    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels)
-    phase = launch_phase(own_words, tile, channels, c)
+    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels, GROUP)
+    before = own_words_before(own_words, tile, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
     p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
     log_decays = load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN)
     values = slabs_of(
-        project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN_D)
+        project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN, EVEN_D)
     )
     # Loaded behind x, which is needed first; it arrives while the carry is waited for
     p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
@@ -97,9 +101,9 @@ def project_scan_gate_kernel(
         for r in tl.static_range(ROWS):
             store_slab(p_v, r, values[r], channels, segment, t, T, c, channels, EVEN)
     scan_gate_tile(
-        values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, phase,
+        values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, before,
         tile, tiles, b, segment, c, T, channels, sequences,
-        STEPS, EVEN, True, INITIAL, PACKED, FINAL, KEEP,
+        GROUP, STEPS, EVEN, True, INITIAL, PACKED, FINAL, KEEP,
     )  # fmt: skip
 
 

@@ -31,13 +31,13 @@ MANY = 400
 def project_tiles(batch: int, length: int, width: int, channels: int, element_size: int) -> ProjectTiles:
     """As many steps as the scan's own tiles have, since the backward pass reads one carry a tile.
 
-    64 x 32 is fastest while it leaves processors free (7.3 against 8.2 us for 64 x 64 at B=4 T=2048 D=256 V=64); with more than
-    :data:`MANY` such programs 64 x 64 is (9.8 against 10.6 us at B=16 T=1024), since it reads x once. 128 steps lose at all
-    sizes.
+    64 x 32 is fastest while it leaves processors free (7.3 against 8.2 us for 64 x 64 at B=4 T=2048 D=256 V=64); with more
+    than :data:`MANY` such programs 64 x 64 by 8 warps is (10.0 against 11.0 us at B=16 T=1024), since it reads x once. 128
+    steps lose at all sizes.
     """
     scan = scan_tiles(length, channels)
     if channels >= 64 and batch * triton.cdiv(length, scan.steps) * triton.cdiv(channels, scan.channels) > MANY:
-        scan = replace(scan, channels=64)
+        scan = replace(scan, channels=64, warps=8)
     inner = min(64 if element_size == 2 else 32, max(16, triton.next_power_of_2(width)))
     return ProjectTiles(scan, inner=inner)
 
@@ -86,9 +86,9 @@ def project_scan_gate(
         kernels.project_scan_gate_kernel[tiles.scan.grid(batch, length, channels)](
             *given, words, length, width, channels, count, *strides,
             BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
-            EVEN=tiles.scan.even(length, channels),
+            GROUP=tiles.scan.group, EVEN=tiles.scan.even(length, channels),
             STEPS=sequences.bisection_steps(),
-            num_warps=tiles.scan.warps, num_stages=tiles.stages, **flags,
+            num_stages=tiles.stages, **tiles.scan.options(), **flags,
         )  # fmt: skip
     return y, final, v, carries
 
