@@ -18,12 +18,11 @@ Progress   a tile waits only for tiles of a lower program index, which the hardw
 import triton
 import triton.language as tl
 
-
 POLLED = tl.constexpr(8)
 """Rows of what is polled, [POLLED, BV]: POLLED * BV must be at least the number of threads.
 
-Threads that hold copies of one element load it on their own, and one may see it published when another does not yet; the loop would
-then end with the other's copy stale. So no element of a poll may have copies.
+Threads that hold copies of one element load it on their own, and one may see it published when another does not yet; the loop
+would then end with the other's copy stale. So no element of a poll may have copies.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shlex
 import statistics
@@ -88,7 +89,12 @@ def versions(study: Study) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the package's checkout, with ``-dirty`` when its files differ; empty for an installed package."""
+    """The commit of the package's checkout, with ``-dirty`` when its files differ; empty for an installed package.
+
+    Where the files came without their history, ``$ONELAUNCH_COMMIT`` says which commit they are.
+    """
+    if named := os.environ.get("ONELAUNCH_COMMIT"):
+        return named
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return ""
     head = _git("rev-parse", "--short=12", "HEAD")
