@@ -83,7 +83,7 @@ MISTAKES = {
     ),
     "misspelt size": (
         ("N = 4", "M = 4"),
-        "shapes[0] (big) has an unknown key 'M'. Known: name, dtype, scale, N, V, kind, masked.",
+        "shapes[0] (big) has an unknown key 'M'. Known: name, dtype, scale, skip, N, V, kind, masked.",
     ),
     "missing size": (("N = 4\n", ""), "shapes[0] (big): ladder needs the sizes N, V; N not given."),
     "size of a wrong type": (("N = 4", 'N = "4"'), "shapes[0] (big): Size N of ladder is '4'; it must be an integer"),
