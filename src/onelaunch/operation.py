@@ -56,7 +56,7 @@ def fixed(*sizes: int) -> tuple[int, ...]:
         return sizes
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and there already when compiling
 
-    return tuple(guard_scalar(size) for size in sizes)
+    return tuple(int(guard_scalar(size)) for size in sizes)
 
 
 class Call(Protocol):
