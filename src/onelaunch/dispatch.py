@@ -66,8 +66,8 @@ def choose(query: Query) -> Variant:
         times = {name: time for name, time in measured.microseconds.items() if name in able}
         if times:
             close = [name for name, time in times.items() if time <= TIE * min(times.values())]
-            return able[min(close, key=_preference(operation, query).index)]
-    return able[min(able, key=_preference(operation, query).index)]
+            return able[min(close, key=operation.preference(query).index)]
+    return able[min(able, key=operation.preference(query).index)]
 
 
 def explain(query: Query) -> Explanation:
@@ -113,11 +113,6 @@ def _checked(variant: str, query: Query) -> str:
 
 def _able(operation: Operation[..., Any], query: Query) -> list[str]:
     return [name for name, variant in operation.variants.items() if variant.why_not(query) is None]
-
-
-def _preference(operation: Operation[..., Any], query: Query) -> list[str]:
-    first = [name for name in operation.defaults.get(query.device_type, ()) if name in operation.variants]
-    return first + [name for name in operation.variants if name not in first]
 
 
 def _measured(operation: Operation[..., Any], query: Query) -> Measured | None:

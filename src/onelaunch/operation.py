@@ -220,6 +220,7 @@ class Operation(Generic[P, R]):
         self._oracle: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
         self._inputs: Callable[[Case, torch.device, torch.Generator], Reading] | None = None
         self._cost: Callable[[Case, Variant | None, Direction], Cost] | None = None
+        self._preference: Callable[[Query], tuple[str, ...]] = lambda query: ()
         self._query: Callable[[Case, str, bool], Query] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -276,7 +277,17 @@ class Operation(Generic[P, R]):
         self._query = function
         return function
 
+    def prefers(self, function: Callable[[Query], tuple[str, ...]]) -> Callable[[Query], tuple[str, ...]]:
+        """Decorator: the variants to try before ``defaults`` for a query of this size, where nothing near was measured."""
+        self._preference = function
+        return function
+
     # What tests, studies and the dispatcher ask
+
+    def preference(self, query: Query) -> list[str]:
+        """All variants in the order to prefer them in where nothing near was measured."""
+        first = (*self._preference(query), *self.defaults.get(query.device_type, ()), *self.variants)
+        return [name for name in dict.fromkeys(first) if name in self.variants]
 
     def case(self, dtype: torch.dtype | str, *, name: str = "", **given: Any) -> Case:
         """A case from its sizes and options, checked: ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from onelaunch import dispatch
+from onelaunch.operation import find_operation
 from onelaunch.ops import gated_scan, linear_rnn
 from tests.ops.cases import (
     GATED_SCAN,
@@ -410,3 +411,12 @@ def test_public_functions_say_what_they_are():
     assert linear_rnn.__doc__
     for operation in OPERATIONS:
         assert all(variant.summary for variant in operation.variants.values())
+
+
+def test_wide_layers_prefer_the_librarys_product():
+    linear_rnn = find_operation("linear_rnn")
+    narrow = linear_rnn.query(linear_rnn.case("float16", B=4, T=2048, D=256, V=64), "cuda:0")
+    wide = linear_rnn.query(linear_rnn.case("float16", B=1, T=4096, D=2048, V=2048), "cuda:0")
+    assert linear_rnn.preference(narrow)[0] == "fused_chunked"
+    assert linear_rnn.preference(wide)[0] == "semi_fused"
+    assert sorted(linear_rnn.preference(wide)) == sorted(linear_rnn.variants)

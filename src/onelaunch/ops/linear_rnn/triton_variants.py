@@ -209,6 +209,16 @@ for _variant in (three_launch, three_launch_cublas, semi_fused, fused_stepwise, 
     _variant.supports(scan.needs_triton)
 
 
+WIDE = 512 * 512
+"""Weights beyond which the library's matrix product wins back what its own launch costs."""
+
+
+@linear_rnn.prefers
+def library_product_for_wide_layers(query: Query) -> tuple[str, ...]:
+    """At D = V = 2048 two launches take 565 us on an H200, ``fused_chunked`` 1274: its product is no match for the library's."""
+    return ("semi_fused",) if query.device_type == "cuda" and query.sizes[2] * query.sizes[3] >= WIDE else ()
+
+
 @fused_stepwise.supports
 def fits_registers(query: Query) -> str | None:
     """The stepwise kernel holds its weights in registers, and its states between tiles assume unpacked sequences."""
