@@ -10,7 +10,7 @@ from onelaunch.errors import NoDeviceError, ResultExists, StudyError
 from onelaunch.hardware import Ceilings
 from onelaunch.workbench import run as module
 from onelaunch.workbench import sampling, timing
-from onelaunch.workbench.provenance import commit, merge_clocks
+from onelaunch.workbench.provenance import commit, merge_clocks, spelled
 from onelaunch.workbench.result import Result, Traffic
 from onelaunch.workbench.run import Steps, default_path, partial_path, run_study
 from onelaunch.workbench.study import Criterion, Shape, Study
@@ -344,3 +344,8 @@ def test_clocks_of_all_shapes_become_one():
 
 def test_the_toy_operation_is_the_one_that_runs():
     assert toy.toy_sum.name == "toy_sum"
+
+
+def test_the_command_leaves_out_folders_of_this_machine():
+    given = ["/somewhere/bin/onelaunch", "study", "run", "x.toml", "--out", "/elsewhere/a/r.json"]
+    assert spelled(given) == "onelaunch study run x.toml --out r.json"

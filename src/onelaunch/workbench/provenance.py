@@ -53,7 +53,7 @@ def provenance(
         commit=commit(),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         clocks=merge_clocks(clocks),
-        command=command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=command or spelled(sys.argv),
         scale=scale,
         rounds=rounds,
     )
@@ -86,6 +86,11 @@ def versions(study: Study) -> dict[str, str]:
         if (version := _version(package)) is not None:
             found[package] = version
     return found
+
+
+def spelled(arguments: Sequence[str]) -> str:
+    """The command line as another person can use it: folders that only this machine has are left off absolute paths."""
+    return shlex.join([Path(part).name if Path(part).is_absolute() else part for part in arguments])
 
 
 def commit() -> str:
