@@ -103,15 +103,15 @@ def test_the_scan_operators_keep_pytorchs_rules(separate, keep):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("kernel", ["chunked", "stepwise"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_layer_operators_keep_pytorchs_rules(stepwise, keep):
+def test_the_layer_operators_keep_pytorchs_rules(kernel, keep):
     arguments = small(LINEAR_RNN, grad=keep)
     given = [arguments[name] for name in ("x", "weight", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.linear_rnn_forward.default
-    torch.library.opcheck(forward, (*given, None, True, keep, stepwise), test_utils=UTILITIES)
+    torch.library.opcheck(forward, (*given, None, True, keep, kernel), test_utils=UTILITIES)
     plain = [value.detach() for value in given]
-    y, _, v, carries = forward(*plain, None, want_final=True, keep=True, stepwise=stepwise)
+    y, _, v, carries = forward(*plain, None, want_final=True, keep=True, kernel=kernel)
     backward = torch.ops.onelaunch.linear_rnn_backward.default
     gradients = (torch.randn_like(y), torch.randn(1, 4))
     torch.library.opcheck(backward, (*gradients, *plain, None, v, carries), test_utils=UTILITIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +14,59 @@ from onelaunch.ops.workspace import workspace
 
 STEPWISE_WIDTH = 2048
 """Widest x that the stepwise kernel holds the weights for in registers."""
+
+
+class Results(NamedTuple):
+    """What a launch of the layer gives back; what is not wanted has no elements."""
+
+    y: torch.Tensor
+    """``[B, T, V]``."""
+    final: torch.Tensor
+    """The states at the end, ``[N, V]`` float32."""
+    v: torch.Tensor
+    """The product, ``[B, T, V]``, for a backward pass."""
+    carries: torch.Tensor
+    """The state every ``scan_tiles(T, V).steps`` steps, ``[B, tiles, V]`` float32, for a backward pass."""
+
+
+class Layer(NamedTuple):
+    """A forward call, as the kernels take it: one launch each."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    log_decay: torch.Tensor
+    gate: torch.Tensor
+    sequences: Sequences
+    want_final: bool
+    keep: bool
+    """Whether to keep what a backward pass reads."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, T, D, V."""
+        batch, length, width = self.x.shape
+        return batch, length, width, self.weight.shape[1]
+
+    def flags(self) -> dict[str, bool]:
+        """Constants that all kernels of the layer have."""
+        return {"INITIAL": self.sequences.initial is not None, "FINAL": self.want_final, "KEEP": self.keep}
+
+    def results(self) -> Results:
+        """Room for the results."""
+        batch, length, _, channels = self.sizes
+        y = torch.empty((batch, length, channels), dtype=self.x.dtype, device=self.x.device)
+        final, carries = empty_states(y, self.sequences, scan_tiles(length, channels), self.want_final, self.keep)
+        return Results(y, final, torch.empty_like(y) if self.keep else y.new_empty(0), carries)
+
+    def in_rows(self) -> Layer:
+        """The same with neighbouring channels next to each other in memory, copied where they are not."""
+        x, weight, log_decay, gate = (inner_contiguous(t) for t in (self.x, self.weight, self.log_decay, self.gate))
+        return self._replace(x=x, weight=weight, log_decay=log_decay, gate=gate)
+
+    def strides(self) -> tuple[int, ...]:
+        """Elements between batch entries and steps of x, between rows of the weights, and the same of decay and gate."""
+        decay, gate = self.log_decay.stride(), self.gate.stride()
+        return *self.x.stride()[:2], self.weight.stride(0), *decay[:2], *gate[:2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,55 +96,35 @@ def project_tiles(batch: int, length: int, width: int, channels: int, element_si
     return ProjectTiles(scan, inner=inner)
 
 
-def project_scan_gate(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    log_decay: torch.Tensor,
-    gate: torch.Tensor,
-    sequences: Sequences,
-    *,
-    want_final: bool,
-    keep: bool,
-    stepwise: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y ``[B, T, V]``, final state ``[N, V]``, and, to keep for a backward pass, v and the carries. One launch.
-
-    What is not wanted comes back with no elements.
-    """
-    batch, length, width = x.shape
-    channels = weight.shape[1]
-    tiles = project_tiles(batch, length, width, channels, x.element_size())
-    x, weight, log_decay, gate = (inner_contiguous(tensor) for tensor in (x, weight, log_decay, gate))
-    y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
-    v = torch.empty_like(y) if keep else y.new_empty(0)
-    final, carries = empty_states(y, sequences, tiles.scan, want_final, keep)
-    strides = (
-        x.stride(0), x.stride(1), weight.stride(0),
-        log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
+def chunked(layer: Layer) -> Results:
+    """Project, scan and gate tile by tile; any dtype, packed sequences as well."""
+    layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
+    batch, length, width, channels = layer.sizes
+    tiles = project_tiles(batch, length, width, channels, layer.x.element_size())
+    words = workspace(layer.x.device, tiles.scan.words(batch, length, channels))
+    kernels.project_scan_gate_kernel[tiles.scan.grid(batch, length, channels)](
+        *layer[:4], *sequences, results.y, results.v, results.final, results.carries, words,
+        length, width, channels, sequences.count(batch), *layer.strides(),
+        BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
+        GROUP=tiles.scan.group, EVEN=tiles.scan.even(length, channels),
+        PACKED=sequences.offsets is not None, STEPS=sequences.bisection_steps(),
+        num_stages=tiles.stages, **tiles.scan.options(), **layer.flags(),
     )  # fmt: skip
-    flags = {
-        "INITIAL": sequences.initial is not None,
-        "PACKED": sequences.offsets is not None,
-        "FINAL": want_final,
-        "KEEP": keep,
-    }
+    return results
+
+
+def stepwise(layer: Layer) -> Results:
+    """The same step by step, a program per sequence and :data:`STEPWISE_CHANNELS` channels."""
+    layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
+    batch, length, width, channels = layer.sizes
     count = sequences.count(batch)
-    given = (x, weight, log_decay, gate, sequences.initial, sequences.offsets, y, v, final, carries)
-    if stepwise:
-        kernels.stepwise_kernel[count, triton.cdiv(channels, STEPWISE_CHANNELS)](
-            *given, length, width, channels, count, *strides,
-            BT=tiles.scan.steps, BV=STEPWISE_CHANNELS, BD=triton.next_power_of_2(width), num_warps=stepwise_warps(width), **flags,
-        )  # fmt: skip
-    else:
-        words = workspace(x.device, tiles.scan.words(batch, length, channels))
-        kernels.project_scan_gate_kernel[tiles.scan.grid(batch, length, channels)](
-            *given, words, length, width, channels, count, *strides,
-            BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
-            GROUP=tiles.scan.group, EVEN=tiles.scan.even(length, channels),
-            STEPS=sequences.bisection_steps(),
-            num_stages=tiles.stages, **tiles.scan.options(), **flags,
-        )  # fmt: skip
-    return y, final, v, carries
+    kernels.stepwise_kernel[count, triton.cdiv(channels, STEPWISE_CHANNELS)](
+        *layer[:4], *sequences, results.y, results.v, results.final, results.carries,
+        length, width, channels, count, *layer.strides(),
+        BT=scan_tiles(length, channels).steps, BV=STEPWISE_CHANNELS, BD=triton.next_power_of_2(width),
+        PACKED=sequences.offsets is not None, num_warps=stepwise_warps(width), **layer.flags(),
+    )  # fmt: skip
+    return results
 
 
 STEPWISE_CHANNELS = 16

@@ -89,14 +89,15 @@ def run_forward(
     offsets: torch.Tensor | None,
     want_final: bool,
     keep: bool,
-    stepwise: bool,
+    kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, the final state, and for the backward pass v and the carries."""
+    """y, the final state, and for the backward pass v and the carries, by the kernel of this name."""
     from onelaunch.ops.gated_scan.launch import Sequences
-    from onelaunch.ops.linear_rnn import launch
+    from onelaunch.ops.linear_rnn import hopper_launch, launch
 
-    sequences = Sequences.of(initial, offsets)
-    return launch.project_scan_gate(x, weight, log_decay, gate, sequences, want_final=want_final, keep=keep, stepwise=stepwise)
+    layer = launch.Layer(x, weight, log_decay, gate, Sequences.of(initial, offsets), want_final, keep)
+    kernels = {"chunked": launch.chunked, "stepwise": launch.stepwise, "persistent": hopper_launch.persistent}
+    return kernels[kernel](layer)
 
 
 def run_backward(
@@ -127,14 +128,12 @@ backward = torch.library.custom_op("onelaunch::linear_rnn_backward", run_backwar
 
 @forward.register_fake
 def _(
-    x: Any, weight: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, want_final: Any, keep: Any, stepwise: Any,
+    x: Any, weight: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, want_final: Any, keep: Any, kernel: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    from onelaunch.ops.gated_scan.launch import Sequences, empty_states, scan_tiles
+    from onelaunch.ops.gated_scan.launch import Sequences
+    from onelaunch.ops.linear_rnn.launch import Layer
 
-    y = torch.empty((*x.shape[:2], weight.shape[1]), dtype=x.dtype, device=x.device)
-    tiles = scan_tiles(x.shape[1], weight.shape[1])
-    final, carries = empty_states(y, Sequences(initial, offsets), tiles, want_final, keep)
-    return y, final, torch.empty_like(y) if keep else y.new_empty(0), carries
+    return Layer(x, weight, log_decay, gate, Sequences(initial, offsets), want_final, keep).results()
 
 
 @backward.register_fake
@@ -182,11 +181,12 @@ class _Eager(torch.autograd.Function):
         return _gradients(ctx, run_backward, grad_outputs[0], grad_outputs[1])
 
 
-def _one_launch(call: LinearRNNCall, *, stepwise: bool) -> Results:
+def one_launch(call: LinearRNNCall, kernel: str) -> Results:
+    """y and the final state by the kernel of this name, differentiable."""
     grad = call.query().grad
     inputs = (
         call.x, call.weight, call.log_decay, call.gate, call.initial_state, call.cu_seqlens,
-        call.output_final_state, grad, stepwise,
+        call.output_final_state, grad, kernel,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         return forward(*inputs)[:2]
@@ -196,13 +196,13 @@ def _one_launch(call: LinearRNNCall, *, stepwise: bool) -> Results:
 @linear_rnn.variant("fused_stepwise", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="vector")
 def fused_stepwise(call: LinearRNNCall) -> Results:
     """One launch, a vector-matrix product per time step: the write-up's loser, kept as the lesson it is."""
-    return _one_launch(call, stepwise=True)
+    return one_launch(call, "stepwise")
 
 
 @linear_rnn.variant("fused_chunked", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="triton")
 def fused_chunked(call: LinearRNNCall) -> Results:
     """One launch that keeps the tensor cores: a tile of time at once, the carry by decoupled look-back."""
-    return _one_launch(call, stepwise=False)
+    return one_launch(call, "chunked")
 
 
 for _variant in (three_launch, three_launch_cublas, semi_fused, fused_stepwise, fused_chunked):
