@@ -15,10 +15,12 @@ import triton.language as tl
 
 from onelaunch.ops.gated_scan.kernels import (
     ROWS,
+    decay_of,
     load_slabs,
     row_pointer,
     scan_gate_tile,
     sequence_words,
+    silu,
     store_slab,
     tile_pointers,
 )
@@ -118,7 +120,7 @@ def stepwise_kernel(
     """The write-up's single launch, kept as the lesson it is: a vector-matrix product per time step.
 
     Grid (B or the packed sequences, V / BV); a program walks its sequence alone, W in registers (BD >= D). No tensor cores, no
-    parallelism over time.
+    parallelism over time, no load ahead of its step: every step waits for memory once.
     """
     sequence = tl.program_id(0)
     c = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -141,12 +143,13 @@ def stepwise_kernel(
         if KEEP:
             if t % BT == 0:
                 tl.store(carries + (b * tl.cdiv(T, BT) + t // BT) * channels + c, s, mask=in_range)
+        # All of a step's loads before its first barrier: behind one, each is a trip to memory of its own
+        b_decay = tl.load(log_decay + b * decay_stride_b + row * decay_stride_t + c, mask=in_range, other=0.0)
+        b_gate = tl.load(gate + b * gate_stride_b + row * gate_stride_t + c, mask=in_range, other=0.0)
         b_x = tl.load(x + b * x_stride_b + row * x_stride_t + k, mask=k < width, other=0.0).to(tl.float32)
         b_v = tl.sum(b_x[:, None] * b_weight, 0)  # [BV]
-        b_decay = tl.load(log_decay + b * decay_stride_b + row * decay_stride_t + c, mask=in_range, other=0.0)
-        b_gate = tl.load(gate + b * gate_stride_b + row * gate_stride_t + c, mask=in_range, other=0.0).to(tl.float32)
-        s = tl.exp(b_decay.to(tl.float32)) * s + b_v
-        tl.store(y + out, (s * b_gate * tl.sigmoid(b_gate)).to(y.dtype.element_ty), mask=in_range)
+        s = decay_of(b_decay) * s + b_v
+        tl.store(y + out, (s * silu(b_gate)).to(y.dtype.element_ty), mask=in_range)
         if KEEP:
             tl.store(v + out, b_v.to(v.dtype.element_ty), mask=in_range)
         t += 1
