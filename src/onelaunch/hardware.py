@@ -73,6 +73,12 @@ def resolve(name: str = "auto") -> torch.device:
     return torch.device(wanted)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is an NVIDIA GPU of compute capability 9.x."""
+    here = device.type == "cuda" and not torch.version.hip and torch.cuda.is_available()
+    return here and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @functools.cache
 def describe(device: str) -> Device:
     """The facts of a device that is here."""

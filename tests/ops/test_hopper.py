@@ -1,4 +1,4 @@
-"""The variant for wide layers on Hopper GPUs: right in every corner of its tiles, in graphs, on streams; refused elsewhere."""
+"""The kernels for Hopper GPUs: right in every corner of their tiles, in graphs, on streams; refused or replaced elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from onelaunch.ops import linear_rnn
 from tests.ops.cases import LINEAR_RNN, STATES, arguments_of, assert_correct, assert_near, differentiable, results
 from tests.ops.test_gpu import assert_same_bits, made, tensors
 
-VARIANT = "fused_hopper"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 gpu = pytest.mark.gpu
@@ -30,42 +29,76 @@ CASES: dict[str, dict[str, Any]] = {
     "a_long_chain": {"dtype": "float16", "B": 1, "T": 2000, "D": 64, "V": 128, "initial_state": False, "final_state": True},
 }  # fmt: skip
 
+SHORT: dict[str, dict[str, Any]] = {
+    "one_step": {"dtype": "float16", "B": 3, "T": 1, "D": 64, "V": 64, **STATES},
+    "one_step_less_than_a_tile": {"dtype": "bfloat16", "B": 2, "T": 63, "D": 256, "V": 64, **STATES},
+    "the_write_ups_layer": {"dtype": "float16", "B": 4, "T": 2048, "D": 256, "V": 64},
+    "a_few_channels": {"dtype": "float16", "B": 2, "T": 200, "D": 24, "V": 8, "decay": "mixed", **STATES},
+    "a_slice_that_is_not_full": {"dtype": "bfloat16", "B": 40, "T": 300, "D": 64, "V": 104, **STATES},
+    "groups_of_tiles": {"dtype": "float16", "B": 2, "T": 7000, "D": 64, "V": 64, "decay": "weak", **STATES},
+    "more_columns_than_stages": {"dtype": "float16", "B": 2, "T": 500, "D": 1000, "V": 72, "decay": "strong", **STATES},
+    "more_columns_and_wide_tiles": {"dtype": "bfloat16", "B": 12, "T": 1024, "D": 520, "V": 128, **STATES},
+}  # fmt: skip
+"""For the kernel of ``fused_chunked``, beside the others."""
+
+RUNS = [("fused_hopper", name, CASES[name]) for name in CASES] + [
+    ("fused_chunked", name, case) for name, case in {**CASES, **SHORT}.items()
+]
+
+both = pytest.mark.parametrize("variant", ["fused_hopper", "fused_chunked"])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts what the kernels of this file are called for."""
+    found: list[str] = []
+    if HOPPER:
+        from onelaunch.ops.linear_rnn import hopper_launch
+
+        for name in ("chunked", "persistent"):
+            run = getattr(hopper_launch, name)
+            monkeypatch.setattr(hopper_launch, name, lambda layer, run=run, name=name: (found.append(name), run(layer))[1])
+    return found
+
 
 @gpu
 @on_hopper
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_correct(name, device):
-    assert_correct(LINEAR_RNN, LINEAR_RNN.case(name=name, **CASES[name]), VARIANT, device)
+@pytest.mark.parametrize(("variant", "name", "sizes"), RUNS, ids=[f"{variant}-{name}" for variant, name, _ in RUNS])
+def test_it_is_correct(variant, name, sizes, device, calls):
+    assert_correct(LINEAR_RNN, LINEAR_RNN.case(name=name, **sizes), variant, device)
+    assert set(calls) == {"persistent" if variant == "fused_hopper" else "chunked"}
 
 
 @gpu
 @on_hopper
-def test_slices_of_a_wide_projection(device):
+@both
+def test_slices_of_a_wide_projection(variant, device):
     """Rows that the copy engine can address where they are, and rows that it cannot."""
     arguments = made(LINEAR_RNN, device, grad=True)
-    expected = results(LINEAR_RNN, arguments, VARIANT)
+    expected = results(LINEAR_RNN, arguments, variant)
     for before in (8, 3):
         changed = dict(arguments)
         for name, value in differentiable(arguments).items():
             wide = torch.full((*value.shape[:-1], value.shape[-1] + 40), torch.nan, dtype=value.dtype, device=device)
             changed[name] = wide[..., before : before + value.shape[-1]].copy_(value.detach()).requires_grad_()
-        assert_near(results(LINEAR_RNN, changed, VARIANT), expected, 1e-3)
+        assert_near(results(LINEAR_RNN, changed, variant), expected, 1e-3)
 
 
 @gpu
 @on_hopper
-def test_results_are_the_same_to_the_last_bit_beside_other_work(device):
+@both
+def test_results_are_the_same_to_the_last_bit_beside_other_work(variant, device):
     """Two streams at once, each with more programs than fit beside the other's, and a matrix product on a third."""
     streams = [torch.cuda.Stream(device) for _ in range(3)]
     noise = torch.randn(2048, 2048, device=device)
     given = [made(LINEAR_RNN, device, seed=seed, B=4, T=4000, V=1000) for seed in range(2)]
-    expected = [linear_rnn(**arguments, variant=VARIANT) for arguments in given]
+    expected = [linear_rnn(**arguments, variant=variant) for arguments in given]
     torch.cuda.synchronize(device)
     found: list[list[Any]] = [[], []]
     for _ in range(20):
         for number, arguments in enumerate(given):
             with torch.cuda.stream(streams[number]):
-                found[number].append(linear_rnn(**arguments, variant=VARIANT))
+                found[number].append(linear_rnn(**arguments, variant=variant))
         with torch.cuda.stream(streams[2]):
             noise @ noise
     torch.cuda.synchronize(device)
@@ -76,21 +109,22 @@ def test_results_are_the_same_to_the_last_bit_beside_other_work(device):
 
 @gpu
 @on_hopper
-def test_a_captured_graph_follows_its_inputs(device):
+@both
+def test_a_captured_graph_follows_its_inputs(variant, device):
     """Three calls in one graph, replayed with new inputs, on another stream, between eager calls."""
     arguments = made(LINEAR_RNN, device, T=700, V=520)
     with torch.no_grad():
-        linear_rnn(**arguments, variant=VARIANT)
+        linear_rnn(**arguments, variant=variant)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        captured = [linear_rnn(**arguments, variant=VARIANT) for _ in range(3)]
+        captured = [linear_rnn(**arguments, variant=variant) for _ in range(3)]
     stream = torch.cuda.Stream(device)
     for seed in range(1, 6):
         fresh = made(LINEAR_RNN, device, seed=seed, T=700, V=520)
         for name, value in tensors(arguments).items():
             value.copy_(fresh[name])
-        expected = linear_rnn(**fresh, variant=VARIANT)
+        expected = linear_rnn(**fresh, variant=variant)
         torch.cuda.synchronize(device)
         with torch.cuda.stream(stream):
             graph.replay()
@@ -101,11 +135,12 @@ def test_a_captured_graph_follows_its_inputs(device):
 
 @gpu
 @on_hopper
-def test_it_compiles_without_graph_breaks(device):
+@both
+def test_it_compiles_without_graph_breaks(variant, device):
     arguments = made(LINEAR_RNN, device, grad=True, T=300)
-    expected = results(LINEAR_RNN, arguments, VARIANT)
+    expected = results(LINEAR_RNN, arguments, variant)
     compiled = torch.compile(linear_rnn, fullgraph=True, backend="aot_eager")
-    y, final = compiled(**arguments, variant=VARIANT)
+    y, final = compiled(**arguments, variant=variant)
     assert_near({"y": y.detach(), "final_state": final.detach()}, {key: expected[key] for key in ("y", "final_state")}, 0)
 
 
@@ -113,7 +148,7 @@ def test_it_compiles_without_graph_breaks(device):
 def test_elsewhere_it_says_what_it_needs(device):
     arguments = arguments_of(LINEAR_RNN, dtype="float16", B=1, T=64, D=8, V=8)
     with pytest.raises(VariantUnsupported, match="needs"):
-        linear_rnn(**arguments, variant=VARIANT)
+        linear_rnn(**arguments, variant="fused_hopper")
 
 
 @gpu
@@ -130,4 +165,56 @@ def test_elsewhere_it_says_what_it_needs(device):
 )
 def test_what_it_cannot_run_it_refuses(sizes, reason, device):
     with pytest.raises(VariantUnsupported, match=reason):
-        linear_rnn(**made(LINEAR_RNN, device, **sizes), variant=VARIANT)
+        linear_rnn(**made(LINEAR_RNN, device, **sizes), variant="fused_hopper")
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("sizes", [{"dtype": "float32"}, {"D": 60}, {"V": 84}, {"B": 1, "lengths": (0, 300, 200)}])
+def test_what_it_cannot_run_the_portable_kernel_runs(sizes, device, calls):
+    arguments = made(LINEAR_RNN, device, **sizes)
+    assert_near(results(LINEAR_RNN, arguments, "fused_chunked"), results(LINEAR_RNN, arguments, "semi_fused"), 5e-3)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        ({"batch": 1, "length": 512, "channels": 64}, (32, 4, 8)),
+        ({"batch": 4, "length": 512, "channels": 64}, (32, 4, 8)),
+        ({"batch": 4, "length": 2048, "channels": 64}, (64, 8, 32)),
+        ({"batch": 4, "length": 2048, "channels": 32}, (32, 4, 32)),
+    ],
+)
+def test_few_programs_get_narrow_tiles(sizes, tile):
+    pytest.importorskip("triton")
+    from onelaunch.ops.linear_rnn.hopper_launch import chunked_tiles
+
+    scan = chunked_tiles(132, width=256, **sizes).scan
+    assert (scan.channels, scan.warps, scan.group) == tile
+    assert scan.steps == 64
+
+
+@pytest.mark.parametrize(
+    ("sizes", "suited"),
+    [
+        ({}, True),
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "float32"}, False),
+        ({"D": 60}, False),
+        ({"V": 84}, False),
+        ({"B": 1, "lengths": (0, 30, 20)}, False),
+    ],
+)
+def test_the_copy_engine_decides_what_it_takes(sizes, suited, monkeypatch):
+    pytest.importorskip("triton")
+    from onelaunch.ops.gated_scan.launch import Sequences
+    from onelaunch.ops.linear_rnn import hopper_launch
+    from onelaunch.ops.linear_rnn.launch import Layer
+
+    given = arguments_of(LINEAR_RNN, **{"dtype": "float16", "B": 2, "T": 50, "D": 64, "V": 32, **sizes})
+    tensors_given = (given[name] for name in ("x", "weight", "log_decay", "gate"))
+    layer = Layer(*tensors_given, Sequences.of(None, given.get("cu_seqlens")), want_final=False, keep=False)
+    assert not hopper_launch.suits(layer)  # not on a Hopper GPU
+    monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
+    assert hopper_launch.suits(layer) is suited

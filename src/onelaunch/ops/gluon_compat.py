@@ -11,4 +11,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Renamed in Triton 3.9."""
 
-__all__ = ["TensorDescriptor", "gl", "gluon", "mbarrier", "tma_load", "warpgroup_mma", "warpgroup_mma_wait"]
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""A barrier of all threads of a program; renamed in Triton 3.7."""
+
+__all__ = [
+    "TensorDescriptor",
+    "block_barrier",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tma_load",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]

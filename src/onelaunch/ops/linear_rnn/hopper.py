@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.operation import KernelBuild, Query
+from onelaunch.hardware import is_hopper
+from onelaunch.operation import Query
 from onelaunch.ops.gated_scan import triton_variants as scan
 from onelaunch.ops.linear_rnn import triton_variants as layer
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
@@ -25,8 +26,7 @@ fused_hopper.supports(scan.needs_triton)
 @fused_hopper.supports
 def fits(query: Query) -> str | None:
     """What the copy engine and the matrix units ask for."""
-    here = query.device_type == "cuda" and not torch.version.hip and torch.cuda.is_available()
-    if not here or torch.cuda.get_device_capability(query.device)[0] != 9:
+    if not is_hopper(torch.device(query.device)):
         return "needs a Hopper GPU (compute capability 9.x)"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return "needs float16 or bfloat16"
@@ -38,22 +38,3 @@ def fits(query: Query) -> str | None:
     if width % 8 or channels % 8:
         return "needs D and V that are multiples of 8: the copy engine moves 16 bytes at once"
     return None
-
-
-@fused_hopper.kernels
-def _(architecture: str) -> list[KernelBuild]:
-    if architecture not in fused_hopper.tags["architectures"]:
-        return []
-    from onelaunch.ops.gluon_compat import gl
-    from onelaunch.ops.linear_rnn.hopper_kernels import project_scan_gate_hopper_kernel as kernel
-    from onelaunch.ops.linear_rnn.hopper_launch import TILES
-
-    boxes = TILES.boxes(2)
-    layouts = {name: gl.NVMMASharedLayout.get_default_for(box, gl.float16) for name, box in boxes.items()}
-    constants = {**TILES.options(), "EVEN": True, "INITIAL": False, "FINAL": False, "KEEP": True, "initial": None}
-    special = {name: f"tensordesc<fp16{boxes[name]},{layouts[name]!r}>" for name in boxes}
-    special |= {"y": "*fp16", "v": "*fp16", "words": "*i64", "counter": "*i64", "final": "*fp32", "carries": "*fp32"}
-    special |= dict.fromkeys(("T", "tiles", "pairs"), "i32")
-    signature = {name: "constexpr" if name in constants else special.get(name, "i32:16") for name in kernel.arg_names}
-    build = KernelBuild("project_scan_gate_hopper", kernel, signature, constants, num_warps=4, matrix=True)
-    return [build, *scan.fused.builds(architecture)[1:]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.operation import KernelBuild, Query
+from onelaunch.operation import Query
 from onelaunch.ops.gated_scan import triton_variants as scan
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
@@ -96,7 +96,8 @@ def run_forward(
     from onelaunch.ops.linear_rnn import hopper_launch, launch
 
     layer = launch.Layer(x, weight, log_decay, gate, Sequences.of(initial, offsets), want_final, keep)
-    kernels = {"chunked": launch.chunked, "stepwise": launch.stepwise, "persistent": hopper_launch.persistent}
+    chunked = hopper_launch.chunked if hopper_launch.suits(layer) else launch.chunked
+    kernels = {"chunked": chunked, "stepwise": launch.stepwise, "persistent": hopper_launch.persistent}
     return kernels[kernel](layer)
 
 
@@ -227,53 +228,3 @@ def fits_registers(query: Query) -> str | None:
     if query.sizes[2] > STEPWISE_WIDTH:
         return f"needs D of at most {STEPWISE_WIDTH}: it holds the weights of 16 channels in registers"
     return None
-
-
-def _builds(architecture: str) -> dict[str, KernelBuild]:
-    from onelaunch.ops.linear_rnn import kernels, launch
-
-    tiles = launch.project_tiles(4, 2048, 256, 64, 2)
-    flags = {"INITIAL": False, "PACKED": False, "FINAL": False, "KEEP": True}
-    fused = scan.scan_build(
-        "project_scan_gate", kernels.project_scan_gate_kernel, tiles.scan, tiles.scan.warps,
-        BD=tiles.inner, EVEN_D=True, stages=tiles.stages, matrix=True, **flags,
-    )  # fmt: skip
-    stepwise = scan.scan_build(
-        "stepwise", kernels.stepwise_kernel, tiles.scan, launch.stepwise_warps(256),
-        **{**flags, "BV": launch.STEPWISE_CHANNELS, "BD": 256},
-    )  # fmt: skip
-    plain = launch.matmul_tiles(8192, 64, 2)
-    sizes = dict.fromkeys(("M", "N", "K", "a_stride_m", "b_stride_k"), "i32:16")
-    matmul_build = KernelBuild(
-        "matmul", kernels.matmul_kernel,
-        {"a": "*fp16", "b": "*fp16", "out": "*fp16", **sizes, "a_stride_k": "constexpr", "b_stride_n": "constexpr",
-         **dict.fromkeys(("BM", "BN", "BK", "GROUP_M"), "constexpr")},
-        {"a_stride_k": 1, "b_stride_n": 1, "BM": plain.m, "BN": plain.n, "BK": plain.k, "GROUP_M": plain.group},
-        plain.warps, plain.stages, matrix=True,
-    )  # fmt: skip
-    return {"fused": fused, "stepwise": stepwise, "matmul": matmul_build}
-
-
-@three_launch.kernels
-def _(architecture: str) -> list[KernelBuild]:
-    return [_builds(architecture)["matmul"], *scan.separate.builds(architecture)]
-
-
-@three_launch_cublas.kernels
-def _(architecture: str) -> list[KernelBuild]:
-    return scan.separate.builds(architecture)
-
-
-@semi_fused.kernels
-def _(architecture: str) -> list[KernelBuild]:
-    return scan.fused.builds(architecture)
-
-
-@fused_stepwise.kernels
-def _(architecture: str) -> list[KernelBuild]:
-    return [_builds(architecture)["stepwise"], *scan.fused.builds(architecture)[1:]]
-
-
-@fused_chunked.kernels
-def _(architecture: str) -> list[KernelBuild]:
-    return [_builds(architecture)["fused"], *scan.fused.builds(architecture)[1:]]
