@@ -1,7 +1,6 @@
 """Variants of ``gated_scan`` in Triton, and how PyTorch sees them.
 
-One pair of operators carries both variants: ``onelaunch::gated_scan_forward`` and ``onelaunch::gated_scan_backward``. Compiled
-code calls the operator; eager code calls the same two functions through an autograd function, which costs half as much per call.
+One pair of operators carries both variants: ``onelaunch::gated_scan_forward`` and ``onelaunch::gated_scan_backward``.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from onelaunch.operation import KernelBuild, Query
+from onelaunch.ops.autograd import Operator
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 
 Optional = torch.Tensor | None
@@ -64,14 +64,10 @@ def run_backward(
     return dv, dlog_decay, dgate, dinitial
 
 
-forward = torch.library.custom_op("onelaunch::gated_scan_forward", run_forward, mutates_args=())
-backward = torch.library.custom_op("onelaunch::gated_scan_backward", run_backward, mutates_args=())
-
-
-@forward.register_fake
-def _(
+def fake_forward(
     v: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, want_final: Any, keep: Any, separate: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Room for the results of :func:`run_forward`."""
     from onelaunch.ops.gated_scan import launch
 
     tiles = launch.scan_tiles(v.shape[1], v.shape[2])
@@ -80,60 +76,45 @@ def _(
     return y, final, carries, torch.empty_like(y) if separate else v.new_empty(0)
 
 
-@backward.register_fake
-def _(
+def fake_backward(
     dy: Any, dfinal: Any, v: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, carries: Any, states: Any, separate: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Room for the results of :func:`run_backward`."""
     gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, log_decay, gate)]
     kept = v.new_empty(0) if initial is None else initial.new_empty(initial.shape)
     return *gradients, kept
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """The tensors among the inputs, the carries and the states."""
     v, log_decay, gate, initial, offsets, ctx.want_final, _, ctx.separate = inputs
     ctx.save_for_backward(v, log_decay, gate, initial, offsets, *output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, operator: Any, dy: Optional, dfinal: Optional) -> tuple[Optional, ...]:
+def gradients(ctx: Any, backward: Any, dy: Optional, dfinal: Optional) -> tuple[Optional, ...]:
+    """Of every input of :func:`run_forward`."""
     v, log_decay, gate, initial, offsets, carries, states = ctx.saved_tensors
     dy = torch.zeros_like(v) if dy is None else dy
     dfinal = dfinal if ctx.want_final else None
-    dv, dlog_decay, dgate, dinitial = operator(dy, dfinal, v, log_decay, gate, initial, offsets, carries, states, ctx.separate)
+    dv, dlog_decay, dgate, dinitial = backward(dy, dfinal, v, log_decay, gate, initial, offsets, carries, states, ctx.separate)
     return dv, dlog_decay, dgate, None if initial is None else dinitial, None, None, None, None
 
 
-forward.register_autograd(
-    lambda ctx, dy, dfinal, *_: _gradients(ctx, backward, dy, dfinal),
-    setup_context=_save,
+backward = Operator("gated_scan_backward", run_backward, fake=fake_backward)
+forward = Operator(
+    "gated_scan_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=backward, outputs=2
 )
-
-
-class _Eager(torch.autograd.Function):
-    """The same pair without the operator's boundary."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        output = run_forward(*inputs)
-        _save(ctx, inputs, output)
-        ctx.mark_non_differentiable(*output[2:])
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Optional, ...]:  # pyrefly: ignore[bad-override]  (the decorator)
-        return _gradients(ctx, run_backward, grad_outputs[0], grad_outputs[1])
 
 
 def scan_and_gate(call: ScanCall, *, separate: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """y and the final state by the Triton kernels, differentiable; also for operations whose last steps are these."""
     grad = call.query().grad
-    inputs = (
+    y, final, *_ = forward(
         call.v, call.log_decay, call.gate, call.initial_state, call.cu_seqlens, call.output_final_state, grad, separate,
+        grad=grad,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        return forward(*inputs)[:2]
-    return (_Eager.apply if grad else run_forward)(*inputs)[:2]
+    return y, final
 
 
 @gated_scan.variant("separate", launches=2, backward_launches=2, fuses=())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onelaunch.operation import Query
+from onelaunch.ops.autograd import Operator
 from onelaunch.ops.gated_scan import triton_variants as scan
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
@@ -24,11 +25,7 @@ def run_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return launch.matmul(a, b)
 
 
-matmul = torch.library.custom_op("onelaunch::matmul", run_matmul, mutates_args=())
-
-
-@matmul.register_fake
-def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _fake_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
 
 
@@ -39,29 +36,19 @@ def _matmul_gradients(ctx: Any, product: Any, dout: torch.Tensor) -> tuple[Optio
     return da, db
 
 
-matmul.register_autograd(
-    lambda ctx, dout: _matmul_gradients(ctx, matmul, dout),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+matmul = Operator(
+    "matmul",
+    run_matmul,
+    fake=_fake_matmul,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    gradients=_matmul_gradients,
 )
-
-
-class _EagerMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        return run_matmul(a, b)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Optional, Optional]:  # pyrefly: ignore[bad-override]  (the decorator)
-        return _matmul_gradients(ctx, run_matmul, grad_outputs[0])
 
 
 @linear_rnn.variant("three_launch", launches=3, backward_launches=4, fuses=(), gemm="triton")
 def three_launch(call: LinearRNNCall) -> Results:
     """A Triton matrix product, a scan kernel, a gate kernel: the write-up's baseline."""
-    product = matmul if torch.compiler.is_compiling() else _EagerMatmul.apply
-    v = product(call.x.flatten(0, 1), call.weight).unflatten(0, call.x.shape[:2])
+    v = matmul(call.x.flatten(0, 1), call.weight, grad=call.query().grad).unflatten(0, call.x.shape[:2])
     return scan.scan_and_gate(call.scan_call(v), separate=True)
 
 
@@ -92,10 +79,9 @@ def run_forward(
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, the final state, and for the backward pass v and the carries, by the kernel of this name."""
-    from onelaunch.ops.gated_scan.launch import Sequences
     from onelaunch.ops.linear_rnn import hopper_launch, launch
 
-    layer = launch.Layer(x, weight, log_decay, gate, Sequences.of(initial, offsets), want_final, keep)
+    layer = launch.Layer(x, weight, log_decay, gate, launch.Sequences.of(initial, offsets), want_final, keep)
     chunked = hopper_launch.chunked if hopper_launch.suits(layer) else launch.chunked
     kernels = {"chunked": chunked, "stepwise": launch.stepwise, "persistent": hopper_launch.persistent}
     return kernels[kernel](layer)
@@ -123,75 +109,55 @@ def run_backward(
     return dx, dweight, dlog_decay, dgate, dinitial
 
 
-forward = torch.library.custom_op("onelaunch::linear_rnn_forward", run_forward, mutates_args=())
-backward = torch.library.custom_op("onelaunch::linear_rnn_backward", run_backward, mutates_args=())
-
-
-@forward.register_fake
-def _(
+def fake_forward(
     x: Any, weight: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, want_final: Any, keep: Any, kernel: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Room for the results of :func:`run_forward`."""
     from onelaunch.ops.gated_scan.launch import Sequences
     from onelaunch.ops.linear_rnn.launch import Layer
 
     return Layer(x, weight, log_decay, gate, Sequences(initial, offsets), want_final, keep).results()
 
 
-@backward.register_fake
-def _(
+def fake_backward(
     dy: Any, dfinal: Any, x: Any, weight: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, v: Any, carries: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Room for the results of :func:`run_backward`."""
     gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weight, log_decay, gate)]
     kept = x.new_empty(0) if initial is None else initial.new_empty(initial.shape)
     return *gradients, kept
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """The tensors among the inputs, v and the carries."""
     *tensors, ctx.want_final, _, _ = inputs
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, operator: Any, dy: Optional, dfinal: Optional) -> tuple[Optional, ...]:
+def gradients(ctx: Any, backward: Any, dy: Optional, dfinal: Optional) -> tuple[Optional, ...]:
+    """Of every input of :func:`run_forward`."""
     x, weight, log_decay, gate, initial, offsets, v, carries = ctx.saved_tensors
     dy = torch.zeros_like(v) if dy is None else dy
     dfinal = dfinal if ctx.want_final else None
-    *gradients, dinitial = operator(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries)
-    return *gradients, None if initial is None else dinitial, None, None, None, None
+    *found, dinitial = backward(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries)
+    return *found, None if initial is None else dinitial, None, None, None, None
 
 
-forward.register_autograd(
-    lambda ctx, dy, dfinal, *_: _gradients(ctx, backward, dy, dfinal),
-    setup_context=_save,
+backward = Operator("linear_rnn_backward", run_backward, fake=fake_backward)
+forward = Operator(
+    "linear_rnn_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=backward, outputs=2
 )
-
-
-class _Eager(torch.autograd.Function):
-    """The same pair without the operator's boundary."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        output = run_forward(*inputs)
-        _save(ctx, inputs, output)
-        ctx.mark_non_differentiable(*output[2:])
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Optional, ...]:  # pyrefly: ignore[bad-override]  (the decorator)
-        return _gradients(ctx, run_backward, grad_outputs[0], grad_outputs[1])
 
 
 def one_launch(call: LinearRNNCall, kernel: str) -> Results:
     """y and the final state by the kernel of this name, differentiable."""
     grad = call.query().grad
-    inputs = (
+    y, final, *_ = forward(
         call.x, call.weight, call.log_decay, call.gate, call.initial_state, call.cu_seqlens,
-        call.output_final_state, grad, kernel,
+        call.output_final_state, grad, kernel, grad=grad,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        return forward(*inputs)[:2]
-    return (_Eager.apply if grad else run_forward)(*inputs)[:2]
+    return y, final
 
 
 @linear_rnn.variant("fused_stepwise", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="vector")

@@ -1,0 +1,80 @@
+"""Functions of our kernels as PyTorch sees them: operators where code is compiled, plain autograd functions where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class Operator:
+    """A function from tensors to new tensors, as PyTorch sees it; differentiable if its gradients are given.
+
+    Compiled code calls the registered operator ``onelaunch::NAME``, which Dynamo does not look into. Eager code calls the
+    function itself, inside an autograd function if anybody asked for gradients: the operator's own boundary costs several times
+    as much. Both forms are made of the same parts::
+
+        backward = Operator("scan_backward", run_backward, fake=...)
+        forward = Operator("scan_forward", run_forward, fake=..., save=..., gradients=..., backward=backward, outputs=2)
+        y, final_state, *_ = forward(*inputs, grad=call.query().grad)
+
+    Args:
+        name: of the operator, without the namespace.
+        run: the function, annotated as ``torch.library.custom_op`` asks for: it reads the operator's schema there. It must
+            return new tensors, never an input or a view of one.
+        fake: from the same inputs to empty tensors of the shapes, dtypes and strides that ``run`` gives back.
+        save: ``save(ctx, inputs, output)`` keeps what ``gradients`` needs, as ``setup_context`` of an autograd function does.
+        gradients: ``gradients(ctx, backward, *grad_outputs)`` returns a gradient, or ``None``, for every input of ``run``, by
+            the ``backward`` that it is handed and by functions of PyTorch. They are not differentiable again. The gradient of
+            an output that took no part comes as zeros, or as ``None`` if ``save`` called ``ctx.set_materialize_grads(False)``.
+        backward: what ``gradients`` is handed: its operator in compiled code, its function in eager code. Default: this
+            operator itself, for a function whose gradient is made of calls of the same function.
+        outputs: how many of the outputs, the first ones, are differentiable; ``gradients`` is handed as many. The others are
+            what ``save`` keeps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        *,
+        fake: Callable[..., Any],
+        save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+        gradients: Callable[..., Gradients] | None = None,
+        backward: Operator | None = None,
+        outputs: int = 1,
+    ) -> None:
+        self.run = run
+        self.registered = torch.library.custom_op(f"onelaunch::{name}", run, mutates_args=())
+        self.registered.register_fake(fake)
+        self.eager: Callable[..., Any] = run
+        if save is None or gradients is None:
+            return
+        inner = backward or self
+        self.registered.register_autograd(
+            lambda ctx, *grad_outputs: gradients(ctx, inner.registered, *grad_outputs[:outputs]), setup_context=save
+        )
+
+        def forward_and_save(ctx: Any, *inputs: Any) -> Any:
+            output = run(*inputs)
+            save(ctx, inputs, output)
+            if isinstance(output, tuple):
+                ctx.mark_non_differentiable(*output[outputs:])
+            return output
+
+        def differentiate(ctx: Any, *grad_outputs: Any) -> Gradients:
+            return gradients(ctx, inner.run, *grad_outputs[:outputs])
+
+        once = torch.autograd.function.once_differentiable(differentiate)
+        methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(once)}
+        function: Any = type(name, (torch.autograd.Function,), methods)  # profiles show the name
+        self.eager = function.apply
+
+    def __call__(self, *inputs: Any, grad: bool) -> Any:
+        """The function's results; ``grad`` says whether the call may have to be differentiated."""
+        if torch.compiler.is_compiling():
+            return self.registered(*inputs)
+        return self.eager(*inputs) if grad else self.run(*inputs)

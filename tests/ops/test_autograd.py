@@ -1,0 +1,163 @@
+"""The wiring of an operator: one function and its gradients, eager and compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.ops.autograd import Operator
+
+CALLS: list[str] = []
+"""Which functions ran, in order."""
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    CALLS.clear()
+
+
+def run_power(x: torch.Tensor, offset: torch.Tensor | None, exponent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    CALLS.append("forward")
+    base = x.clone() if offset is None else x + offset
+    return base**exponent, 3 * base, base
+
+
+def run_power_backward(
+    dy: torch.Tensor, dtripled: torch.Tensor | None, base: torch.Tensor, exponent: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    CALLS.append("backward")
+    dbase = dy * exponent * base ** (exponent - 1)
+    return dbase, torch.zeros_like(dy) if dtripled is None else 3 * dtripled
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, offset, ctx.exponent = inputs
+    ctx.shifted = offset is not None
+    ctx.save_for_backward(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dtripled: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    (base,) = ctx.saved_tensors
+    one, other = backward(torch.zeros_like(base) if dy is None else dy, dtripled, base, ctx.exponent)
+    return one + other, one + other if ctx.shifted else None, None
+
+
+BACKWARD = Operator("test_power_backward", run_power_backward, fake=lambda dy, dtripled, base, exponent: (dy.clone(), dy.clone()))
+POWER = Operator(
+    "test_power",
+    run_power,
+    fake=lambda x, offset, exponent: (torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)),
+    save=save,
+    gradients=gradients,
+    backward=BACKWARD,
+    outputs=2,
+)
+
+
+def run_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    CALLS.append("product")
+    return a @ b
+
+
+PRODUCT = Operator(
+    "test_product",
+    run_product,
+    fake=lambda a, b: a.new_empty(a.shape[0], b.shape[1]),
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    gradients=lambda ctx, product, dout: (product(dout, ctx.saved_tensors[1].t()), product(ctx.saved_tensors[0].t(), dout)),
+)
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def test_without_gradients_the_function_itself_runs():
+    x, offset = leaves((4,), (4,))
+    y, tripled, base = POWER(x.detach(), offset.detach(), 3, grad=False)
+    assert torch.equal(y, (x + offset) ** 3)
+    assert not any(output.requires_grad for output in (y, tripled, base))
+    assert CALLS == ["forward"]
+
+
+def test_gradients_are_right():
+    x, offset = leaves((4,), (4,))
+    assert torch.autograd.gradcheck(lambda *given: POWER(*given, 3, grad=True)[:2], (x, offset))
+    assert torch.autograd.gradcheck(lambda given: POWER(given, None, 3, grad=True)[:2], (x,))
+
+
+def test_only_the_first_outputs_are_differentiable():
+    (x,) = leaves((4,))
+    y, tripled, base = POWER(x, None, 2, grad=True)
+    assert y.requires_grad
+    assert tripled.requires_grad
+    assert not base.requires_grad
+
+
+def test_an_output_that_took_no_part_has_no_gradient():
+    (x,) = leaves((4,))
+    _, tripled, _ = POWER(x, None, 2, grad=True)
+    (found,) = torch.autograd.grad(tripled.sum(), [x])
+    assert torch.equal(found, torch.full_like(x, 3))
+
+
+def test_a_function_may_be_its_own_backward():
+    assert torch.autograd.gradcheck(lambda a, b: PRODUCT(a, b, grad=True), tuple(leaves((3, 4), (4, 2))))
+    assert set(CALLS) == {"product"}
+
+
+def test_gradients_are_not_differentiable_again():
+    (x,) = leaves((4,))
+    y, *_ = POWER(x, None, 3, grad=True)
+    (found,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        found.sum().backward()
+
+
+def test_profiles_show_the_operators_name():
+    (x,) = leaves((4,))
+    assert type(POWER(x, None, 2, grad=True)[0].grad_fn).__name__ == "test_powerBackward"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_code_calls_the_operators(grad):
+    targets = []
+
+    def watch(graph, example_inputs):
+        targets.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    x, offset = leaves((4,), (4,))
+    function = torch.compile(lambda *given: POWER(*given, 3, grad=grad)[0], fullgraph=True, backend=watch)
+    function(x, offset)
+    assert torch.ops.onelaunch.test_power.default in targets
+
+
+def test_compiled_gradients_are_the_eager_ones():
+    x, offset = leaves((4,), (4,))
+    function = torch.compile(lambda *given: POWER(*given, 3, grad=True)[:2], fullgraph=True, backend="aot_eager")
+    found, expected = (
+        torch.autograd.grad([output.sum() for output in call(x, offset)], [x, offset])
+        for call in (function, lambda *given: POWER(*given, 3, grad=True)[:2])
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert CALLS.count("backward") == 2
+
+
+def test_a_function_without_gradients_is_an_operator_too():
+    base = torch.rand(4)
+    function = torch.compile(lambda dy: BACKWARD(dy, None, base, 2, grad=False)[0], fullgraph=True, backend="aot_eager")
+    assert torch.equal(function(torch.ones(4)), 2 * base)
+
+
+def test_the_operators_keep_pytorchs_rules():
+    x, offset = leaves((4,), (4,))
+    torch.library.opcheck(torch.ops.onelaunch.test_power.default, (x, offset, 3))
+    torch.library.opcheck(torch.ops.onelaunch.test_power.default, (x, None, 3))
+    torch.library.opcheck(torch.ops.onelaunch.test_power_backward.default, (x.detach(), None, x.detach(), 3))
+    torch.library.opcheck(torch.ops.onelaunch.test_product.default, tuple(leaves((3, 4), (4, 2))))
