@@ -118,14 +118,10 @@ class Capture:
         self.capturing = False
         self.stream = 1
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self)
+        monkeypatch.setattr(module, "_stream", lambda device: self.stream)
         zeros = torch.zeros
         monkeypatch.setattr(torch, "zeros", lambda *sizes, dtype, device: self.zeros(zeros, *sizes, dtype=dtype))
         self.cleared_in_graph = 0
-
-    @property
-    def cuda_stream(self):
-        return self.stream
 
     def zeros(self, zeros, *sizes, dtype):
         self.cleared_in_graph += self.capturing

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from triton.runtime import driver
 
 RESERVE = 4 << 20
 """int64 words of the reserve for captured calls (32 MiB per device, made by the first eager call)."""
@@ -37,11 +38,11 @@ class Reserve:
 
     def take(self, words: int) -> torch.Tensor | None:
         """Words for one captured call, or ``None`` when too few are left."""
-        words += words % 2  # 16-byte alignment
-        if self._words is None or words > LARGE or self._next + words > RESERVE:
+        start = self._next
+        if self._words is None or words > LARGE or start + words > RESERVE:
             return None
-        self._next += words
-        return self._words[self._next - words : self._next]
+        self._next += words + words % 2  # 16-byte alignment
+        return self._words[start : start + words]
 
 
 @functools.cache
@@ -55,15 +56,17 @@ def _shared(device: torch.device, stream: int, words: int) -> torch.Tensor:
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
+def _stream(device: torch.device) -> int:
+    """The stream that Triton will launch on, by Triton's own look-up: PyTorch's makes an object of it, at every launch."""
+    return driver.active.get_current_stream(device.index)
+
+
 def workspace(device: torch.device, words: int) -> torch.Tensor:
     """int64 words for one launch on the current stream; the launch must write every one of them."""
     if device.type != "cuda":  # the interpreter: launches run one after another
-        memory = _shared(device, 0, words)
-    elif torch.cuda.is_current_stream_capturing():
-        memory = _reserve(device).take(words)
-        if memory is None:
-            memory = torch.zeros(words, dtype=torch.int64, device=device)
-    else:
-        _reserve(device).fill(device)
-        memory = _shared(device, torch.cuda.current_stream(device).cuda_stream, words)
-    return memory[:words]
+        return _shared(device, 0, words)
+    if torch.cuda.is_current_stream_capturing():
+        taken = _reserve(device).take(words)
+        return torch.zeros(words, dtype=torch.int64, device=device) if taken is None else taken
+    _reserve(device).fill(device)
+    return _shared(device, _stream(device), words)
