@@ -10,7 +10,7 @@ import torch
 
 from onelaunch import operation
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
-from onelaunch.operation import Cost, KernelBuild, Query, find_operation, operations, parse_dtype
+from onelaunch.operation import Cost, KernelBuild, Query, find_operation, operations, parse_dtype, remembered
 from tests.toys import make_scale
 
 
@@ -200,3 +200,36 @@ def test_a_plugin_of_another_package_is_loaded_once(scale, monkeypatch):
         assert len(loaded) == 1
     finally:
         operation._load_plugins.cache_clear()
+
+
+def test_an_answer_is_remembered_and_an_error_is_not():
+    asked = []
+
+    @remembered
+    def half(number: int) -> int:
+        """Of an even number."""
+        asked.append(number)
+        if number % 2:
+            raise ValueError(f"{number} is odd")
+        return number // 2
+
+    assert [half(4), half(4), half(6)] == [2, 2, 3]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="5 is odd"):
+            half(5)
+    assert asked == [4, 6, 5, 5]
+    assert half.__doc__ == "Of an even number."
+
+
+def test_a_compiler_traces_what_others_remember(recwarn):
+    """Dynamo would warn about a cache that it looks through, and symbolic sizes have no hash."""
+    torch.compiler.reset()
+
+    @remembered
+    def doubled(size: int) -> int:
+        return 2 * size
+
+    compiled = torch.compile(lambda x: x * doubled(x.shape[0]), backend="eager", fullgraph=True, dynamic=True)
+    for size in (3, 4, 5):
+        assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 2.0 * size))
+    assert not recwarn.list

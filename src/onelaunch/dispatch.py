@@ -49,7 +49,9 @@ class Explanation:
 
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     """Run a checked call by the named variant, or the one that :func:`choose` names for ``"auto"``."""
-    return operation.variants[_name(variant, *call.query())].run(call)
+    query = call.query()
+    name = _constant_name(variant, *query) if torch.compiler.is_compiling() else _name(variant, query)
+    return operation.variants[name].run(call)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -96,10 +98,15 @@ def explain(query: Query) -> Explanation:
     return Explanation(query, chosen.name, because, standings)
 
 
+def _name(variant: str, query: Query) -> str:
+    """The variant that will run, checked."""
+    return choose(query).name if variant == AUTO else _checked(variant, query)
+
+
 @torch.compiler.assume_constant_result
-def _name(variant: str, *query: Any) -> str:
-    """The variant that will run, checked; a constant under ``torch.compile``, since shapes are known when a graph is traced."""
-    return choose(Query(*query)).name if variant == AUTO else _checked(variant, Query(*query))
+def _constant_name(variant: str, *query: Any) -> str:
+    """A constant under ``torch.compile``, since shapes are known when a graph is traced."""
+    return _name(variant, Query(*query))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -59,6 +59,20 @@ def fixed(*sizes: int) -> tuple[int, ...]:
     return tuple(int(guard_scalar(size)) for size in sizes)
 
 
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: keep the answers of a function of hashable facts, such as a contract's checks and the query that follows.
+
+    Errors are not kept. While ``torch.compile`` traces, sizes may be symbols, which have no hash; its guards remember instead.
+    """
+    kept = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs) if torch.compiler.is_compiling() else kept(*args, **kwargs)
+
+    return ask
+
+
 class Call(Protocol):
     """The checked arguments of one call of an operation."""
 

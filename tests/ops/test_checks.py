@@ -174,6 +174,47 @@ def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
     assert checks.values_are_checked(torch.zeros(1))
 
 
+@both_operations
+def test_values_are_checked_at_every_call(operation):
+    """Checks of shapes are remembered; those of values cannot be."""
+    arguments = arguments_of(operation)
+    operation(**arguments)
+    arguments["log_decay"][0, 0, 0] = 1.0
+    with pytest.raises(ValueRangeError, match=r"^log_decay holds 1"):
+        operation(**arguments)
+
+
+@both_operations
+def test_a_mistake_is_named_at_every_call(operation):
+    """After a call that was right, and twice in a row: what is remembered of a right call must not hide a wrong one."""
+    arguments = arguments_of(operation)
+    operation(**arguments)
+    wrong: dict[str, Any] = {
+        "gate": arguments["gate"].double(),
+        "log_decay": arguments["log_decay"].to("meta"),
+        "initial_state": torch.zeros(3, 6),
+    }
+    for name, value in wrong.items():
+        for _ in range(2):
+            with pytest.raises((ShapeError, DTypeError, DeviceError), match=rf"^{name} "):
+                operation(**(arguments | {name: value}))
+
+
+@both_operations
+def test_facts_hold_all_that_tells_calls_apart(operation):
+    arguments = arguments_of(operation)
+    plain = operation.bind(**arguments).query()
+    assert operation.bind(**arguments).query() is plain
+    arguments["gate"].requires_grad_()
+    assert operation.bind(**arguments).query() == plain._replace(grad=True)
+    with torch.no_grad():
+        assert operation.bind(**arguments).query() == plain
+    assert operation.bind(**arguments, cu_seqlens=None).query().grad
+    arguments = {name: value.half() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    arguments["initial_state"] = None
+    assert operation.bind(**arguments).query().dtype is torch.float16
+
+
 # Packing
 
 
@@ -191,7 +232,7 @@ def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
     ],
 )
 def test_offsets_that_describe_no_packing(operation, offsets, message):
-    arguments = arguments_of(operation, B=1) | {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
+    arguments = arguments_of(operation, B=1, initial_state=False) | {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
     with pytest.raises(PackingError, match=message) as caught:
         operation(**arguments)
     assert caught.value.argument == "cu_seqlens"

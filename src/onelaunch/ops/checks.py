@@ -1,5 +1,6 @@
 """Checks of arguments that the contracts of several operations share: each raises an error that names the argument.
 
+What can be checked without reading a tensor is checked on its :class:`Facts`, so that a contract can remember the outcome.
 Shapes, dtypes and devices are always checked; that costs no device time. Values (a positive log-decay, offsets out of order)
 can be seen only by reading the tensors, which on a GPU would wait for the device at every call: they are checked on CPU tensors,
 and on GPU tensors only while ``ONELAUNCH_CHECK_VALUES=1`` is set.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,47 +19,81 @@ from onelaunch.errors import ArgumentError, DeviceError, DTypeError, PackingErro
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class Facts(NamedTuple):
+    """What is known of a tensor without reading it, as far as contracts and the dispatcher ask. Hashable."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+def facts(argument: str, value: object) -> Facts:
+    """Of the value, if it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise _no_tensor(argument, value)
+    return Facts(value.shape, value.dtype, value.device, value.requires_grad)
+
+
+def optional_facts(argument: str, value: object) -> Facts | None:
+    """Of an argument that may be ``None``."""
+    return None if value is None else facts(argument, value)
+
+
+def grad_wanted(*given: Facts | None) -> bool:
+    """Whether a call of these must be differentiable, where gradients are enabled."""
+    return any(each is not None and each.requires_grad for each in given)
+
+
 def tensor(argument: str, value: object) -> torch.Tensor:
     """The value, if it is a tensor."""
     if not isinstance(value, torch.Tensor):
-        raise ArgumentError(f"{argument} is {type(value).__name__}; it must be a torch.Tensor.")
+        raise _no_tensor(argument, value)
     return value
 
 
-def rank(argument: str, value: torch.Tensor, dimensions: str) -> None:
+def _no_tensor(argument: str, value: object) -> ArgumentError:
+    return ArgumentError(f"{argument} is {type(value).__name__}; it must be a torch.Tensor.")
+
+
+def rank(argument: str, value: torch.Tensor | Facts, dimensions: str) -> None:
     """``dimensions`` as people write them: ``[B, T, D]``."""
-    if value.dim() != dimensions.count(",") + 1:
+    if len(value.shape) != dimensions.count(",") + 1:
         raise ShapeError(argument, got=value.shape, want=f"{dimensions}, a tensor of {dimensions.count(',') + 1} dimensions")
 
 
-def shape(argument: str, value: torch.Tensor, want: Sequence[int], dimensions: str, because: str) -> None:
+def shape(argument: str, value: torch.Tensor | Facts, want: Sequence[int], dimensions: str, because: str) -> None:
     """Raise unless the shape is ``want``; ``because`` says what it has to match."""
     if tuple(value.shape) != tuple(want):
         raise ShapeError(argument, got=value.shape, want=f"{dimensions} = {list(want)} to match {because}")
 
 
-def dtype(argument: str, value: torch.Tensor, allowed: Sequence[torch.dtype], because: str = "") -> None:
+def dtype(argument: str, value: torch.Tensor | Facts, allowed: Sequence[torch.dtype], because: str = "") -> None:
     """Raise unless the dtype is one of ``allowed``."""
     if value.dtype not in allowed:
         names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
         raise DTypeError(argument, got=value.dtype, want=names + because)
 
 
-def device(argument: str, value: torch.Tensor, want: torch.device) -> None:
+def device(argument: str, value: torch.Tensor | Facts, want: torch.device) -> None:
     """Raise unless the tensor lies on ``want``."""
     if value.device != want:
         raise DeviceError(argument, got=value.device, want=want)
 
 
-def offsets(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:
-    """Raise unless ``cu_seqlens`` holds offsets of sequences packed into one batch entry of ``length`` steps."""
+def packing(cu_seqlens: torch.Tensor | Facts, batch: int) -> None:
+    """Raise unless ``cu_seqlens`` can hold offsets of sequences packed into one batch entry."""
     rank("cu_seqlens", cu_seqlens, "[N + 1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise PackingError(f"is {cu_seqlens.dtype}", want="hold int32 or int64 offsets")
     if batch != 1:
         raise PackingError(f"came with a batch of {batch}", want="come with B = 1: pack all sequences into one")
-    if cu_seqlens.numel() < 2:
-        raise PackingError(f"holds {cu_seqlens.numel()} offsets", want="hold N + 1 offsets for N >= 1 sequences")
+    if cu_seqlens.shape[0] < 2:
+        raise PackingError(f"holds {cu_seqlens.shape[0]} offsets", want="hold N + 1 offsets for N >= 1 sequences")
+
+
+def offsets(cu_seqlens: torch.Tensor, length: int) -> None:
+    """Raise unless the offsets rise from 0 to ``length`` (where values are checked)."""
     if not values_are_checked(cu_seqlens):
         return
     steps = cu_seqlens.diff()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from onelaunch import dispatch
-from onelaunch.operation import Query, fixed, operation
+from onelaunch.operation import Query, fixed, operation, remembered
 from onelaunch.ops import checks
+from onelaunch.ops.checks import Facts
 
 
-@dataclass(frozen=True, slots=True)
-class ScanCall:
+class ScanCall(NamedTuple):
     """Checked arguments of :func:`gated_scan`."""
 
     v: torch.Tensor
@@ -21,18 +21,10 @@ class ScanCall:
     initial_state: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     output_final_state: bool
+    key: Query
 
     def query(self) -> Query:
-        batch, length, channels = self.v.shape
-        tensors = (self.v, self.log_decay, self.gate, self.initial_state)
-        return Query(
-            "gated_scan",
-            str(self.v.device),
-            self.v.dtype,
-            fixed(batch, length, channels),
-            torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
-            state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state),
-        )
+        return self.key
 
 
 def state_flags(packed: bool, initial_state: bool, final_state: bool) -> tuple[str, ...]:
@@ -50,44 +42,81 @@ def bind(
     cu_seqlens: torch.Tensor | None = None,
 ) -> ScanCall:
     """The checked call; raises as :func:`gated_scan` says."""
-    checks.rank("v", checks.tensor("v", v), "[B, T, V]")
+    key = _key(
+        checks.facts("v", v),
+        checks.facts("log_decay", log_decay),
+        checks.facts("gate", gate),
+        checks.optional_facts("initial_state", initial_state),
+        checks.optional_facts("cu_seqlens", cu_seqlens),
+        output_final_state,
+        torch.is_grad_enabled(),
+    )
+    check_scan_values(log_decay, cu_seqlens)
+    return ScanCall(v, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
+
+
+@remembered
+def _key(
+    v: Facts,
+    log_decay: Facts,
+    gate: Facts,
+    initial_state: Facts | None,
+    cu_seqlens: Facts | None,
+    output_final_state: bool,
+    grad_enabled: bool,
+) -> Query:
+    """All checks that need no values, and the dispatch key."""
+    checks.rank("v", v, "[B, T, V]")
     checks.dtype("v", v, checks.FLOATS)
     batch, length, channels = v.shape
-    check_scan_arguments(log_decay, gate, initial_state, cu_seqlens, v, "v", (batch, length, channels))
-    return ScanCall(v, log_decay, gate, initial_state, cu_seqlens, output_final_state)
+    check_scan_facts(log_decay, gate, initial_state, cu_seqlens, v, "v", (batch, length, channels))
+    return Query(
+        "gated_scan",
+        str(v.device),
+        v.dtype,
+        fixed(batch, length, channels),
+        grad_enabled and checks.grad_wanted(v, log_decay, gate, initial_state),
+        state_flags(cu_seqlens is not None, initial_state is not None, output_final_state),
+    )
 
 
-def check_scan_arguments(
-    log_decay: torch.Tensor,
-    gate: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    first: torch.Tensor,
+def check_scan_facts(
+    log_decay: Facts,
+    gate: Facts,
+    initial_state: Facts | None,
+    cu_seqlens: Facts | None,
+    first: Facts,
     first_name: str,
     extent: tuple[int, int, int],
 ) -> None:
-    """The checks that every operation with a gated scan inside makes; ``extent`` is ``(B, T, V)``."""
-    batch, length, channels = extent
+    """What every operation with a gated scan inside checks without reading values; ``extent`` is ``(B, T, V)``."""
+    batch, _, channels = extent
     because = f"{first_name} {list(first.shape)}"
     like_first = f", the dtype of {first_name}"
     for name, value, dtypes in (
         ("log_decay", log_decay, (first.dtype, torch.float32)),
         ("gate", gate, (first.dtype,)),
     ):
-        checks.rank(name, checks.tensor(name, value), "[B, T, V]")
+        checks.rank(name, value, "[B, T, V]")
         checks.shape(name, value, extent, "[B, T, V]", because)
         checks.dtype(name, value, tuple(dict.fromkeys(dtypes)), like_first if len(dtypes) == 1 else "")
         checks.device(name, value, first.device)
     sequences = batch
     if cu_seqlens is not None:
-        checks.device("cu_seqlens", checks.tensor("cu_seqlens", cu_seqlens), first.device)
-        checks.offsets(cu_seqlens, batch, length)
+        checks.device("cu_seqlens", cu_seqlens, first.device)
+        checks.packing(cu_seqlens, batch)
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        checks.rank("initial_state", checks.tensor("initial_state", initial_state), "[N, V]")
+        checks.rank("initial_state", initial_state, "[N, V]")
         checks.shape("initial_state", initial_state, (sequences, channels), "[N, V]", f"{sequences} sequences and {because}")
         checks.dtype("initial_state", initial_state, (torch.float32,))
         checks.device("initial_state", initial_state, first.device)
+
+
+def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+    """The rest of their checks, at every call."""
+    if cu_seqlens is not None:
+        checks.offsets(cu_seqlens, log_decay.shape[1])
     checks.log_decay(log_decay)
 
 

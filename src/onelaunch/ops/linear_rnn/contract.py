@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from onelaunch import dispatch
-from onelaunch.operation import Query, fixed, operation
+from onelaunch.operation import Query, fixed, operation, remembered
 from onelaunch.ops import checks
-from onelaunch.ops.gated_scan.contract import ScanCall, autocast, check_scan_arguments, state_flags
+from onelaunch.ops.checks import Facts
+from onelaunch.ops.gated_scan.contract import ScanCall, autocast, check_scan_facts, check_scan_values, state_flags
 
 
-@dataclass(frozen=True, slots=True)
-class LinearRNNCall:
+class LinearRNNCall(NamedTuple):
     """Checked arguments of :func:`linear_rnn`."""
 
     x: torch.Tensor
@@ -23,18 +23,10 @@ class LinearRNNCall:
     initial_state: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     output_final_state: bool
+    key: Query
 
     def query(self) -> Query:
-        batch, length, width = self.x.shape
-        tensors = (self.x, self.weight, self.log_decay, self.gate, self.initial_state)
-        return Query(
-            "linear_rnn",
-            str(self.x.device),
-            self.x.dtype,
-            fixed(batch, length, width, self.weight.shape[1]),
-            torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
-            state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state),
-        )
+        return self.key
 
     def project(self) -> torch.Tensor:
         """``x @ weight`` by PyTorch (cuBLAS on NVIDIA GPUs), rounded to the dtype of ``x``."""
@@ -42,7 +34,9 @@ class LinearRNNCall:
 
     def scan_call(self, v: torch.Tensor) -> ScanCall:
         """What is left once ``v = x @ weight`` is there."""
-        return ScanCall(v, self.log_decay, self.gate, self.initial_state, self.cu_seqlens, self.output_final_state)
+        _, device, dtype, (batch, length, _, channels), grad, flags = self.key
+        key = Query("gated_scan", device, dtype, (batch, length, channels), grad, flags)
+        return ScanCall(v, self.log_decay, self.gate, self.initial_state, self.cu_seqlens, self.output_final_state, key)
 
 
 def bind(
@@ -56,16 +50,49 @@ def bind(
     cu_seqlens: torch.Tensor | None = None,
 ) -> LinearRNNCall:
     """The checked call; raises as :func:`linear_rnn` says."""
-    checks.rank("x", checks.tensor("x", x), "[B, T, D]")
+    key = _key(
+        checks.facts("x", x),
+        checks.facts("weight", weight),
+        checks.facts("log_decay", log_decay),
+        checks.facts("gate", gate),
+        checks.optional_facts("initial_state", initial_state),
+        checks.optional_facts("cu_seqlens", cu_seqlens),
+        output_final_state,
+        torch.is_grad_enabled(),
+    )
+    check_scan_values(log_decay, cu_seqlens)
+    return LinearRNNCall(x, weight, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
+
+
+@remembered
+def _key(
+    x: Facts,
+    weight: Facts,
+    log_decay: Facts,
+    gate: Facts,
+    initial_state: Facts | None,
+    cu_seqlens: Facts | None,
+    output_final_state: bool,
+    grad_enabled: bool,
+) -> Query:
+    """All checks that need no values, and the dispatch key."""
+    checks.rank("x", x, "[B, T, D]")
     checks.dtype("x", x, checks.FLOATS)
-    checks.rank("weight", checks.tensor("weight", weight), "[D, V]")
+    checks.rank("weight", weight, "[D, V]")
     batch, length, width = x.shape
     channels = weight.shape[1]
     checks.shape("weight", weight, (width, channels), "[D, V]", f"x {list(x.shape)}")
     checks.dtype("weight", weight, (x.dtype,), ", the dtype of x")
     checks.device("weight", weight, x.device)
-    check_scan_arguments(log_decay, gate, initial_state, cu_seqlens, x, "x", (batch, length, channels))
-    return LinearRNNCall(x, weight, log_decay, gate, initial_state, cu_seqlens, output_final_state)
+    check_scan_facts(log_decay, gate, initial_state, cu_seqlens, x, "x", (batch, length, channels))
+    return Query(
+        "linear_rnn",
+        str(x.device),
+        x.dtype,
+        fixed(batch, length, width, channels),
+        grad_enabled and checks.grad_wanted(x, weight, log_decay, gate, initial_state),
+        state_flags(cu_seqlens is not None, initial_state is not None, output_final_state),
+    )
 
 
 @operation(
