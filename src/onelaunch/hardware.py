@@ -73,10 +73,17 @@ def resolve(name: str = "auto") -> torch.device:
     return torch.device(wanted)
 
 
+@functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is an NVIDIA GPU of compute capability 9.x."""
     here = device.type == "cuda" and not torch.version.hip and torch.cuda.is_available()
     return here and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

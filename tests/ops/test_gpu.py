@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onelaunch import dispatch
+from onelaunch.hardware import processors
 from onelaunch.operation import Operation
 from onelaunch.ops import gated_scan
 from onelaunch.ops import workspace as memory
@@ -94,7 +95,7 @@ def test_kernels_take_every_kind_of_decay(operation, variant, decay, dtype, devi
 def test_so_many_channels_that_programs_walk_along_time(variant, lengths, device):
     from onelaunch.ops.gated_scan import launch
 
-    width = 128 * torch.cuda.get_device_properties(device).multi_processor_count + 5
+    width = 128 * processors(device) + 5
     case = GATED_SCAN.case("bfloat16", B=1, T=200, V=width, lengths=lengths)
     assert launch.walk_tiles(device, 1, width) is not None
     assert_correct(GATED_SCAN, case, variant, device)

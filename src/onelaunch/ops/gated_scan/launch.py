@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from onelaunch.hardware import processors
 from onelaunch.ops.gated_scan import backward_kernels, kernels
 from onelaunch.ops.workspace import workspace
 
@@ -89,7 +90,7 @@ def walk_tiles(device: torch.device, batch: int, width: int) -> ScanTiles | None
         return None
     walk = ScanTiles(steps=32, channels=32, warps=1, stages=3)
     programs = batch * triton.cdiv(width, walk.channels)
-    return walk if programs >= 3 * torch.cuda.get_device_properties(device).multi_processor_count else None
+    return walk if programs >= 3 * processors(device) else None
 
 
 def inner_contiguous(tensor: torch.Tensor) -> torch.Tensor:

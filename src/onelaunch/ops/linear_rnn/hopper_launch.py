@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from onelaunch.hardware import is_hopper
+from onelaunch.hardware import is_hopper, processors
 from onelaunch.ops.gated_scan.launch import ScanTiles, inner_contiguous
 from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
 from onelaunch.ops.workspace import workspace
@@ -79,7 +79,7 @@ def persistent(layer: Layer) -> Results:
     given = (layer.x, layer.weight[None], layer.log_decay, layer.gate)
     words = workspace(layer.x.device, batch * tiles_t * channels)
     counter = workspace(layer.x.device, 1)  # no look-back needs a single word, so it is ours alone; the kernel leaves it at 0
-    programs = min(tiles, torch.cuda.get_device_properties(layer.x.device).multi_processor_count)
+    programs = min(tiles, processors(layer.x.device))
     project_scan_gate_hopper_kernel[(programs,)](
         *(described(rows_of(tensor), box) for tensor, box in zip(given, boxes.values(), strict=True)),
         initial, results.y, results.v, results.final, results.carries, words, counter,
@@ -89,7 +89,7 @@ def persistent(layer: Layer) -> Results:
     return results
 
 
-def chunked_tiles(processors: int, batch: int, length: int, width: int, channels: int) -> ProjectTiles:
+def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, channels: int) -> ProjectTiles:
     """64 x 32 while that leaves processors free, then 64 x 64, which reads x half as often.
 
     64 steps are one warpgroup's rows. On an H200 with D=256 V=64: 3.9 against 4.4 us at B=1 T=512, 6.8 against 6.4 us at
@@ -97,7 +97,7 @@ def chunked_tiles(processors: int, batch: int, length: int, width: int, channels
     on; 128 steps lose nearly everywhere.
     """
     tiles = triton.cdiv(length, 64)
-    narrow = channels <= 32 or tiles * batch * triton.cdiv(channels, 32) <= processors
+    narrow = channels <= 32 or tiles * batch * triton.cdiv(channels, 32) <= multiprocessors
     scan = ScanTiles(steps=64, channels=32 if narrow else 64, group=8 if tiles <= 8 else 32, warps=4 if narrow else 8)
     return ProjectTiles(scan, inner=64, stages=min(4, triton.cdiv(width, 64)))
 
@@ -120,8 +120,7 @@ def chunked(layer: Layer) -> Results:
 
     results, initial = layer.results(), layer.sequences.initial
     batch, length, width, channels = layer.sizes
-    processors = torch.cuda.get_device_properties(layer.x.device).multi_processor_count
-    tiles = chunked_tiles(processors, batch, length, width, channels)
+    tiles = chunked_tiles(processors(layer.x.device), batch, length, width, channels)
     scan = tiles.scan
     x = described(rows_of(layer.x), [scan.steps, tiles.inner])
     weight = described(rows_of(layer.weight[None]), [tiles.inner, scan.channels])
