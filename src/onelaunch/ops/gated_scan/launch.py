@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
 from onelaunch.hardware import processors
 from onelaunch.ops.gated_scan import backward_kernels, kernels
 from onelaunch.ops.workspace import workspace
+
+
+def cdiv(count: int, size: int) -> int:
+    """Pieces of ``size`` that cover ``count``; Triton's own takes microseconds on the host."""
+    return -(-count // size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class ScanTiles:
     """Most registers per thread, so that enough programs fit on a processor; NVIDIA only."""
 
     def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
-        return triton.cdiv(length, self.steps), batch * triton.cdiv(width, self.channels)
+        return cdiv(length, self.steps), batch * cdiv(width, self.channels)
 
     def options(self) -> dict[str, int]:
         """Launch options for the forward kernel."""
@@ -42,8 +46,8 @@ class ScanTiles:
 
     def words(self, batch: int, length: int, width: int) -> int:
         """Words of the look-back: one per tile and channel, one per group and channel."""
-        tiles = triton.cdiv(length, self.steps)
-        return batch * width * (tiles + triton.cdiv(tiles, self.group))
+        tiles = cdiv(length, self.steps)
+        return batch * width * (tiles + cdiv(tiles, self.group))
 
 
 class Sequences(NamedTuple):
@@ -72,12 +76,8 @@ def scan_tiles(length: int, width: int) -> ScanTiles:
     B=4 T=2048 V=64, where 64 x 64 took 10.4 and 128 x 32 10.9); two warps or eight are slower by 5 to 20 %. Groups of 8 tiles are
     6 % faster than 32 while no sequence is longer; chains of smaller groups lose (11.9 us with groups of 16).
     """
-    steps = min(64, max(16, triton.next_power_of_2(length)))
-    return ScanTiles(
-        steps=steps,
-        channels=min(32, max(16, triton.next_power_of_2(width))),
-        group=8 if triton.cdiv(length, steps) <= 8 else 32,
-    )
+    steps = 64 if length > 32 else 32 if length > 16 else 16
+    return ScanTiles(steps=steps, channels=32 if width > 16 else 16, group=8 if length <= 8 * steps else 32)
 
 
 def walk_tiles(device: torch.device, batch: int, width: int) -> ScanTiles | None:
@@ -89,7 +89,7 @@ def walk_tiles(device: torch.device, batch: int, width: int) -> ScanTiles | None
     if device.type != "cuda":
         return None
     walk = ScanTiles(steps=32, channels=32, warps=1, stages=3)
-    programs = batch * triton.cdiv(width, walk.channels)
+    programs = batch * cdiv(width, walk.channels)
     return walk if programs >= 3 * processors(device) else None
 
 
@@ -133,7 +133,7 @@ def forward(
     }
     walk = walk_tiles(v.device, batch, width)
     if walk is not None:
-        programs = batch * triton.cdiv(width, walk.channels)
+        programs = batch * cdiv(width, walk.channels)
         kernels.walk_scan_gate_kernel[(programs,)](
             *given, *sizes, BT=walk.steps, BV=walk.channels, EVEN=walk.even(length, width), STAGES=walk.stages,
             KEPT=tiles.steps, **walk.options(), **flags,
@@ -153,7 +153,7 @@ def empty_states(
     """Room for the final state and the carries; no elements where not wanted."""
     batch, length, width = v.shape
     final = v.new_empty((sequences.count(batch), width) if want_final else (0,), dtype=torch.float32)
-    kept = (batch, triton.cdiv(length, tiles.steps), width) if want_carries else (0,)
+    kept = (batch, cdiv(length, tiles.steps), width) if want_carries else (0,)
     return final, v.new_empty(kept, dtype=torch.float32)
 
 

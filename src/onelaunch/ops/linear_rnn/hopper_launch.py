@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from onelaunch.hardware import is_hopper, processors
-from onelaunch.ops.gated_scan.launch import ScanTiles, inner_contiguous
+from onelaunch.ops.gated_scan.launch import ScanTiles, cdiv, inner_contiguous
 from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
 from onelaunch.ops.workspace import workspace
 
@@ -59,12 +59,20 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if aligned and tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
+@functools.cache
+def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How the copy engine lays a box of ``[rows, columns]`` into shared memory."""
+    from onelaunch.ops.gluon_compat import gl
+
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+
+
 def described(tensor: torch.Tensor, box: list[int]) -> Any:
     """A descriptor of ``[rows, columns]`` from which the copy engine moves boxes into shared memory."""
-    from onelaunch.ops.gluon_compat import TensorDescriptor, gl
+    from onelaunch.ops.gluon_compat import TensorDescriptor
 
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[tensor.dtype]
-    return TensorDescriptor.from_tensor(tensor, box, gl.NVMMASharedLayout.get_default_for(box, element))
+    return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))
 
 
 def persistent(layer: Layer) -> Results:
@@ -73,7 +81,7 @@ def persistent(layer: Layer) -> Results:
 
     results, initial = layer.results(), layer.sequences.initial
     batch, length, width, channels = layer.sizes
-    tiles_t, slices = triton.cdiv(length, PERSISTENT.steps), triton.cdiv(channels, PERSISTENT.channels)
+    tiles_t, slices = cdiv(length, PERSISTENT.steps), cdiv(channels, PERSISTENT.channels)
     tiles = tiles_t * batch * slices
     boxes = PERSISTENT.boxes(layer.log_decay.element_size())
     given = (layer.x, layer.weight[None], layer.log_decay, layer.gate)
@@ -89,6 +97,7 @@ def persistent(layer: Layer) -> Results:
     return results
 
 
+@functools.lru_cache(maxsize=1024)
 def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, channels: int) -> ProjectTiles:
     """64 x 32 while that leaves processors free, then 64 x 64, which reads x half as often.
 
@@ -96,10 +105,10 @@ def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, cha
     B=4 T=2048, 9.5 against 8.3 us at B=16 T=1024. 64 x 64 by four warps is 4 % faster at B=16 T=512 and slower from B=4 T=2048
     on; 128 steps lose nearly everywhere.
     """
-    tiles = triton.cdiv(length, 64)
-    narrow = channels <= 32 or tiles * batch * triton.cdiv(channels, 32) <= multiprocessors
+    tiles = cdiv(length, 64)
+    narrow = channels <= 32 or tiles * batch * cdiv(channels, 32) <= multiprocessors
     scan = ScanTiles(steps=64, channels=32 if narrow else 64, group=8 if tiles <= 8 else 32, warps=4 if narrow else 8)
-    return ProjectTiles(scan, inner=64, stages=min(4, triton.cdiv(width, 64)))
+    return ProjectTiles(scan, inner=64, stages=min(4, cdiv(width, 64)))
 
 
 def suits(layer: Layer) -> bool:

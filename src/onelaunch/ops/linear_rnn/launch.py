@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from onelaunch.ops.gated_scan.launch import ScanTiles, Sequences, empty_states, inner_contiguous, scan_tiles
+from onelaunch.ops.gated_scan.launch import ScanTiles, Sequences, cdiv, empty_states, inner_contiguous, scan_tiles
 from onelaunch.ops.linear_rnn import kernels
 from onelaunch.ops.workspace import workspace
 
@@ -90,7 +90,7 @@ def project_tiles(batch: int, length: int, width: int, channels: int, element_si
     steps lose at all sizes.
     """
     scan = scan_tiles(length, channels)
-    if channels >= 64 and batch * triton.cdiv(length, scan.steps) * triton.cdiv(channels, scan.channels) > MANY:
+    if channels >= 64 and batch * cdiv(length, scan.steps) * cdiv(channels, scan.channels) > MANY:
         scan = replace(scan, channels=64, warps=8)
     inner = min(64 if element_size == 2 else 32, max(16, triton.next_power_of_2(width)))
     return ProjectTiles(scan, inner=inner)
@@ -118,7 +118,7 @@ def stepwise(layer: Layer) -> Results:
     layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
     batch, length, width, channels = layer.sizes
     count = sequences.count(batch)
-    kernels.stepwise_kernel[count, triton.cdiv(channels, STEPWISE_CHANNELS)](
+    kernels.stepwise_kernel[count, cdiv(channels, STEPWISE_CHANNELS)](
         *layer[:4], *sequences, results.y, results.v, results.final, results.carries,
         length, width, channels, count, *layer.strides(),
         BT=scan_tiles(length, channels).steps, BV=STEPWISE_CHANNELS, BD=triton.next_power_of_2(width),
@@ -160,7 +160,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[1]
     tiles = matmul_tiles(m, n, a.element_size())
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
-    kernels.matmul_kernel[(triton.cdiv(m, tiles.m) * triton.cdiv(n, tiles.n),)](
+    kernels.matmul_kernel[(cdiv(m, tiles.m) * cdiv(n, tiles.n),)](
         a, b, out, m, n, k, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
         BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
