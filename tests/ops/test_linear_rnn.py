@@ -102,6 +102,16 @@ def test_the_interpreter_is_refused_bfloat16(variant):
         linear_rnn(**arguments, variant=variant)
 
 
+@pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
+def test_more_sequences_than_a_launch_has_programs_for_are_refused(variant):
+    fits, too_many = (
+        LINEAR_RNN.query(LINEAR_RNN.case(torch.float16, B=batch, T=8, D=16, V=64), "cuda:0", grad=False)
+        for batch in (16383, 16384)
+    )
+    assert "65535 pairs" in (LINEAR_RNN.get(variant).why_not(too_many) or "")
+    assert "65535 pairs" not in (LINEAR_RNN.get(variant).why_not(fits) or "")
+
+
 @pytest.mark.interpret
 def test_the_stepwise_variant_refuses_what_its_registers_cannot_hold():
     arguments = arguments_of(LINEAR_RNN, B=1, T=2, D=2049, V=2)
