@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -132,8 +133,7 @@ def _key(
     _per_step("v", v, q, values, "[B, T, H, V]")
     for name, value in (("k", k), ("v", v)):
         checks.dtype(name, value, (q.dtype,), ", the dtype of q")
-    _head_size("q", q, "K")
-    _head_size("v", v, "V")
+    check_head_sizes(q.shape, v.shape)
     for name, value, channels, known in ((gate, g, keys, layouts), ("gv", gv, values, ("[B, T, H, V]",))):
         if value is not None:
             _per_step(name, value, q, channels, *known)
@@ -178,18 +178,19 @@ def _per_step(name: str, value: Facts, q: Facts, channels: int, *layouts: str) -
     checks.device(name, value, q.device)
 
 
-def _head_size(name: str, value: Facts, dimension: str) -> None:
-    size = value.shape[-1]
-    if SMALLEST_HEAD <= size <= LARGEST_HEAD:
-        return
-    if dimension == "K":
-        pad = "pad q, k and g with zeros and give scale, which changes no result"
-        split = "take parts of q, k and g, give scale, and add up their results"
-    else:
-        pad = "pad v with zeros and cut them off the results"
-        split = "take parts of v and put their results side by side"
-    said = f"[B, T, H, {dimension}] with {dimension} from {SMALLEST_HEAD} to {LARGEST_HEAD}"
-    raise ShapeError(name, got=value.shape, want=f"{said}: {pad if size < SMALLEST_HEAD else split}")
+def check_head_sizes(q: Sequence[int], v: Sequence[int]) -> None:
+    """Raise unless K and V are sizes that heads may have; of the shapes of q and v."""
+    for name, shape, dimension in (("q", q, "K"), ("v", v, "V")):
+        if SMALLEST_HEAD <= shape[-1] <= LARGEST_HEAD:
+            continue
+        if dimension == "K":
+            pad = "pad q, k and g with zeros and give scale, which changes no result"
+            split = "take parts of q, k and g, give scale, and add up their results"
+        else:
+            pad = "pad v with zeros and cut them off the results"
+            split = "take parts of v and put their results side by side"
+        said = f"[B, T, H, {dimension}] with {dimension} from {SMALLEST_HEAD} to {LARGEST_HEAD}"
+        raise ShapeError(name, got=shape, want=f"{said}: {pad if shape[-1] < SMALLEST_HEAD else split}")
 
 
 def _at_most_zero(name: str, value: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ def chunk_gla(
         ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``.
 
     Raises:
-        As :func:`onelaunch.ops.gla`.
+        OneLaunchError: as :func:`onelaunch.ops.gla`.
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
     checks.tensor("g", g)
@@ -111,7 +111,7 @@ def chunk_simple_gla(
 
     Raises:
         ArgumentError: ``g`` and ``g_gamma`` are both given, or another keyword.
-        As :func:`onelaunch.ops.gla` for the rest.
+        OneLaunchError: as :func:`onelaunch.ops.gla` for the rest.
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
     state_v_first = _older_names("chunk_simple_gla", kwargs, state_v_first, ("chunk_size",))
@@ -176,7 +176,7 @@ def fused_recurrent_gla(
 
     Raises:
         ArgumentError: another keyword.
-        As :func:`onelaunch.ops.gla` for the rest.
+        OneLaunchError: as :func:`onelaunch.ops.gla` for the rest.
     """
     state_v_first = _older_names("fused_recurrent_gla", kwargs, state_v_first, ())
     q, k, v, gk, gv = under_autocast(q, k, v, gk, gv)

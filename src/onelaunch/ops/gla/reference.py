@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Query, Reading
 from onelaunch.ops.gated_scan.reference import case_flags, make_log_decay
-from onelaunch.ops.gla.contract import gate_flags, gla
+from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
 """What ``decay`` may be: as models produce it (logsigmoid of a gate over 16), near 1, steps down to -20 that sum below -80 within
@@ -160,8 +160,10 @@ def make_decay(kind: str, extent: tuple[int, ...], device: torch.device, generat
 
 @gla.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case."""
+    """The dispatch key of a case, if heads may have its sizes."""
     sizes = tuple(case.sizes[name] for name in gla.dimensions)
+    batch, length, heads, keys, values = sizes
+    check_head_sizes((batch, length, heads, keys), (batch, length, heads, values))
     per_head, value_gate = gla.option(case, "decay_per") == "head", bool(gla.option(case, "value_gate"))
     flags = case_flags(case, gla.options) + gate_flags(per_head, value_gate)
     return Query("gla", device, case.dtype, sizes, grad, flags)
