@@ -3,7 +3,7 @@
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.functions import chunk_gla, chunk_simple_gla, fused_recurrent_gla
 
-from onelaunch.ops.gla import cost, fla, reference, torch_variants  # isort: skip  (register into gla)
+from onelaunch.ops.gla import cost, fla, reference, torch_variants, triton_variants  # isort: skip  (register into gla)
 
 __all__ = [
     "chunk_gla",
@@ -14,4 +14,5 @@ __all__ = [
     "gla",
     "reference",
     "torch_variants",
+    "triton_variants",
 ]

@@ -1,0 +1,259 @@
+"""Launches of the operation's kernels: allocate the results, choose the tiles, pass the pointers. No checks, no autograd."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from onelaunch.ops.gated_scan.launch import Sequences, cdiv, inner_contiguous
+from onelaunch.ops.gla import backward_kernels, kernels
+
+CHUNK = 64
+"""Steps per chunk, as the kernels have it."""
+
+
+@functools.cache
+def product_precision() -> str:
+    """How float32 operands are multiplied: six products of bfloat16 parts are as exact, and matrix units have them everywhere."""
+    from onelaunch.ops.gated_scan.triton_variants import interpreting
+
+    return "ieee" if interpreting() else "bf16x6"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Blocks of keys and values that a program takes at once, and how it is launched."""
+
+    keys: int
+    values: int
+    warps: int = 4
+    stages: int = 1
+
+
+def block(size: int, most: int = 64) -> int:
+    """The smallest power of 2 that holds ``size``, from 16 to ``most``."""
+    return next((each for each in (16, 32, 64, 128) if each >= min(size, most)), most)
+
+
+def carry_tiles(keys: int, values: int) -> Tiles:
+    """Tiles of the walk of the states: not tuned yet."""
+    return Tiles(block(keys), block(values), stages=2)
+
+
+def read_tiles(keys: int, values: int) -> Tiles:
+    """Tiles of the outputs: not tuned yet."""
+    return Tiles(block(keys), block(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Into how many 16-bit parts float32 factors are split, and from where on pairs of steps are computed block by block."""
+
+    parts: int = 2
+    exact_parts: int = 3
+    """Where a float32 result hangs on it; 0 for a product of float32."""
+    limit: float = 40.0
+    """Sums of log-decays from a chunk's middle up to which one product serves all pairs: exp(2 * limit) times products of inputs
+    must stay finite, and in float32 the sums' own rounding must not show."""
+    largest: float | None = None
+    """Inputs up to which the factor exp(limit) may be multiplied on them."""
+
+
+ROUNDINGS = {
+    torch.bfloat16: Rounding(),
+    torch.float16: Rounding(exact_parts=0, limit=6.0, largest=128.0),
+    torch.float32: Rounding(parts=1, exact_parts=1, limit=8.0),
+}
+
+
+class Attention(NamedTuple):
+    """A call's tensors, as the kernels take them: neighbouring channels are neighbours in memory."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    """``[B, T, H, K]``, or ``[B, T, H, 1]`` for one decay per head."""
+    sequences: Sequences
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        initial: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        scale: float,
+    ) -> Attention:
+        """From tensors of any strides; ``g [B, T, H]`` for one decay per head."""
+        decay = g.unsqueeze(-1) if g.dim() == 3 else inner_contiguous(g)
+        tensors = (inner_contiguous(q), inner_contiguous(k), inner_contiguous(v), decay)
+        return cls(*tensors, Sequences.of(initial, offsets), scale)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """B, T, H, K, V."""
+        return (*self.q.shape, self.v.shape[3])
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return self.sequences.count(self.q.shape[0])
+
+    @property
+    def scalar(self) -> bool:
+        """Whether a head has one decay."""
+        return self.g.shape[3] == 1
+
+    @property
+    def rounding(self) -> Rounding:
+        return ROUNDINGS[self.q.dtype]
+
+    @property
+    def slots(self) -> int:
+        """Programs along time: chunks, at most."""
+        batch, length = self.q.shape[:2]
+        return batch * cdiv(length, CHUNK) if self.sequences.offsets is None else length // CHUNK + self.count
+
+    def numbers(self) -> tuple[int, ...]:
+        """T, H, K, V, N."""
+        return (*self.sizes[1:], self.count)
+
+    def flags(self, tiles: Tiles) -> dict[str, Any]:
+        """Constants that all kernels have."""
+        _, length, _, keys, values = self.sizes
+        packed = self.sequences.offsets is not None
+        even = not packed and length % CHUNK == 0 and keys % tiles.keys == 0 and values % tiles.values == 0
+        return {
+            "BK": tiles.keys, "BV": tiles.values, "PRECISION": product_precision(), "EVEN": even, "SCALAR": self.scalar,
+            "PACKED": packed, "num_warps": tiles.warps,
+        }  # fmt: skip
+
+
+def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Elements between batch entries, steps and heads, tensor by tensor."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+def empty_states(call: Attention, *, exact: bool) -> torch.Tensor:
+    """Room for a state per chunk, in the inputs' dtype unless ``exact``."""
+    _, _, heads, keys, values = call.sizes
+    dtype = torch.float32 if exact else call.q.dtype
+    return torch.empty((call.slots, heads, keys, values), dtype=dtype, device=call.q.device)
+
+
+def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
+    """Room for the final state ``[N, H, K, V]``; no elements if it is not wanted."""
+    _, _, heads, keys, values = call.sizes
+    return call.q.new_empty((call.count, heads, keys, values) if wanted else (0,), dtype=torch.float32)
+
+
+def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state that enters each chunk, and the final one ``[N, H, K, V]`` or no elements.
+
+    ``exact`` keeps them in float32.
+    """
+    tiles = carry_tiles(*call.sizes[3:])
+    states, final = empty_states(call, exact=exact), empty_final(call, wanted=want_final)
+    parts = call.rounding.exact_parts if want_final or exact else call.rounding.parts
+    kernels.carry_kernel[carry_grid(call, tiles)](
+        call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, states, final, call.scale,
+        *call.numbers(), *strides(call.k, call.v, call.g),
+        STAGES=tiles.stages, PARTS=parts, FIRST=call.sequences.initial is not None, LAST=want_final, REVERSE=False,
+        **call.flags(tiles),
+    )  # fmt: skip
+    return states, final
+
+
+def carry_grid(call: Attention, tiles: Tiles) -> tuple[int]:
+    _, _, heads, keys, values = call.sizes
+    return (call.count * heads * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
+
+
+def read(call: Attention, values: torch.Tensor, states: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    """o from v and the states that enter the chunks, or, ``transposed``, dv from do and the gradients of those behind them."""
+    _, _, heads, keys, width = call.sizes
+    tiles = read_tiles(keys, width)
+    out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
+    rounding = call.rounding
+    kernels.read_kernel[(call.slots * heads * cdiv(width, tiles.values),)](
+        call.q, call.k, values, call.g, call.sequences.offsets, states, out, call.scale,
+        *call.numbers(), *strides(call.q, call.k, values, call.g),
+        STEPS=call.sequences.bisection_steps(), PARTS=rounding.parts, LIMIT=rounding.limit, LARGEST=rounding.largest,
+        TRANSPOSED=transposed, num_stages=tiles.stages, **call.flags(tiles),
+    )  # fmt: skip
+    return out
+
+
+def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``o [B, T, H, V]`` and the final state ``[N, H, K, V]``, which has no elements if it is not wanted."""
+    states, final = carry(call, want_final=want_final)
+    return read(call, call.v, states, transposed=False), final
+
+
+# The backward pass
+
+
+class Gradients(NamedTuple):
+    """Of the call's tensors, in their dtypes and shapes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    initial: torch.Tensor
+    """``[N, H, K, V]``, or no elements without an initial state."""
+
+
+def gradient_tiles(keys: int, values: int) -> Tiles:
+    """Tiles of the gradients of q, k and g: not tuned yet."""
+    return Tiles(block(keys, 32), block(values, 32))
+
+
+def exact_gradients(call: Attention) -> bool:
+    """Whether nothing is rounded on the way to dq, dk and dg: a float32 dg beside 16-bit inputs is held to float32's accuracy, and
+    float16 has too narrow a range for products of gradients."""
+    return call.g.dtype is torch.float32 or call.q.dtype is torch.float16
+
+
+def carry_back(
+    call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, *, exact: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of the state behind each chunk, and that of the initial state or no elements."""
+    tiles, wanted = carry_tiles(*call.sizes[3:]), call.sequences.initial is not None
+    dstates, dinitial = empty_states(call, exact=exact), empty_final(call, wanted=wanted)
+    kernels.carry_kernel[carry_grid(call, tiles)](
+        call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
+        *call.numbers(), *strides(call.q, do, call.g),
+        STAGES=tiles.stages, PARTS=call.rounding.exact_parts if wanted or exact else call.rounding.parts,
+        FIRST=dfinal is not None, LAST=wanted, REVERSE=True, **call.flags(tiles),
+    )  # fmt: skip
+    return dstates, dinitial
+
+
+def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None) -> Gradients:
+    """Gradients of all inputs, from those of ``o`` and of the final state; nothing was kept but the inputs."""
+    _, _, heads, keys, values = call.sizes
+    do, dfinal = inner_contiguous(do), None if dfinal is None else dfinal.contiguous()
+    exact, rounding = exact_gradients(call), call.rounding
+    kept = exact or call.scalar  # one dg for a whole head adds up over all of a state: rounded ones would show
+    states, _ = carry(call, want_final=False, exact=kept)
+    dstates, dinitial = carry_back(call, do, dfinal, exact=kept)
+    dv = read(call, do, dstates, transposed=True)
+    tiles = gradient_tiles(keys, values)
+    dq, dk, dg = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.g))
+    backward_kernels.gradients_kernel[(call.slots * heads,)](
+        call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, dq, dk, dg, call.scale,
+        *call.numbers(), *strides(call.q, call.k, call.v, call.g, do),
+        STEPS=call.sequences.bisection_steps(), EXACT=exact,
+        PARTS=rounding.exact_parts if exact else rounding.parts,
+        LIMIT=ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
+        num_stages=tiles.stages, **call.flags(tiles),
+    )  # fmt: skip
+    return Gradients(dq, dk, dv, dg.squeeze(-1) if call.scalar else dg, dinitial)
