@@ -21,6 +21,7 @@ import triton.language as tl
 
 from onelaunch.ops.gla.kernels import (
     CHUNK,
+    LEVELS,
     exp,
     find_chunk,
     from_middle,
@@ -29,11 +30,12 @@ from onelaunch.ops.gla.kernels import (
     is_benign,
     load_decay,
     load_rows,
+    neighbours,
     pair_decay,
-    pairs_of_blocks,
     row_pointer,
     split_product,
     state_pointers,
+    steps_of_chunk,
     store_rows,
     sum_after,
     sum_before,
@@ -56,44 +58,47 @@ def sum_onward(x, t, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def pair_gradients(dscores, q, k, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Of decayed queries and keys [64, BK], and the products of the rounded ones with theirs."""
+def pair_gradients(both, q, k, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Of decayed queries and keys [64, BK], and the products of the rounded ones with theirs; both [64, 64] is dP and its
+    transpose."""
     zero = tl.zeros(q.shape, tl.float32)
-    given = dscores.to(LOW)
+    none = tl.zeros([CHUNK, CHUNK], LOW)
     keys = k.to(LOW)
-    dq = split_product(given, keys, zero, PARTS, PRECISION)
-    dk = split_product(tl.trans(given), q, zero, PARTS, PRECISION)
+    dq = split_product(tl.where(t[:, None] > t[None, :], both, none), keys, zero, PARTS, PRECISION)
+    dk = split_product(tl.where(t[:, None] < t[None, :], both, none), q, zero, PARTS, PRECISION)
     return dq, dk, q * dq, keys.to(tl.float32) * dk
 
 
 @triton.jit
 def by_pairs(
-    dscores, q, k, g, t,
+    both, q, k, g, t,
     LOW: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What pairs of different steps give dq, dk and dg, over a block of keys; q, k, g float32 [64, BK], dscores below the diagonal
-    alone."""
+    """What pairs of different steps give dq, dk and dg, over a block of keys; q, k, g float32 [64, BK], both as in
+    pair_gradients."""
     distance = from_middle(g, t, PRECISION)
     if is_benign(distance, q, k, LIMIT, LARGEST):
         shrink = exp(distance)
         grow = exp(-distance)
-        dq, dk, of_q, of_k = pair_gradients(dscores, q * shrink, k * grow, LOW, PARTS, PRECISION)
+        dq, dk, of_q, of_k = pair_gradients(both, q * shrink, k * grow, t, LOW, PARTS, PRECISION)
         dq *= shrink
         dk *= grow
         dg = sum_onward(of_q - of_k, t, PRECISION)
     else:
         dq = tl.zeros(q.shape, tl.float32)
-        dk = dq
-        dg = dq
-        for level in range(6):
-            size = 1 << level
-            factor = exp(sums_by_block(g, t, size, PRECISION))
-            taken = tl.where(pairs_of_blocks(t, size), dscores, 0.0)
-            more_dq, more_dk, of_q, of_k = pair_gradients(taken, q * factor, k * factor, LOW, PARTS, PRECISION)
-            dq += factor * more_dq
-            dk += factor * more_dk
-            passing = tl.where(in_right_block(t, size)[:, None], of_q, of_k)
-            dg += sums_around(passing, t, size, PRECISION)
+        dk = tl.zeros(q.shape, tl.float32)
+        dg = tl.zeros(q.shape, tl.float32)
+        for level in range(LEVELS):
+            # right steps are queries here and left ones keys, so one product has dq of those and dk of these
+            right = in_right_block(t, level)[:, None]
+            factor = exp(sums_by_block(g, t, level, PRECISION))
+            decayed = factor * tl.where(right, q, k)
+            taken = tl.where(neighbours(t, level), both, tl.zeros([CHUNK, CHUNK], LOW))
+            found = split_product(taken, decayed, tl.zeros(q.shape, tl.float32), PARTS, PRECISION)
+            dg += sums_around(decayed * found, t, level, PRECISION)
+            found *= factor
+            dq += tl.where(right, found, 0.0)
+            dk += tl.where(right, 0.0, found)
     return dq, dk, dg
 
 
@@ -137,10 +142,30 @@ def gradients_kernel(
         dg_behind = tl.zeros([CHUNK, 1], tl.float32)
         dg_through = tl.zeros([1, 1], tl.float32)
 
+    both = (dscores + tl.trans(dscores)).to(LOW)
+
     for first in range(0, K, BK):
+        t = steps_of_chunk(first)
         c = first + tl.arange(0, BK)
-        b_dq = tl.zeros([CHUNK, BK], tl.float32)
-        b_dk = tl.zeros([CHUNK, BK], tl.float32)
+        gc = tl.arange(0, 1) if SCALAR else c
+        channels = 1 if SCALAR else K
+        b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN)
+        b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN)
+        if SCALAR:
+            scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=PRECISION)
+        b_q = b_q.to(tl.float32) * scale
+        b_k = b_k.to(tl.float32)
+        if SCALAR:
+            b_dq, b_dk, _, _ = pair_gradients(both, b_q, b_k, t, LOW, PARTS, PRECISION)
+        else:
+            b_g = load_decay(p_g, g_stride_t, t, left, gc, channels, EVEN)
+            b_dq, b_dk, b_dg = by_pairs(both, b_q, b_k, b_g, t, LOW, PARTS, LIMIT, LARGEST, PRECISION)
+        b_dq += alone * b_k
+        b_dk += alone * b_q
+
+        t = steps_of_chunk(first + 1)
+        from_states = tl.zeros([CHUNK, BK], tl.float32)
+        from_dstates = tl.zeros([CHUNK, BK], tl.float32)
         through = tl.zeros([BK], tl.float32)  # from S to dS
         for other in range(0, V, BV):
             cv = other + tl.arange(0, BV)
@@ -153,36 +178,28 @@ def gradients_kernel(
             if PARTS == 0:
                 b_do = b_do.to(tl.float32)
                 b_v = b_v.to(tl.float32)
-            b_dq = split_product(b_do, tl.trans(b_state), b_dq, PARTS, PRECISION)
-            b_dk = split_product(b_v, tl.trans(b_dstate), b_dk, PARTS, PRECISION)
-        b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN)
-        b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN)
-        gc = tl.arange(0, 1) if SCALAR else c
-        channels = 1 if SCALAR else K
+            from_states = split_product(b_do, tl.trans(b_state), from_states, PARTS, PRECISION)
+            from_dstates = split_product(b_v, tl.trans(b_dstate), from_dstates, PARTS, PRECISION)
         b_g = load_decay(p_g, g_stride_t, t, left, gc, channels, EVEN)
-        if SCALAR:
-            scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=PRECISION)
-        b_q = b_q.to(tl.float32) * scale
-        b_k = b_k.to(tl.float32)
-        b_dq *= exp(sum_before(b_g, t, PRECISION))
-        b_dk *= exp(sum_after(b_g, t, PRECISION))
         through = through[None, :] * exp(tl.sum(b_g, 0, keep_dims=True))
-        before = b_k * b_dk  # from each step to dS
-        behind = b_q * b_dq  # from S to each step
+        from_states *= exp(sum_before(b_g, t, PRECISION))
+        b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN).to(tl.float32) * scale
+        behind = b_q * from_states  # from S to each step
+        p_dq = row_pointer(dq, b, start, h, stride_b, H * K, K)
+        store_rows(p_dq, (b_dq + from_states) * scale, H * K, t, left, c, K, EVEN)
+        from_dstates *= exp(sum_after(b_g, t, PRECISION))
+        b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN).to(tl.float32)
+        before = b_k * from_dstates  # from each step to dS
+        p_dk = row_pointer(dk, b, start, h, stride_b, H * K, K)
+        store_rows(p_dk, b_dk + from_dstates, H * K, t, left, c, K, EVEN)
         if SCALAR:
             dg_before += tl.sum(before, 1, keep_dims=True)
             dg_behind += tl.sum(behind, 1, keep_dims=True)
             dg_through += tl.sum(through, 1, keep_dims=True)
-            more_dq, more_dk, _, _ = pair_gradients(dscores, b_q, b_k, LOW, PARTS, PRECISION)
         else:
-            b_dg = through + sum_earlier(before, t, PRECISION) + sum_onward(behind, t, PRECISION)
-            more_dq, more_dk, more_dg = by_pairs(dscores, b_q, b_k, b_g, t, LOW, PARTS, LIMIT, LARGEST, PRECISION)
+            b_dg += through + sum_earlier(before, t, PRECISION) + sum_onward(behind, t, PRECISION)
             p_dg = row_pointer(dg, b, start, h, stride_b, H * K, K)
-            store_rows(p_dg, b_dg + more_dg, H * K, t, left, c, K, EVEN)
-        p_dq = row_pointer(dq, b, start, h, stride_b, H * K, K)
-        p_dk = row_pointer(dk, b, start, h, stride_b, H * K, K)
-        store_rows(p_dq, (b_dq + more_dq + alone * b_k) * scale, H * K, t, left, c, K, EVEN)
-        store_rows(p_dk, b_dk + more_dk + alone * b_q, H * K, t, left, c, K, EVEN)
+            store_rows(p_dg, b_dg, H * K, t, left, c, K, EVEN)
     if SCALAR:
         b_dg = dg_through + sum_earlier(dg_before, t, PRECISION)
         b_dg += sum_onward(dg_behind, t, PRECISION)

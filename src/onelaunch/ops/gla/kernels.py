@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(64)
+LEVELS = tl.constexpr(6)
+"""Its binary logarithm."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -38,6 +40,13 @@ LEAST = tl.constexpr(-1e30)
 
 
 # Where a chunk lies
+
+
+@triton.jit
+def steps_of_chunk(turn):
+    """0 to 63, which the compiler does not know to be the same in every turn of a loop: else it keeps what follows from them, the
+    many masks [64, 64], in registers throughout."""
+    return tl.arange(0, CHUNK) + turn // (1 << 30)
 
 
 @triton.jit
@@ -124,26 +133,20 @@ def load_decay(first, stride_t, t, left, c, channels, EVEN: tl.constexpr):
 
 
 @triton.jit
-def between(low, high):
-    """[64, 64]: for each row t, the columns from low[t] on and before high[t], at least low[t]. One comparison an element: masks
-    that were made of several stayed in registers."""
-    columns = tl.arange(0, CHUNK)
-    return (columns[None, :] - low[:, None]).to(tl.uint32) < (high - low).to(tl.uint32)[:, None]
-
-
-@triton.jit
 def sums(g, low, high, PRECISION: tl.constexpr):
-    """[64, X]: for each step t the sum of g [64, X] over the steps from low[t] on and before high[t].
+    """[64, X]: for each step t the sum of g [64, X] over the steps from low[t] on and before high[t], at least low[t].
 
-    A product with 0 and 1, of three bfloat16 parts where that is what PRECISION means: faster than a scan, in fewer registers.
+    A product with 0 and 1, of three bfloat16 parts where that is what PRECISION means: faster than a scan, in fewer registers. The
+    matrix is made column by column: a thread has one column of it, and would need the bounds of many rows.
     """
-    taken = between(low, high)
+    steps = tl.arange(0, CHUNK)
+    taken = (steps[:, None] - low[None, :]).to(tl.uint32) < (high - low).to(tl.uint32)[None, :]
     if g.shape[1] == 1:
-        return tl.sum(tl.where(taken, tl.trans(g), 0.0), 1, keep_dims=True)
-    ones = tl.where(taken, 1.0, 0.0)
+        return tl.trans(tl.sum(tl.where(taken, g, 0.0), 0, keep_dims=True))
     if PRECISION == "ieee":
-        return tl.dot(ones, g, input_precision=PRECISION)
-    return split_product(ones.to(tl.bfloat16), g, tl.zeros(g.shape, tl.float32), 3, PRECISION)
+        return tl.dot(tl.trans(tl.where(taken, 1.0, 0.0)), g, input_precision=PRECISION)
+    ones = tl.where(taken, tl.full([CHUNK, CHUNK], 1.0, tl.bfloat16), tl.full([CHUNK, CHUNK], 0.0, tl.bfloat16))
+    return split_product(tl.trans(ones), g, tl.zeros(g.shape, tl.float32), 3, PRECISION)
 
 
 @triton.jit
@@ -171,32 +174,31 @@ def pair_decay(g, t, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def in_right_block(t, size):
-    """Of blocks of ``size`` steps, every second is a right one: its steps read those of the left block before it."""
-    return (t // size) % 2 == 1
+def in_right_block(t, level):
+    """Of blocks of 2^level steps, every second is a right one: its steps read those of the left block before it."""
+    return ((t >> level) & 1) == 1
 
 
 @triton.jit
-def sums_by_block(g, t, size, PRECISION: tl.constexpr):
+def sums_by_block(g, t, level, PRECISION: tl.constexpr):
     """[64, BK]: from the block's start up to and with each step of right blocks, behind each step to the block's end in left ones."""
-    right = in_right_block(t, size)
-    start = t // size * size
-    return sums(g, tl.where(right, start, t + 1), tl.where(right, t + 1, start + size), PRECISION)
+    right = in_right_block(t, level)
+    start = (t >> level) << level
+    return sums(g, tl.where(right, start, t + 1), tl.where(right, t + 1, ((t >> level) + 1) << level), PRECISION)
 
 
 @triton.jit
-def sums_around(x, t, size, PRECISION: tl.constexpr):
+def sums_around(x, t, level, PRECISION: tl.constexpr):
     """[64, BK]: from each step on to the block's end in right blocks, before each step from the block's start on in left ones."""
-    right = in_right_block(t, size)
-    start = t // size * size
-    return sums(x, tl.where(right, t, start), tl.where(right, start + size, t), PRECISION)
+    right = in_right_block(t, level)
+    start = (t >> level) << level
+    return sums(x, tl.where(right, t, start), tl.where(right, ((t >> level) + 1) << level, t), PRECISION)
 
 
 @triton.jit
-def pairs_of_blocks(t, size):
-    """[64, 64]: steps of right blocks with those of the left blocks beside them."""
-    start = t // size * size
-    return between(tl.where(in_right_block(t, size), start - size, start), start)
+def neighbours(t, level):
+    """[64, 64]: steps of right blocks with those of the left blocks beside them, and the other way round."""
+    return (t[:, None] >> level) ^ 1 == (t[None, :] >> level)
 
 
 @triton.jit
@@ -211,7 +213,7 @@ def is_benign(distance, q, k, LIMIT: tl.constexpr, LARGEST: tl.constexpr):
 @triton.jit
 def from_middle(g, t, PRECISION: tl.constexpr):
     """Sums from the middle of the chunk, at most 0 behind it and at least 0 before."""
-    halves = sums_by_block(g, t, CHUNK // 2, PRECISION)
+    halves = sums_by_block(g, t, LEVELS - 1, PRECISION)
     return tl.where((t < CHUNK // 2)[:, None], -halves, halves)
 
 
@@ -251,13 +253,24 @@ def add_pairs(
     if is_benign(distance, q, k, LIMIT, LARGEST):
         scores = split_product(q * exp(distance), tl.trans((k * exp(-distance)).to(LOW)), scores, PARTS, PRECISION)
     else:
-        for level in range(6):
-            size = 1 << level
-            factor = exp(sums_by_block(g, t, size, PRECISION))
-            zero = tl.zeros([CHUNK, CHUNK], tl.float32)
-            found = split_product(q * factor, tl.trans((k * factor).to(LOW)), zero, PARTS, PRECISION)
-            scores += tl.where(pairs_of_blocks(t, size), found, 0.0)
+        for level in range(LEVELS):
+            # right steps are queries here and left ones keys
+            decayed = exp(sums_by_block(g, t, level, PRECISION)) * tl.where(in_right_block(t, level)[:, None], q, k)
+            found = split_product(decayed, tl.trans(decayed.to(LOW)), tl.zeros([CHUNK, CHUNK], tl.float32), PARTS, PRECISION)
+            scores += tl.where(neighbours(t, level), found, 0.0)
     return scores
+
+
+@triton.jit
+def causal_scores(scores, alone, t):
+    """Scores below the diagonal, on it those of steps with themselves, 0 above."""
+    return tl.where(t[:, None] > t[None, :], scores, tl.where(t[:, None] == t[None, :], alone[:, None], 0.0))
+
+
+@triton.jit
+def scalar_scores(products, g, scale, t, PRECISION: tl.constexpr):
+    """Scores from the products of queries and keys, for one decay per head: g [64, 1]."""
+    return tl.where(t[:, None] >= t[None, :], products * (scale * pair_decay(g, t, PRECISION)), 0.0)
 
 
 @triton.jit
@@ -270,6 +283,7 @@ def chunk_scores(
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     alone = tl.zeros([CHUNK], tl.float32)  # scores of steps with themselves
     for first in range(0, K, BK):
+        t = steps_of_chunk(first)
         c = first + tl.arange(0, BK)
         b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN)  # [64, BK]
         b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN)
@@ -283,8 +297,8 @@ def chunk_scores(
             scores = add_pairs(scores, b_q, b_k, b_g, t, LOW, PARTS, LIMIT, LARGEST, PRECISION)
     if SCALAR:
         b_g = load_decay(p_g, g_stride_t, t, left, tl.arange(0, 1), 1, EVEN)
-        return tl.where(t[:, None] >= t[None, :], scores * (scale * pair_decay(b_g, t, PRECISION)), 0.0)
-    return tl.where(t[:, None] > t[None, :], scores, tl.where(t[:, None] == t[None, :], alone[:, None], 0.0))
+        return scalar_scores(scores, b_g, scale, t, PRECISION)
+    return causal_scores(scores, alone, t)
 
 
 # The walk of the states
@@ -381,6 +395,7 @@ def read_kernel(
     result = split_product(scores.to(LOW), b_values, tl.zeros([CHUNK, BV], tl.float32), 1, PRECISION)
     index = slot.to(tl.int64) * H + h
     for first in range(0, K, BK):
+        t = steps_of_chunk(first)
         c = first + tl.arange(0, BK)
         gc = tl.arange(0, 1) if SCALAR else c
         channels = 1 if SCALAR else K

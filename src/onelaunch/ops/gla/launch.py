@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onelaunch.ops.gated_scan.launch import Sequences, cdiv, inner_contiguous
-from onelaunch.ops.gla import backward_kernels, kernels
+from onelaunch.ops.gla import backward_kernels, kernels, walk_kernels
 
 CHUNK = 64
 """Steps per chunk, as the kernels have it."""
@@ -197,6 +197,31 @@ def forward(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.T
     return read(call, call.v, states, transposed=False), final
 
 
+WALKED_KEYS = 64
+"""The largest K of which a walking program holds a whole state."""
+
+
+def walk_tiles(keys: int, values: int) -> Tiles:
+    """Tiles of the single launch: all keys, and as many values as registers allow."""
+    return Tiles(block(keys, WALKED_KEYS), block(values, 32), warps=8)
+
+
+def walk(call: Attention, *, want_final: bool, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of :func:`forward` by one launch, which loads a chunk ``ahead`` of the one it works on or not."""
+    _, _, heads, keys, values = call.sizes
+    tiles, rounding = walk_tiles(keys, values), call.rounding
+    out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
+    final = empty_final(call, wanted=want_final)
+    walk_kernels.walk_kernel[(call.count * heads * cdiv(values, tiles.values),)](
+        call.q, call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, out, final, call.scale,
+        *call.numbers(), *strides(call.q, call.k, call.v, call.g),
+        PARTS=rounding.parts, STATE_PARTS=rounding.exact_parts if want_final else rounding.parts,
+        LIMIT=rounding.limit, LARGEST=rounding.largest, FIRST=call.sequences.initial is not None, LAST=want_final, AHEAD=ahead,
+        num_stages=tiles.stages, **call.flags(tiles),
+    )  # fmt: skip
+    return out, final
+
+
 # The backward pass
 
 
@@ -217,8 +242,10 @@ def gradient_tiles(keys: int, values: int) -> Tiles:
 
 
 def exact_gradients(call: Attention) -> bool:
-    """Whether nothing is rounded on the way to dq, dk and dg: a float32 dg beside 16-bit inputs is held to float32's accuracy, and
-    float16 has too narrow a range for products of gradients."""
+    """Whether nothing is rounded on the way to dq, dk and dg.
+
+    A float32 dg beside 16-bit inputs is held to float32's accuracy, and float16 has too narrow a range for products of gradients.
+    """
     return call.g.dtype is torch.float32 or call.q.dtype is torch.float16
 
 

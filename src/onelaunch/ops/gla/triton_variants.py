@@ -28,11 +28,15 @@ def run_forward(
     offsets: torch.Tensor | None,
     scale: float,
     want_final: bool,
+    kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o, and the final state (no elements if it is not wanted)."""
+    """o, and the final state (no elements if it is not wanted), by the variant of this name."""
     from onelaunch.ops.gla import launch
 
-    return launch.forward(launch.Attention.of(q, k, v, g, initial, offsets, scale), want_final=want_final)
+    call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
+    if kernel == "fused":
+        return launch.forward(call, want_final=want_final)
+    return launch.walk(call, want_final=want_final, ahead=kernel == "pipelined")
 
 
 def run_backward(
@@ -53,7 +57,7 @@ def run_backward(
 
 
 def fake_forward(
-    q: Any, k: Any, v: Any, g: Any, initial: Any, offsets: Any, scale: Any, want_final: Any
+    q: Any, k: Any, v: Any, g: Any, initial: Any, offsets: Any, scale: Any, want_final: Any, kernel: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the results of :func:`run_forward`."""
     sequences = q.shape[0] if offsets is None else offsets.shape[0] - 1
@@ -72,7 +76,7 @@ def fake_backward(
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """The tensors among the inputs."""
-    *tensors, ctx.scale, ctx.want_final = inputs
+    *tensors, ctx.scale, ctx.want_final, _ = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -83,29 +87,61 @@ def gradients(ctx: Any, backward: Any, do: Optional, dfinal: Optional) -> tuple[
     do = torch.zeros_like(v) if do is None else do
     dfinal = dfinal if ctx.want_final else None
     *found, dinitial = backward(do, dfinal, q, k, v, g, initial, offsets, ctx.scale)
-    return *found, None if initial is None else dinitial, None, None, None
+    return *found, None if initial is None else dinitial, None, None, None, None
 
 
 backward = Operator("gla_backward", run_backward, fake=fake_backward)
 forward = Operator("gla_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=backward, outputs=2)
 
 
-@gla.variant(
-    "fused", launches=2, backward_launches=4, fuses=("decay", "scores"), chunk=64, hands=("states",),
-    backward_hands=("states", "states"),
-)  # fmt: skip
-def fused(call: GlaCall) -> Results:
-    """A walk that leaves a state per chunk, then all chunks at once; the backward pass is the same mirrored, and keeps inputs alone."""
+def attend(call: GlaCall, kernel: str) -> Results:
+    """o and the final state by the variant of this name, differentiable."""
     return forward(
-        call.q, call.k, call.v, call.g, call.initial_state, call.cu_seqlens, call.scale, call.output_final_state,
+        call.q, call.k, call.v, call.g, call.initial_state, call.cu_seqlens, call.scale, call.output_final_state, kernel,
         grad=call.query().grad,
     )  # fmt: skip
 
 
+BACKWARD: dict[str, Any] = {"chunk": 64, "backward_launches": 4, "backward_hands": ("states", "states")}
+"""The backward pass of all of them: two walks that leave a state per chunk, and two kernels that take all chunks at once."""
+
+
+@gla.variant("fused", launches=2, fuses=("decay", "scores"), hands=("states",), **BACKWARD)
+def fused(call: GlaCall) -> Results:
+    """A walk that leaves a state per chunk, then all chunks at once, for any decay; keeps nothing but the inputs."""
+    return attend(call, "fused")
+
+
+@gla.variant("sequential", launches=1, fuses=("decay", "scores", "states"), hands=(), **BACKWARD)
+def sequential(call: GlaCall) -> Results:
+    """One launch along time, load after product after load: the write-up's baseline. Its backward pass is that of ``fused``."""
+    return attend(call, "sequential")
+
+
+@gla.variant("pipelined", launches=1, fuses=("decay", "scores", "states"), hands=(), **BACKWARD)
+def pipelined(call: GlaCall) -> Results:
+    """The same with the next chunk's loads in registers, double-buffered by hand: the write-up's loser, kept as the lesson it is."""
+    return attend(call, "pipelined")
+
+
 @fused.supports
+@sequential.supports
+@pipelined.supports
 def no_value_gate(query: Query) -> str | None:
     """The kernels let the state decay along keys alone."""
     return "takes no gate on values" if "value_gate" in query.flags else None
 
 
-fused.supports(needs_triton)
+@sequential.supports
+@pipelined.supports
+def holds_the_state(query: Query) -> str | None:
+    """A program of these holds all keys of a state."""
+    from onelaunch.ops.gla.launch import WALKED_KEYS
+
+    if query.sizes[3] > WALKED_KEYS:
+        return f"needs K of at most {WALKED_KEYS}: it holds the state in registers"
+    return None
+
+
+for _variant in (fused, sequential, pipelined):
+    _variant.supports(needs_triton)
