@@ -170,7 +170,11 @@ def exp(x):
 @triton.jit
 def pair_decay(g, t, PRECISION: tl.constexpr):
     """exp(g_s+1 + ... + g_t) [64, 64] for t >= s of g [64, 1]; 1 elsewhere."""
-    return exp(sum_before(tl.where(t[:, None] > t[None, :], g, 0.0), t, PRECISION))
+    until = tl.where(t[None, :] <= t[:, None], tl.trans(g), 0.0)
+    behind = tl.where(t[:, None] > t[None, :], 1.0, 0.0)
+    if PRECISION != "ieee":
+        behind = behind.to(tl.bfloat16)
+    return exp(split_product(until, behind, tl.zeros([CHUNK, CHUNK], tl.float32), 3, PRECISION))
 
 
 @triton.jit
@@ -202,11 +206,16 @@ def neighbours(t, level):
 
 
 @triton.jit
-def is_benign(distance, q, k, LIMIT: tl.constexpr, LARGEST: tl.constexpr):
-    """Whether one product will do: no factor beyond exp(LIMIT), and none times LARGEST beyond what the operands' dtype holds."""
-    benign = tl.max(tl.abs(distance)) <= LIMIT
+def is_benign(q, k, g, t, LIMIT: tl.constexpr, LARGEST: tl.constexpr):
+    """Whether one product will do: no factor beyond exp(LIMIT), and none times LARGEST beyond what the operands' dtype holds.
+
+    Log-decays are at most 0, so no sum to or from the chunk's middle goes beyond that of a whole half.
+    """
+    first = tl.sum(tl.where((t < CHUNK // 2)[:, None], g, 0.0), 0)
+    second = tl.sum(tl.where((t < CHUNK // 2)[:, None], 0.0, g), 0)
+    benign = tl.min(tl.minimum(first, second)) >= -LIMIT
     if LARGEST is not None:
-        benign = benign & (tl.max(tl.maximum(tl.abs(q), tl.abs(k))) <= LARGEST)
+        benign = benign & (tl.max(tl.maximum(tl.abs(q), tl.abs(k)).to(tl.float32)) <= LARGEST)
     return benign
 
 
@@ -222,9 +231,23 @@ def from_middle(g, t, PRECISION: tl.constexpr):
 
 @triton.jit
 def split_product(a, b, out, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """out + a b. Of a float32 and a 16-bit operand, the first goes in as the sum of PARTS of the other's dtype."""
+    """out + a b. Of a float32 and a 16-bit operand, the first goes in as the sum of PARTS of the other's dtype; of two float32 ones,
+    unless PRECISION is "ieee", both do as three bfloat16 parts, in the six products that count."""
+    if a.dtype == tl.float32 and b.dtype == tl.float32:
+        if PRECISION == "ieee":
+            return tl.dot(a, b, out, input_precision=PRECISION)
+        high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        part = a.to(tl.bfloat16)
+        out = tl.dot(part, high, tl.dot(part, middle, tl.dot(part, low, out)))
+        rest = a - part.to(tl.float32)
+        part = rest.to(tl.bfloat16)
+        out = tl.dot(part, high, tl.dot(part, middle, out))
+        return tl.dot((rest - part.to(tl.float32)).to(tl.bfloat16), high, out)
     if a.dtype == b.dtype:
-        return tl.dot(a, b, out, input_precision=PRECISION)
+        return tl.dot(a, b, out)
     if b.dtype == tl.float32:
         rest = b
         for _ in tl.static_range(PARTS):
@@ -249,8 +272,8 @@ def add_pairs(
 
     k is rounded to LOW, q goes in as PARTS of it.
     """
-    distance = from_middle(g, t, PRECISION)
-    if is_benign(distance, q, k, LIMIT, LARGEST):
+    if is_benign(q, k, g, t, LIMIT, LARGEST):
+        distance = from_middle(g, t, PRECISION)
         scores = split_product(q * exp(distance), tl.trans((k * exp(-distance)).to(LOW)), scores, PARTS, PRECISION)
     else:
         for level in range(LEVELS):
@@ -288,7 +311,7 @@ def chunk_scores(
         b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN)  # [64, BK]
         b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN)
         if SCALAR:
-            scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=PRECISION)
+            scores = split_product(b_q, tl.trans(b_k), scores, 1, PRECISION)
         else:
             b_g = load_decay(p_g, g_stride_t, t, left, c, K, EVEN)
             b_q = b_q.to(tl.float32) * scale

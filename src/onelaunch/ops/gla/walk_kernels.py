@@ -58,7 +58,7 @@ def advance(
     LOW: tl.constexpr = b_v.dtype
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     if SCALAR:
-        scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=PRECISION)
+        scores = split_product(b_q, tl.trans(b_k), scores, 1, PRECISION)
         scores = scalar_scores(scores, b_g, scale, t, PRECISION)
     b_q = b_q.to(tl.float32) * scale
     b_k = b_k.to(tl.float32)
