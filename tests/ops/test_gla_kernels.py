@@ -112,6 +112,18 @@ def test_one_strong_step_among_weak_ones(variant):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@each_kernel
+def test_large_float16_inputs_do_not_overflow_on_the_way(variant, name):
+    """A decay of exp(-10) over a chunk would take keys of 1000 beyond what float16 holds, were it taken back from their end."""
+    arguments = arguments_of(GLA, **SMALL, dtype="float16")
+    arguments["g"] = torch.full_like(arguments["g"], -10 / 64)
+    arguments[name] = (arguments[name] * 1000).half()
+    found, expected = (GLA(**arguments, variant=each)[0] for each in (variant, "recurrent"))
+    assert_near({"o": found}, {"o": expected}, 1e-3)
+
+
+@pytest.mark.interpret
 @each_kernel
 def test_nan_stays_in_its_head_and_is_not_lost(variant):
     arguments = arguments_of(GLA, B=2, T=70, H=2, K=16, V=16)

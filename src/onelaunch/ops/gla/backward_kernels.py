@@ -3,17 +3,17 @@
 Computes   over a chunk that S enters, with dS the gradient of the state behind it, and dP = tril(do v^T):
            dq = scale * (e^before (do S^T) + sum_s dP[t, s] k_s e^(g_s+1 + ... + g_t))
            dk = e^after (v dS^T) + scale * sum_t dP[t, s] q_t e^(g_s+1 + ... + g_t)
-           dg_t = the sum of all that passes from before t to t or behind it: from S to dS, from S to steps behind, from steps before to
-           dS, and between steps of the chunk
+           dg_t = the sum of all that passes from before t to t or behind it: from S to dS, from S to steps, from steps to dS, and
+           between steps of the chunk
 Grid       a program per chunk and head; blocks of K one after the other, blocks of V inside.
 On chip    dP [64, 64]; dq, dk and dg [64, BK], float32.
 Memory     S and dS of the chunk in (carry_kernel wrote them), q, k, g in and dq, dk, dg out once; v and do once per block of K.
-Decay      as in kernels.py. Every part of dg has exp(g_t) as a factor, none is the difference of larger ones but where a chunk's decay
-           is benign: there the pairs within the chunk are suffix sums of q dq - k dk, in which pairs that lie behind t altogether
-           cancel. They do so only if dq and dk hold the very same terms, so what is summed are products of what was rounded.
-           dg adds up over a chunk alone: errors do not along T.
-Rounding   dq and dk may have two roundings beside their own: those of dP and k, or that of a state. A float32 dg beside 16-bit inputs
-           is held to float32's own accuracy: then nothing is rounded (EXACT).
+Decay      as in kernels.py. Every part of dg has exp(g_t) as a factor, and none is the difference of larger ones but where a
+           chunk's decay is benign: there the pairs within the chunk are suffix sums of q dq - k dk, in which pairs that lie
+           behind t altogether cancel. They do so only if dq and dk hold the very same terms, so the products are those of what
+           was rounded. dg adds up over a chunk alone, so that errors do not add up along T.
+Rounding   dq and dk may have two roundings beside their own: those of dP and k, or that of a state. A float32 dg beside 16-bit
+           inputs is held to float32's own accuracy: then nothing is rounded (EXACT).
 """
 
 import triton
@@ -59,8 +59,7 @@ def sum_onward(x, t, PRECISION: tl.constexpr):
 
 @triton.jit
 def pair_gradients(both, q, k, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Of decayed queries and keys [64, BK], and the products of the rounded ones with theirs; both [64, 64] is dP and its
-    transpose."""
+    """Of decayed queries and keys [64, BK], and each one's product with its own; ``both`` [64, 64] is dP and its transpose."""
     zero = tl.zeros(q.shape, tl.float32)
     none = tl.zeros([CHUNK, CHUNK], LOW)
     keys = k.to(LOW)
@@ -71,8 +70,7 @@ def pair_gradients(both, q, k, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECIS
 
 @triton.jit
 def by_pairs(both, q, k, g, t, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, BENIGN: tl.constexpr):
-    """What pairs of different steps give dq, dk and dg, over a block of keys; q, k, g float32 [64, BK], both as in
-    pair_gradients."""
+    """What pairs of different steps give dq, dk and dg, over a block of keys; q, k, g float32 [64, BK]."""
     if BENIGN:
         distance = from_middle(g, t, PRECISION)
         shrink = exp(distance)

@@ -1,8 +1,8 @@
 """Gated linear attention by chunks of 64 steps: what the kernels share, the walk of the states, and the reading of them.
 
 Computes   S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t                                   (per head)
-           over a chunk that S enters:  o = scale * (q e^before) S + tril(P) v,   P[t, s] = scale * sum_k q_tk k_sk e^(g_s+1 + ... + g_t)
-                                        S' = e^whole S + (k e^after)^T v
+           over a chunk that S enters:  o = scale * (q e^before) S + tril(P) v,  S' = e^whole S + (k e^after)^T v,
+           P[t, s] = scale * sum over channels of q_t k_s e^(g_s+1 + ... + g_t);
            before, after: sums of g in the chunk up to and with a step, and behind it; whole: of all of it.
 Launches   1. carry_kernel, serial over chunks: the state that enters each chunk, and the final one;
            2. read_kernel, parallel over chunks: o from it.
@@ -13,16 +13,16 @@ On chip    carry: the state's tile [BK, BV], float32; read: P [64, 64] and o [64
 Memory     a state [K, V] per chunk goes out and in; all else is read once per tile or block of the other side.
 Packing    chunks start where sequences start; a program finds its sequence by bisection of the offsets, on the device.
 
-Decay      every factor of the states is a sum of its own in [-inf, 0], never a difference: -inf minus -inf is NaN. So are those of
-           P, pair by pair, where steps are far apart in decay: for block sizes 1, 2, 4... 32, the steps of every second block read
-           those of the block before, through exp(sum from their block's start) and exp(sum to the other block's end), see
-           sums_by_block. Where all sums of a chunk lie within a LIMIT of that at its middle, one product with factors
-           exp(before - middle) and exp(middle - before) is P as well. One decay per head needs neither: its sums between any two
-           steps are a matrix [64, 64], see pair_decay.
-Rounding   16-bit inputs: one rounding of a result is what the plain loop in float32 has; twice that in all is allowed, and roundings
-           add up as squares. So a path may have two more: o and dv have that of the state (k for P) and that of P (S). The other
-           factor of each product, and what goes into the states, is therefore split into two 16-bit parts, three where a float32
-           result hangs on it (split_product). float32 inputs: PRECISION is what stands for a float32 product on this target.
+Decay      every exponent of the states is a sum of its own, from -inf to 0, never a difference: -inf minus -inf is NaN. So are
+           those of P where steps lie far apart in decay: for block sizes 1, 2, 4... 32, the steps of every second block (right)
+           read those of the block before it (left), through exp(sum from their block's start) and exp(sum to the other block's
+           end), see sums_by_block. Where no sum of a chunk is farther than LIMIT from that at its middle, one product gives P,
+           with factors exp(sums from the middle) and exp(-sums from the middle). One decay per head needs neither: its sums
+           between any two steps are a matrix [64, 64], see pair_decay.
+Rounding   16-bit inputs: the plain loop in float32 has one rounding, that of the result; twice its error is allowed, and
+           roundings add up as squares. So a path may have two more. o through the state: q e^before and S; o through P: k and P,
+           while q goes in as two 16-bit parts. dv likewise. What goes into the states is two parts as well, or as many as make
+           float32 where a float32 result hangs on it. float32 inputs: see split_product.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); experiment 039.
 """
 
@@ -45,7 +45,8 @@ LEAST = tl.constexpr(-1e30)
 @triton.jit
 def steps_of_chunk(turn):
     """0 to 63, which the compiler does not know to be the same in every turn of a loop: else it keeps what follows from them, the
-    many masks [64, 64], in registers throughout."""
+    many masks [64, 64], in registers throughout.
+    """
     return tl.arange(0, CHUNK) + turn // (1 << 30)
 
 
@@ -64,7 +65,7 @@ def sequence_bounds(offsets, n, T, PACKED: tl.constexpr):
 
 @triton.jit
 def find_chunk(offsets, slot, T, sequences, STEPS: tl.constexpr, PACKED: tl.constexpr):
-    """Of the chunk in ``slot``: its batch entry, first step, and steps from there to the sequence's end (none in a spare slot)."""
+    """Of the chunk in ``slot``: its batch entry, first step, and steps from there to the sequence's end, none in a spare slot."""
     n = slot // tl.cdiv(T, CHUNK)
     if PACKED:
         n = slot * 0
@@ -136,8 +137,8 @@ def load_decay(first, stride_t, t, left, c, channels, EVEN: tl.constexpr):
 def sums(g, low, high, PRECISION: tl.constexpr):
     """[64, X]: for each step t the sum of g [64, X] over the steps from low[t] on and before high[t], at least low[t].
 
-    A product with 0 and 1, of three bfloat16 parts where that is what PRECISION means: faster than a scan, in fewer registers. The
-    matrix is made column by column: a thread has one column of it, and would need the bounds of many rows.
+    A product with 0 and 1, of three bfloat16 parts unless PRECISION is "ieee": fewer registers than a scan. The matrix is made as
+    its transpose: a thread holds a single column of that, and would need the bounds of many rows.
     """
     steps = tl.arange(0, CHUNK)
     taken = (steps[:, None] - low[None, :]).to(tl.uint32) < (high - low).to(tl.uint32)[None, :]
@@ -185,7 +186,7 @@ def in_right_block(t, level):
 
 @triton.jit
 def sums_by_block(g, t, level, PRECISION: tl.constexpr):
-    """[64, BK]: from the block's start up to and with each step of right blocks, behind each step to the block's end in left ones."""
+    """[64, BK]: in right blocks from the start up to and with each step, in left ones behind each step to the end."""
     right = in_right_block(t, level)
     start = (t >> level) << level
     return sums(g, tl.where(right, start, t + 1), tl.where(right, t + 1, ((t >> level) + 1) << level), PRECISION)
@@ -231,8 +232,13 @@ def from_middle(g, t, PRECISION: tl.constexpr):
 
 @triton.jit
 def split_product(a, b, out, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """out + a b. Of a float32 and a 16-bit operand, the first goes in as the sum of PARTS of the other's dtype; of two float32 ones,
-    unless PRECISION is "ieee", both do as three bfloat16 parts, in the six products that count."""
+    """out + a b.
+
+    A float32 operand beside a 16-bit one goes in as the sum of PARTS of the other's dtype. Two float32 ones are multiplied as
+    such if PRECISION is "ieee" (what the interpreter has), else as three bfloat16 parts each, in the six products that count: as
+    exact, and every target has them in its matrix units. By hand, since Triton's own form of it keeps all parts in registers at
+    once.
+    """
     if a.dtype == tl.float32 and b.dtype == tl.float32:
         if PRECISION == "ieee":
             return tl.dot(a, b, out, input_precision=PRECISION)
@@ -268,7 +274,8 @@ def add_pairs(
     scores, q, k, g, t,
     LOW: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores [64, 64] + those of steps with earlier ones over a block of keys; q, k, g float32 [64, BK]. Garbage above the diagonal.
+    """scores [64, 64] + those of steps with earlier ones over a block of keys; q, k, g float32 [64, BK]. Above the diagonal
+    anything.
 
     k is rounded to LOW, q goes in as PARTS of it.
     """
@@ -395,7 +402,8 @@ def read_kernel(
     PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """out [B, T, H, V] contiguous: o from the states that enter the chunks and v, or, TRANSPOSED, dv from the gradients of the
-    states behind the chunks and do."""
+    states behind the chunks and do.
+    """
     blocks = tl.cdiv(V, BV)
     slot, h = tl.program_id(0) // (blocks * H), (tl.program_id(0) // blocks) % H
     v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)

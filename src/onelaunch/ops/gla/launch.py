@@ -17,7 +17,7 @@ CHUNK = 64
 
 @functools.cache
 def product_precision() -> str:
-    """How float32 operands are multiplied: six products of bfloat16 parts are as exact, and matrix units have them everywhere."""
+    """How float32 operands are multiplied, see ``split_product``."""
     from onelaunch.ops.gated_scan.triton_variants import interpreting
 
     return "ieee" if interpreting() else "bf16x6"
@@ -38,14 +38,32 @@ def block(size: int, most: int = 64) -> int:
     return next((each for each in (16, 32, 64, 128) if each >= min(size, most)), most)
 
 
-def carry_tiles(keys: int, values: int) -> Tiles:
-    """Tiles of the walk of the states: not tuned yet."""
-    return Tiles(block(keys), block(values), stages=2)
+@functools.cache
+def family(device: torch.device) -> str:
+    """Which tiles a device takes: ``hopper``, ``ampere`` (NVIDIA before that), ``cpu`` (the interpreter), or ``other``."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda" or torch.version.hip:
+        return "other"
+    major = torch.cuda.get_device_capability(device)[0]
+    return "ampere" if major < 9 else "hopper" if major == 9 else "other"
 
 
-def read_tiles(keys: int, values: int) -> Tiles:
-    """Tiles of the outputs: not tuned yet."""
-    return Tiles(block(keys), block(values))
+def carry_tiles(keys: int, values: int, family: str) -> Tiles:
+    """Tiles of the walk of the states: the largest that spill no registers; not measured yet."""
+    most = 32 if family == "ampere" else 64
+    return Tiles(block(keys, most), block(values, most), warps=8, stages=2)
+
+
+def read_tiles(keys: int, values: int, family: str) -> Tiles:
+    """Tiles of the outputs: the largest that spill no registers; not measured yet."""
+    return Tiles(block(keys, 64 if family == "cpu" else 32), block(values))
+
+
+def gradient_tiles(keys: int, values: int, family: str) -> Tiles:
+    """Tiles of the gradients of q, k and g: the largest that spill no registers; not measured yet."""
+    most = 64 if family == "cpu" else 16  # the interpreter takes as long for small ones as for large ones
+    return Tiles(block(keys, most), block(values, most), warps=4 if family == "hopper" else 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +117,11 @@ class Attention(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """B, T, H, K, V."""
-        return (*self.q.shape, self.v.shape[3])
+        batch, length, heads, keys = self.q.shape
+        return batch, length, heads, keys, self.v.shape[3]
 
     @property
-    def count(self) -> int:
+    def sequence_count(self) -> int:
         """N."""
         return self.sequences.count(self.q.shape[0])
 
@@ -119,11 +138,11 @@ class Attention(NamedTuple):
     def slots(self) -> int:
         """Programs along time: chunks, at most."""
         batch, length = self.q.shape[:2]
-        return batch * cdiv(length, CHUNK) if self.sequences.offsets is None else length // CHUNK + self.count
+        return batch * cdiv(length, CHUNK) if self.sequences.offsets is None else length // CHUNK + self.sequence_count
 
     def numbers(self) -> tuple[int, ...]:
         """T, H, K, V, N."""
-        return (*self.sizes[1:], self.count)
+        return (*self.sizes[1:], self.sequence_count)
 
     def flags(self, tiles: Tiles) -> dict[str, Any]:
         """Constants that all kernels have."""
@@ -151,7 +170,7 @@ def empty_states(call: Attention, *, exact: bool) -> torch.Tensor:
 def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
     """Room for the final state ``[N, H, K, V]``; no elements if it is not wanted."""
     _, _, heads, keys, values = call.sizes
-    return call.q.new_empty((call.count, heads, keys, values) if wanted else (0,), dtype=torch.float32)
+    return call.q.new_empty((call.sequence_count, heads, keys, values) if wanted else (0,), dtype=torch.float32)
 
 
 def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +178,7 @@ def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[to
 
     ``exact`` keeps them in float32.
     """
-    tiles = carry_tiles(*call.sizes[3:])
+    tiles = carry_tiles(*call.sizes[3:], family(call.q.device))
     states, final = empty_states(call, exact=exact), empty_final(call, wanted=want_final)
     parts = call.rounding.exact_parts if want_final or exact else call.rounding.parts
     kernels.carry_kernel[carry_grid(call, tiles)](
@@ -172,14 +191,15 @@ def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[to
 
 
 def carry_grid(call: Attention, tiles: Tiles) -> tuple[int]:
+    """A program per tile of the state, head and sequence."""
     _, _, heads, keys, values = call.sizes
-    return (call.count * heads * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
+    return (call.sequence_count * heads * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
 
 
 def read(call: Attention, values: torch.Tensor, states: torch.Tensor, *, transposed: bool) -> torch.Tensor:
     """o from v and the states that enter the chunks, or, ``transposed``, dv from do and the gradients of those behind them."""
     _, _, heads, keys, width = call.sizes
-    tiles = read_tiles(keys, width)
+    tiles = read_tiles(keys, width, family(call.q.device))
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
     rounding = call.rounding
     kernels.read_kernel[(call.slots * heads * cdiv(width, tiles.values),)](
@@ -212,10 +232,10 @@ def walk(call: Attention, *, want_final: bool, ahead: bool) -> tuple[torch.Tenso
     tiles, rounding = walk_tiles(keys, values), call.rounding
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
     final = empty_final(call, wanted=want_final)
-    walk_kernels.walk_kernel[(call.count * heads * cdiv(values, tiles.values),)](
+    walk_kernels.walk_kernel[(call.sequence_count * heads * cdiv(values, tiles.values),)](
         call.q, call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, out, final, call.scale,
         *call.numbers(), *strides(call.q, call.k, call.v, call.g),
-        PARTS=rounding.parts, STATE_PARTS=rounding.exact_parts if want_final else rounding.parts,
+        BS=min(tiles.keys, 16), PARTS=rounding.parts, STATE_PARTS=rounding.exact_parts if want_final else rounding.parts,
         LIMIT=rounding.limit, LARGEST=rounding.largest, FIRST=call.sequences.initial is not None, LAST=want_final, AHEAD=ahead,
         num_stages=tiles.stages, **call.flags(tiles),
     )  # fmt: skip
@@ -236,11 +256,6 @@ class Gradients(NamedTuple):
     """``[N, H, K, V]``, or no elements without an initial state."""
 
 
-def gradient_tiles(keys: int, values: int) -> Tiles:
-    """Tiles of the gradients of q, k and g: not tuned yet."""
-    return Tiles(block(keys, 32), block(values, 32))
-
-
 def exact_gradients(call: Attention) -> bool:
     """Whether nothing is rounded on the way to dq, dk and dg.
 
@@ -253,7 +268,7 @@ def carry_back(
     call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of the state behind each chunk, and that of the initial state or no elements."""
-    tiles, wanted = carry_tiles(*call.sizes[3:]), call.sequences.initial is not None
+    tiles, wanted = carry_tiles(*call.sizes[3:], family(call.q.device)), call.sequences.initial is not None
     dstates, dinitial = empty_states(call, exact=exact), empty_final(call, wanted=wanted)
     kernels.carry_kernel[carry_grid(call, tiles)](
         call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
@@ -266,16 +281,15 @@ def carry_back(
 
 def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None) -> Gradients:
     """Gradients of all inputs, from those of ``o`` and of the final state; nothing was kept but the inputs."""
-    _, _, heads, keys, values = call.sizes
     do, dfinal = inner_contiguous(do), None if dfinal is None else dfinal.contiguous()
     exact, rounding = exact_gradients(call), call.rounding
     kept = exact or call.scalar  # one dg for a whole head adds up over all of a state: rounded ones would show
     states, _ = carry(call, want_final=False, exact=kept)
     dstates, dinitial = carry_back(call, do, dfinal, exact=kept)
     dv = read(call, do, dstates, transposed=True)
-    tiles = gradient_tiles(keys, values)
+    tiles = gradient_tiles(*call.sizes[3:], family(call.q.device))
     dq, dk, dg = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.g))
-    backward_kernels.gradients_kernel[(call.slots * heads,)](
+    backward_kernels.gradients_kernel[(call.slots * call.sizes[2],)](
         call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, dq, dk, dg, call.scale,
         *call.numbers(), *strides(call.q, call.k, call.v, call.g, do),
         STEPS=call.sequences.bisection_steps(), EXACT=exact,

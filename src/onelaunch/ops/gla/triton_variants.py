@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.operation import Query
+from onelaunch.operation import KernelBuild, Query
 from onelaunch.ops.autograd import Operator
 from onelaunch.ops.gated_scan.triton_variants import needs_triton
 from onelaunch.ops.gla.contract import GlaCall, gla
@@ -120,7 +120,7 @@ def sequential(call: GlaCall) -> Results:
 
 @gla.variant("pipelined", launches=1, fuses=("decay", "scores", "states"), hands=(), **BACKWARD)
 def pipelined(call: GlaCall) -> Results:
-    """The same with the next chunk's loads in registers, double-buffered by hand: the write-up's loser, kept as the lesson it is."""
+    """The same, double-buffered by hand: the next chunk's loads in registers. The write-up's loser, kept as the lesson it is."""
     return attend(call, "pipelined")
 
 
@@ -145,3 +145,39 @@ def holds_the_state(query: Query) -> str | None:
 
 for _variant in (fused, sequential, pipelined):
     _variant.supports(needs_triton)
+
+
+FLAGS = {
+    "EVEN": True, "SCALAR": False, "PACKED": False, "FIRST": False, "LAST": False, "STEPS": 0, "PARTS": 2, "LIMIT": 40.0,
+    "LARGEST": None, "PRECISION": "bf16x6", "EXACT": False,
+}  # fmt: skip
+"""Constants of a plain training call in bfloat16: no packing, no given states."""
+
+
+def build(name: str, kernel: Any, tiles: Any, **flags: Any) -> KernelBuild:
+    """A kernel as such a call launches it."""
+    given = {"BK": tiles.keys, "BV": tiles.values, "STAGES": tiles.stages, **FLAGS, **flags}
+    constants = {key: value for key, value in given.items() if key in kernel.arg_names}
+    constants |= {key: None for key in ("first", "last", "offsets") if key in kernel.arg_names}
+    numbers = {"scale": "fp32", "T": "i32", "H": "i32", "sequences": "i32"}
+    signature = {}
+    for argument in kernel.arg_names:
+        wide = argument in ("K", "V") or "stride" in argument
+        found = "i32:16" if wide else numbers.get(argument, "*bf16")
+        signature[argument] = "constexpr" if argument in constants else found
+    return KernelBuild(name, kernel, signature, constants, num_warps=tiles.warps, num_stages=tiles.stages, matrix=True)
+
+
+@fused.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    from onelaunch.ops.gla import backward_kernels, kernels, launch
+
+    family = "hopper" if architecture.startswith("sm_9") else "ampere" if architecture.startswith("sm_8") else "other"
+    carry, read = launch.carry_tiles(128, 128, family), launch.read_tiles(128, 128, family)
+    return [
+        build("carry", kernels.carry_kernel, carry, REVERSE=False),
+        build("read", kernels.read_kernel, read, TRANSPOSED=False),
+        build("carry_back", kernels.carry_kernel, carry, REVERSE=True),
+        build("read_back", kernels.read_kernel, read, TRANSPOSED=True),
+        build("gradients", backward_kernels.gradients_kernel, launch.gradient_tiles(128, 128, family)),
+    ]

@@ -3,7 +3,8 @@
 Computes   as kernels.py: o and the final state.
 Grid       a program per sequence, head and BV values; it holds the state [BK, BV] (BK >= K) and takes chunk after chunk.
 On chip    the state, float32; a chunk's q, k, v, g, and where AHEAD those of the next one.
-Memory     q, k, g in once per BV values, v in and o out once; no states.
+Memory     q, k, g in once per BV values (the scores take them again, from the cache, block by block of keys), v in and o out
+           once; no states.
 Lesson     load, product, decay, product, store follow one another, so every chunk waits for memory once and for each product in
            turn. AHEAD loads the next chunk into registers before it works on this one: that hides no product behind another, and
            the registers are missing elsewhere, which made it four times slower where it was first measured (a T4).
@@ -15,17 +16,16 @@ import triton.language as tl
 
 from onelaunch.ops.gla.kernels import (
     CHUNK,
-    add_pairs,
-    causal_scores,
+    bounded,
+    chunk_scores,
     exp,
     inside_state,
-    load_decay,
     load_rows,
     row_pointer,
-    scalar_scores,
     sequence_bounds,
     split_product,
     state_pointers,
+    steps_of_chunk,
     store_rows,
     sum_after,
     sum_before,
@@ -34,45 +34,17 @@ from onelaunch.ops.gla.kernels import (
 
 @triton.jit
 def load_chunk(
-    p_q, p_k, p_v, p_g, chunk, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, k, v, K, V,
-    SCALAR: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """q, k, v and g of a chunk; zeros behind the end of the sequence."""
+    p_q, p_k, p_v, p_g, chunk, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, k, v, K, V, SCALAR: tl.constexpr
+):
+    """q, k, v and g of a chunk, as they are; zeros behind the end of the sequence."""
     at = tl.cast(chunk * CHUNK, tl.int64)
     left = length - chunk * CHUNK
     gk = tl.arange(0, 1) if SCALAR else k
-    b_q = load_rows(p_q + at * q_stride_t, q_stride_t, t, left, k, K, EVEN)
-    b_k = load_rows(p_k + at * k_stride_t, k_stride_t, t, left, k, K, EVEN)
-    b_v = load_rows(p_v + at * v_stride_t, v_stride_t, t, left, v, V, EVEN)
-    b_g = load_decay(p_g + at * g_stride_t, g_stride_t, t, left, gk, 1 if SCALAR else K, EVEN)
+    b_q = load_rows(p_q + at * q_stride_t, q_stride_t, t, left, k, K, False)
+    b_k = load_rows(p_k + at * k_stride_t, k_stride_t, t, left, k, K, False)
+    b_v = load_rows(p_v + at * v_stride_t, v_stride_t, t, left, v, V, False)
+    b_g = load_rows(p_g + at * g_stride_t, g_stride_t, t, left, gk, 1 if SCALAR else K, False)
     return b_q, b_k, b_v, b_g
-
-
-@triton.jit
-def advance(
-    state, b_q, b_k, b_v, b_g, scale, t,
-    PARTS: tl.constexpr, STATE_PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
-    SCALAR: tl.constexpr,
-):  # fmt: skip
-    """o [64, BV] of a chunk, and the state behind it."""
-    LOW: tl.constexpr = b_v.dtype
-    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    if SCALAR:
-        scores = split_product(b_q, tl.trans(b_k), scores, 1, PRECISION)
-        scores = scalar_scores(scores, b_g, scale, t, PRECISION)
-    b_q = b_q.to(tl.float32) * scale
-    b_k = b_k.to(tl.float32)
-    if not SCALAR:
-        scores = add_pairs(scores, b_q, b_k, b_g, t, LOW, PARTS, LIMIT, LARGEST, PRECISION)
-        scores = causal_scores(scores, tl.sum(b_q * b_k, 1), t)
-    result = split_product(scores.to(LOW), b_v, tl.zeros([CHUNK, state.shape[1]], tl.float32), 1, PRECISION)
-    reading = b_q * exp(sum_before(b_g, t, PRECISION))
-    result = split_product(reading.to(LOW), state.to(LOW), result, 1, PRECISION)
-    b_k *= exp(sum_after(b_g, t, PRECISION))
-    state *= tl.trans(exp(tl.sum(b_g, 0, keep_dims=True)))
-    if STATE_PARTS == 0:
-        b_v = b_v.to(tl.float32)
-    return result, split_product(tl.trans(b_k), b_v, state, STATE_PARTS, PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -81,7 +53,7 @@ def walk_kernel(
     T, H, K, V, sequences,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     v_stride_b, v_stride_t, v_stride_h, g_stride_b, g_stride_t, g_stride_h,
-    BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, STATE_PARTS: tl.constexpr, LIMIT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, STATE_PARTS: tl.constexpr, LIMIT: tl.constexpr,
     LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +65,7 @@ def walk_kernel(
     cv = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
     t = tl.arange(0, CHUNK)
     held = inside_state(c, cv, K, V)
+    LOW: tl.constexpr = v.dtype.element_ty
     b, start, length, _ = sequence_bounds(offsets, n, T, PACKED)
     chunks = tl.cdiv(length, CHUNK)
     state = tl.zeros([BK, BV], tl.float32)
@@ -103,25 +76,35 @@ def walk_kernel(
     p_v = row_pointer(v, b, start, h, v_stride_b, v_stride_t, v_stride_h)
     p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
     p_out = row_pointer(out, b, start, h, tl.cast(T, tl.int64) * H * V, H * V, V)
-    if AHEAD:
-        next_q, next_k, next_v, next_g = load_chunk(
-            p_q, p_k, p_v, p_g, 0 * chunks, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V, SCALAR, False
-        )
+    next_q, next_k, next_v, next_g = load_chunk(
+        p_q, p_k, p_v, p_g, 0, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V, SCALAR
+    )
     for chunk in tl.range(0, chunks, num_stages=1):
-        if AHEAD:
-            b_q, b_k, b_v, b_g = next_q, next_k, next_v, next_g
-            next_q, next_k, next_v, next_g = load_chunk(
-                p_q, p_k, p_v, p_g, chunk + 1, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V,
-                SCALAR, False,
-            )  # fmt: skip
-        else:
-            b_q, b_k, b_v, b_g = load_chunk(
-                p_q, p_k, p_v, p_g, chunk, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V, SCALAR, EVEN
-            )
-        result, state = advance(
-            state, b_q, b_k, b_v, b_g, scale, t, PARTS, STATE_PARTS, LIMIT, LARGEST, PRECISION, SCALAR
-        )
         at = tl.cast(chunk * CHUNK, tl.int64)
-        store_rows(p_out + at * H * V, result, H * V, t, length - chunk * CHUNK, cv, V, EVEN)
+        left = length - chunk * CHUNK
+        b_q, b_k, b_v, b_g = next_q, next_k, next_v, next_g
+        if AHEAD:
+            next_q, next_k, next_v, next_g = load_chunk(
+                p_q, p_k, p_v, p_g, chunk + 1, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V, SCALAR
+            )
+        scores = chunk_scores(
+            p_q + at * q_stride_t, q_stride_t, p_k + at * k_stride_t, k_stride_t, p_g + at * g_stride_t, g_stride_t,
+            scale, t, left, K, BS, LOW, PARTS, LIMIT, LARGEST, PRECISION, EVEN, SCALAR,
+        )  # fmt: skip
+        result = split_product(scores.to(LOW), b_v, tl.zeros([CHUNK, BV], tl.float32), 1, PRECISION)
+        steps = steps_of_chunk(chunk)
+        decay = bounded(b_g)
+        reading = b_q.to(tl.float32) * scale * exp(sum_before(decay, steps, PRECISION))
+        result = split_product(reading.to(LOW), state.to(LOW), result, 1, PRECISION)
+        store_rows(p_out + at * H * V, result, H * V, t, left, cv, V, EVEN)
+        fading = b_k.to(tl.float32) * exp(sum_after(decay, steps, PRECISION))
+        state *= tl.trans(exp(tl.sum(decay, 0, keep_dims=True)))
+        if STATE_PARTS == 0:
+            b_v = b_v.to(tl.float32)
+        state = split_product(tl.trans(fading), b_v, state, STATE_PARTS, PRECISION)
+        if not AHEAD:
+            next_q, next_k, next_v, next_g = load_chunk(
+                p_q, p_k, p_v, p_g, chunk + 1, length, q_stride_t, k_stride_t, v_stride_t, g_stride_t, t, c, cv, K, V, SCALAR
+            )
     if LAST:
         tl.store(state_pointers(last, head, c, cv, K, V), state, mask=held)
