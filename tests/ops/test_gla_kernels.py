@@ -163,6 +163,17 @@ def test_offsets_may_be_int64_and_inputs_strided(variant):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("values_first", [False, True])
+def test_a_state_handed_from_step_to_step_keeps_its_order_in_memory(values_first):
+    """Then no step of decoding copies it, whichever order the caller keeps it in."""
+    arguments = arguments_of(GLA, **SMALL | {"T": 1, "V": 24}, **STATES, state_v_first=values_first)
+    o, final = GLA(**arguments, variant="stepwise")
+    assert final.is_contiguous()
+    expected = GLA(**arguments, variant="recurrent")
+    assert_near({"o": o, "final": final}, dict(zip(("o", "final"), expected, strict=True)), 1e-3)
+
+
+@pytest.mark.interpret
 @each_kernel
 def test_kernels_refuse_what_they_cannot_do(variant):
     with pytest.raises(VariantUnsupported, match="takes no gate on values"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onelaunch.ops.gated_scan.launch import Sequences, cdiv, inner_contiguous
-from onelaunch.ops.gla import backward_kernels, kernels, walk_kernels
+from onelaunch.ops.gla import backward_kernels, kernels, step_kernels, walk_kernels
 
 CHUNK = 64
 """Steps per chunk, as the kernels have it."""
@@ -35,7 +35,7 @@ class Tiles:
 
 def block(size: int, most: int = 64) -> int:
     """The smallest power of 2 that holds ``size``, from 16 to ``most``."""
-    return next((each for each in (16, 32, 64, 128) if each >= min(size, most)), most)
+    return next((each for each in (16, 32, 64, 128, 256, 512) if each >= min(size, most)), most)
 
 
 @functools.cache
@@ -240,6 +240,42 @@ def walk(call: Attention, *, want_final: bool, ahead: bool) -> tuple[torch.Tenso
         num_stages=tiles.stages, **call.flags(tiles),
     )  # fmt: skip
     return out, final
+
+
+def step_tiles(keys: int, values: int) -> Tiles:
+    """Tiles of the walk step by step: all keys, and values for 64 registers a thread; not tuned yet."""
+    rows = block(keys, 512)
+    return Tiles(rows, block(values, 8192 // max(rows, 128)))
+
+
+def in_either_order(state: torch.Tensor | None) -> torch.Tensor | None:
+    """A state ``[N, H, K, V]`` with values or keys next to each other in memory and nothing in between: copied if it is not."""
+    if state is None or state.is_contiguous() or state.mT.is_contiguous():
+        return state
+    return state.contiguous()
+
+
+def step(call: Attention, *, want_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of :func:`forward` step by step; the final state lies in memory as the initial one does."""
+    _, _, heads, keys, values = call.sizes
+    tiles, initial = step_tiles(keys, values), call.sequences.initial
+    out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
+    final = final_like(initial, empty_final(call, wanted=want_final))
+    along = (values, 1) if initial is None or initial.is_contiguous() else (1, keys)
+    step_kernels.step_kernel[(call.sequence_count * heads * cdiv(values, tiles.values),)](
+        call.q, call.k, call.v, call.g, initial, call.sequences.offsets, out, final, call.scale,
+        *call.numbers(), *along, *strides(call.q, call.k, call.v, call.g),
+        BK=tiles.keys, BV=tiles.values, SCALAR=call.scalar, PACKED=call.sequences.offsets is not None,
+        FIRST=initial is not None, LAST=want_final, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out, final
+
+
+def final_like(initial: torch.Tensor | None, final: torch.Tensor) -> torch.Tensor:
+    """Room for the final state in the order of the initial one, which a caller that keeps values first wants back."""
+    if initial is None or initial.is_contiguous() or final.dim() != 4:
+        return final
+    return torch.empty_like(final.mT, memory_format=torch.contiguous_format).mT
 
 
 # The backward pass

@@ -33,6 +33,10 @@ def run_forward(
     """o, and the final state (no elements if it is not wanted), by the variant of this name."""
     from onelaunch.ops.gla import launch
 
+    if kernel == "stepwise":
+        call = launch.Attention.of(q, k, v, g, None, offsets, scale)
+        sequences = call.sequences._replace(initial=launch.in_either_order(initial))
+        return launch.step(call._replace(sequences=sequences), want_final=want_final)
     call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
     if kernel == "fused":
         return launch.forward(call, want_final=want_final)
@@ -61,8 +65,13 @@ def fake_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the results of :func:`run_forward`."""
     sequences = q.shape[0] if offsets is None else offsets.shape[0] - 1
-    final = (sequences, q.shape[2], q.shape[3], v.shape[3]) if want_final else (0,)
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device), q.new_empty(final, dtype=torch.float32)
+    extent = (sequences, q.shape[2], q.shape[3], v.shape[3]) if want_final else (0,)
+    final = q.new_empty(extent, dtype=torch.float32)
+    if kernel == "stepwise":
+        from onelaunch.ops.gla import launch
+
+        final = launch.final_like(launch.in_either_order(initial), final)
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), final
 
 
 def fake_backward(
@@ -124,9 +133,16 @@ def pipelined(call: GlaCall) -> Results:
     return attend(call, "pipelined")
 
 
+@gla.variant("stepwise", launches=1, fuses=("decay", "states"), hands=(), **BACKWARD)
+def stepwise(call: GlaCall) -> Results:
+    """One launch, a step at a time in float32: for decoding and a few steps. Its backward pass is that of ``fused``."""
+    return attend(call, "stepwise")
+
+
 @fused.supports
 @sequential.supports
 @pipelined.supports
+@stepwise.supports
 def no_value_gate(query: Query) -> str | None:
     """The kernels let the state decay along keys alone."""
     return "takes no gate on values" if "value_gate" in query.flags else None
@@ -143,7 +159,7 @@ def holds_the_state(query: Query) -> str | None:
     return None
 
 
-for _variant in (fused, sequential, pipelined):
+for _variant in (fused, sequential, pipelined, stepwise):
     _variant.supports(needs_triton)
 
 
@@ -154,18 +170,18 @@ FLAGS = {
 """Constants of a plain training call in bfloat16: no packing, no given states."""
 
 
-def build(name: str, kernel: Any, tiles: Any, **flags: Any) -> KernelBuild:
+def build(name: str, kernel: Any, tiles: Any, *, matrix: bool = True, **flags: Any) -> KernelBuild:
     """A kernel as such a call launches it."""
     given = {"BK": tiles.keys, "BV": tiles.values, "STAGES": tiles.stages, **FLAGS, **flags}
+    given |= {key: None for key in ("first", "last") if not given[key.upper()]} | {"offsets": None}
     constants = {key: value for key, value in given.items() if key in kernel.arg_names}
-    constants |= {key: None for key in ("first", "last", "offsets") if key in kernel.arg_names}
-    numbers = {"scale": "fp32", "T": "i32", "H": "i32", "sequences": "i32"}
+    numbers = {"scale": "fp32", "T": "i32", "H": "i32", "sequences": "i32", "first": "*fp32", "last": "*fp32"}
     signature = {}
     for argument in kernel.arg_names:
         wide = argument in ("K", "V") or "stride" in argument
         found = "i32:16" if wide else numbers.get(argument, "*bf16")
         signature[argument] = "constexpr" if argument in constants else found
-    return KernelBuild(name, kernel, signature, constants, num_warps=tiles.warps, num_stages=tiles.stages, matrix=True)
+    return KernelBuild(name, kernel, signature, constants, num_warps=tiles.warps, num_stages=tiles.stages, matrix=matrix)
 
 
 @fused.kernels
@@ -181,3 +197,16 @@ def _(architecture: str) -> list[KernelBuild]:
         build("read_back", kernels.read_kernel, read, TRANSPOSED=True),
         build("gradients", backward_kernels.gradients_kernel, launch.gradient_tiles(128, 128, family)),
     ]
+
+
+@stepwise.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    from onelaunch.ops.gla import launch, step_kernels
+
+    return [
+        build(
+            f"step, K = {keys}", step_kernels.step_kernel, launch.step_tiles(keys, keys),
+            matrix=False, FIRST=True, LAST=True, state_stride_v=1,
+        )
+        for keys in (128, 512)
+    ]  # fmt: skip
