@@ -20,6 +20,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton decides when it is imported whether kernels are interpreted, so a process does one or the other."""
 
 
+if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:  # threads that wait for a core in turns cost 30 times
+    torch.set_num_threads(max((os.cpu_count() or 1) // int(WORKERS), 1))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason := _why_skip(item):

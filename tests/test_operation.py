@@ -32,7 +32,7 @@ def test_a_registered_operation_is_found_and_listed(scale):
 
 
 def test_the_operations_of_the_package_are_registered():
-    assert {"gated_scan", "linear_rnn"} <= {found.name for found in operations()}
+    assert {"gated_scan", "gla", "linear_rnn"} <= {found.name for found in operations()}
 
 
 def test_an_unknown_operation_suggests_the_nearest(scale):

@@ -15,6 +15,7 @@ from onelaunch.cli.arguments import parse_case
 from onelaunch.errors import ArgumentError, InspectionError
 from onelaunch.operation import find_operation
 from onelaunch.workbench.inspection import Inspection
+from tests.ops.cases import OPERATIONS
 
 SHAPE = "B=1,T=64,D=32,V=32"
 COMMANDS = [
@@ -58,6 +59,24 @@ def test_explain_names_the_choice_and_a_reason_for_every_other_variant(call):
             assert f"{name} cannot run {reason}" in answer.out
 
 
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_explain_knows_every_operation(call, operation):
+    shape = ",".join(f"{dimension}=32" for dimension in operation.dimensions)
+    answer = call("explain", operation.name, "--shape", shape, "--dtype", "float32", "--device", "cpu", "--grad")
+    assert answer.code == 0
+    assert "chunked runs: first in" in answer.out
+    assert all(name in answer.out for name in operation.variants)
+
+
+def test_explain_takes_options_that_change_what_can_run(call):
+    shape = "B=1,T=100,H=2,K=64,V=64,decay_per=head,value_gate=true"
+    operation = find_operation("gla")
+    case = parse_case(operation, shape, "float32")
+    assert operation.query(case, "cpu").flags == ("scalar_decay", "value_gate")
+    answer = call("explain", "gla", "--shape", shape, "--device", "cpu")
+    assert answer.code == 0
+
+
 def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypatch):
     operation = find_operation("linear_rnn")
     query = operation.query(operation.case("float16", B=1, T=64, D=32, V=32), "cpu", grad=True)
@@ -94,6 +113,8 @@ def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypat
         (("linear_rnn", "--shape", ""), "error: linear_rnn needs the sizes"),
         (("linear_rnn", "--shape", SHAPE, "--dtype", "float61"), "error: dtype is 'float61'"),
         (("linear_rnn",), "--shape"),
+        (("gla", "--shape", "B=1,T=64,K=32,V=32"), "error: gla needs the sizes B, T, H, K, V; H not given."),
+        (("gla", "--shape", "B=1,T=64,H=2,K=8,V=32"), "error: q has shape (1, 64, 2, 8); it must be [B, T, H, K] with K from 16"),
     ],
 )
 def test_explain_refuses_what_is_wrong_in_one_line(call, arguments, said):

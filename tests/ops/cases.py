@@ -1,4 +1,4 @@
-"""Hard cases that the tests of both operations share, and how they are judged."""
+"""Hard cases that the tests of the operations share, and how they are judged."""
 
 from __future__ import annotations
 
@@ -68,8 +68,85 @@ LONG: dict[str, dict[str, Any]] = {
 
 HARD = SHORT | LONG
 
-GATED_SCAN, LINEAR_RNN = find_operation("gated_scan"), find_operation("linear_rnn")
-OPERATIONS = (GATED_SCAN, LINEAR_RNN)
+GLA_SHORT: dict[str, dict[str, Any]] = {
+    "one_step": {"dtype": "float32", "B": 1, "T": 1, "H": 1, "K": 16, "V": 16, **STATES},
+    "one_step_of_many": {"dtype": "float16", "B": 3, "T": 1, "H": 2, "K": 40, "V": 24, "log_decay_dtype": "float32", **STATES},
+    "shorter_than_a_tile": {
+        "dtype": "float16", "B": 2, "T": 7, "H": 2, "K": 24, "V": 20, "log_decay_dtype": "float32", **STATES,
+    },
+    "exactly_a_chunk": {"dtype": "float32", "B": 1, "T": 64, "H": 1, "K": 40, "V": 80, "decay": "mixed", **STATES},
+    "one_step_over_a_chunk": {"dtype": "float16", "B": 2, "T": 65, "H": 3, "K": 16, "V": 33, "decay": "weak", **STATES},
+    "three_chunks": {"dtype": "float32", "B": 1, "T": 150, "H": 2, "K": 24, "V": 20, "decay": "strong", **NO_STATES},
+    "forgets_at_some_steps": {
+        "dtype": "float16", "B": 1, "T": 65, "H": 2, "K": 32, "V": 20, "decay": "forget", "initial_state": True,
+        "final_state": False,
+    },
+    "forgets_nothing": {
+        "dtype": "float32", "B": 1, "T": 100, "H": 1, "K": 16, "V": 16, "decay": "zero", "initial_state": False,
+        "final_state": True,
+    },
+    "values_first": {"dtype": "float32", "B": 2, "T": 40, "H": 2, "K": 16, "V": 24, "state_v_first": True, **STATES},
+    "negative_scale": {"dtype": "float32", "B": 1, "T": 30, "H": 2, "K": 16, "V": 16, "scale": -0.7, **STATES},
+    "decay_per_head": {"dtype": "float16", "B": 2, "T": 70, "H": 3, "K": 24, "V": 20, "decay_per": "head", **STATES},
+    "mixed_decay_per_head": {
+        "dtype": "float32", "B": 1, "T": 130, "H": 4, "K": 16, "V": 16, "decay_per": "head", "decay": "mixed", **STATES,
+    },
+    "value_gate": {
+        "dtype": "float16", "B": 1, "T": 70, "H": 2, "K": 24, "V": 20, "value_gate": True, "decay": "mixed",
+        "log_decay_dtype": "float32", **STATES,
+    },
+    "value_gate_and_decay_per_head": {
+        "dtype": "float32", "B": 2, "T": 66, "H": 2, "K": 16, "V": 24, "value_gate": True, "decay_per": "head",
+        "decay": "strong", **STATES,
+    },
+    "packed_with_empty_sequences": {
+        "dtype": "float32", "B": 1, "T": 130, "H": 2, "K": 24, "V": 20, "decay": "mixed", "lengths": (0, 50, 0, 0, 79, 1, 0),
+        **STATES,
+    },
+    "packed_one_sequence": {"dtype": "float16", "B": 1, "T": 40, "H": 2, "K": 24, "V": 20, "lengths": (40,), **NO_STATES},
+    "packed_many_short": {
+        "dtype": "float16", "B": 1, "T": 70, "H": 2, "K": 24, "V": 16, "decay": "weak", "lengths": (1,) * 30 + (2,) * 20,
+        "initial_state": True, "final_state": False,
+    },
+    "packed_final_state_alone": {
+        "dtype": "float32", "B": 1, "T": 66, "H": 2, "K": 16, "V": 20, "lengths": (0, 64, 2), "initial_state": False,
+        "final_state": True,
+    },
+    "packed_decay_per_head_values_first": {
+        "dtype": "float16", "B": 1, "T": 90, "H": 2, "K": 16, "V": 24, "decay_per": "head", "decay": "forget",
+        "lengths": (3, 0, 65, 22), "state_v_first": True, **STATES,
+    },
+    "packed_value_gate": {
+        "dtype": "float32", "B": 1, "T": 80, "H": 1, "K": 16, "V": 16, "value_gate": True, "lengths": (70, 0, 10), **STATES,
+    },
+}  # fmt: skip
+"""Of ``gla``: small enough for Triton's interpreter."""
+
+GLA_LONG: dict[str, dict[str, Any]] = {
+    "thousand_steps": {"dtype": "float32", "B": 1, "T": 1000, "H": 2, "K": 24, "V": 40, "decay": "mixed", **STATES},
+    "thousand_strong_steps": {"dtype": "float32", "B": 1, "T": 1000, "H": 1, "K": 24, "V": 20, "decay": "strong", **STATES},
+    "thousand_summed_steps": {"dtype": "float16", "B": 1, "T": 1000, "H": 1, "K": 24, "V": 20, "decay": "zero", **NO_STATES},
+    "thousand_packed": {
+        "dtype": "float16", "B": 1, "T": 1000, "H": 1, "K": 24, "V": 20, "lengths": (0, 400, 64, 0, 1, 535), **STATES,
+    },
+    "bfloat16": {"dtype": "bfloat16", "B": 2, "T": 65, "H": 2, "K": 24, "V": 20, **STATES},
+    "bfloat16_float32_decay": {
+        "dtype": "bfloat16", "B": 1, "T": 300, "H": 2, "K": 128, "V": 64, "decay": "mixed", "log_decay_dtype": "float32",
+        **STATES,
+    },
+    "bfloat16_packed": {"dtype": "bfloat16", "B": 1, "T": 130, "H": 2, "K": 24, "V": 20, "lengths": (0, 0, 64, 65, 1), **STATES},
+    "wide_keys": {"dtype": "float16", "B": 1, "T": 70, "H": 1, "K": 512, "V": 16, **STATES},
+    "wide_values": {"dtype": "float32", "B": 1, "T": 70, "H": 1, "K": 16, "V": 512, **STATES},
+    "odd_heads": {"dtype": "bfloat16", "B": 1, "T": 97, "H": 1, "K": 257, "V": 129, "decay": "mixed", **STATES},
+    "long_and_weak": {"dtype": "float32", "B": 1, "T": 2500, "H": 1, "K": 16, "V": 16, "decay": "weak", **STATES},
+}  # fmt: skip
+"""For compiled code."""
+
+GLA_HARD = GLA_SHORT | GLA_LONG
+
+GATED_SCAN, LINEAR_RNN, GLA = find_operation("gated_scan"), find_operation("linear_rnn"), find_operation("gla")
+SCANS = (GATED_SCAN, LINEAR_RNN)
+OPERATIONS = (*SCANS, GLA)
 
 _JUDGE = Judge()
 
@@ -77,7 +154,23 @@ _JUDGE = Judge()
 def case_of(operation: Operation[..., Any], name: str) -> Case:
     """A hard case of an operation; sizes that the operation has not (D) are left out."""
     known = {*operation.dimensions, *operation.options, "dtype"}
-    return operation.case(name=name, **{key: value for key, value in HARD[name].items() if key in known})
+    hard = GLA_HARD if operation is GLA else HARD
+    return operation.case(name=name, **{key: value for key, value in hard[name].items() if key in known})
+
+
+def yardstick(operation: Operation[..., Any]) -> str:
+    """The variant that walks along time step by step; it reads the offsets of packed sequences."""
+    return next(name for name, variant in operation.variants.items() if variant.tags.get("yardstick"))
+
+
+def first_of(operation: Operation[..., Any]) -> str:
+    """The name of its first argument."""
+    return {"gated_scan": "v", "linear_rnn": "x", "gla": "q"}[operation.name]
+
+
+def decay_of(operation: Operation[..., Any]) -> str:
+    """The name of its log-decay."""
+    return "g" if operation is GLA else "log_decay"
 
 
 def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
@@ -125,7 +218,7 @@ def assert_ok(verdict: Verdict, operation: Operation[..., Any], case: Case, vari
 
 def arguments_of(operation: Operation[..., Any], *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
     """Arguments of the public function, small unless ``given`` says otherwise, float32 unless it holds a ``dtype``."""
-    sizes = {"B": 2, "T": 9, "D": 5, "V": 6}
+    sizes = {"B": 2, "T": 9, "D": 5, "V": 6} | ({"H": 2, "K": 20, "V": 16} if operation is GLA else {})
     known: dict[str, Any] = {
         key: value
         for key, value in {**sizes, "dtype": "float32", **given}.items()

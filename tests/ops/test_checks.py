@@ -1,4 +1,7 @@
-"""What is wrong with a call is said in the contract's own words: the argument, what it was, what it has to be."""
+"""What is wrong with a call is said in the contract's own words: the argument, what it was, what it has to be.
+
+What ``gla`` alone takes is checked in ``test_gla_contract.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,22 @@ from onelaunch.errors import (
     VariantUnsupported,
 )
 from onelaunch.ops import checks
-from tests.ops.cases import GATED_SCAN, LINEAR_RNN, OPERATIONS, arguments_of, pytorch_variants, results, triton_variants
+from tests.ops.cases import (
+    GATED_SCAN,
+    GLA,
+    LINEAR_RNN,
+    OPERATIONS,
+    SCANS,
+    arguments_of,
+    first_of,
+    pytorch_variants,
+    results,
+    triton_variants,
+    yardstick,
+)
 
-both_operations = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-
-
-def first_of(operation):
-    return "v" if operation is GATED_SCAN else "x"
+each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+both_scans = pytest.mark.parametrize("operation", SCANS, ids=lambda operation: operation.name)
 
 
 def refused(operation: Any, error: Any, message: str, /, **changes: Any) -> Any:
@@ -41,7 +53,7 @@ def refused(operation: Any, error: Any, message: str, /, **changes: Any) -> Any:
 # Shapes
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("shape", [(9, 6), (6,), (), (1, 2, 9, 6)])
 @pytest.mark.parametrize("argument", ["first", "log_decay", "gate"])
 def test_wrong_rank(operation, argument, shape):
@@ -52,7 +64,7 @@ def test_wrong_rank(operation, argument, shape):
     assert error.argument == argument
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("argument", ["log_decay", "gate"])
 @pytest.mark.parametrize("shape", [(2, 8, 6), (2, 9, 7), (1, 9, 6), (2, 6, 9)])
 def test_mismatched_sizes(operation, argument, shape):
@@ -70,19 +82,19 @@ def test_weight_that_does_not_fit_x():
     refused(LINEAR_RNN, ShapeError, message, weight=torch.ones(6, 5))
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("shape", [(3, 6), (2, 5), (6, 2)])
 def test_initial_state_of_wrong_shape(operation, shape):
     message = r"^initial_state has shape .*; it must be \[N, V\] = \[2, 6\] to match 2 sequences"
     refused(operation, ShapeError, message, initial_state=torch.zeros(shape))
 
 
-@both_operations
+@both_scans
 def test_initial_state_of_wrong_rank(operation):
     refused(operation, ShapeError, r"^initial_state has shape .*; it must be \[N, V\]", initial_state=torch.zeros(6))
 
 
-@both_operations
+@both_scans
 def test_initial_state_counts_packed_sequences(operation):
     arguments = arguments_of(operation, B=1, lengths=(4, 0, 5)) | {"initial_state": torch.zeros(1, 6)}
     with pytest.raises(ShapeError, match=r"\[N, V\] = \[3, 6\] to match 3 sequences"):
@@ -92,7 +104,7 @@ def test_initial_state_counts_packed_sequences(operation):
 # Dtypes
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.float64, torch.complex64])
 def test_first_argument_of_a_dtype_that_is_no_float(operation, dtype):
     name = first_of(operation)
@@ -100,7 +112,7 @@ def test_first_argument_of_a_dtype_that_is_no_float(operation, dtype):
     refused(operation, DTypeError, message, **{name: arguments_of(operation)[name].to(dtype)})
 
 
-@both_operations
+@both_scans
 def test_gate_of_another_dtype(operation):
     message = rf"^gate is torch.float16; it must be float32, the dtype of {first_of(operation)}"
     refused(operation, DTypeError, message, gate=torch.ones(2, 9, 6, dtype=torch.float16))
@@ -111,7 +123,7 @@ def test_weight_of_another_dtype():
     refused(LINEAR_RNN, DTypeError, message, weight=torch.ones(5, 6, dtype=torch.bfloat16))
 
 
-@both_operations
+@both_scans
 def test_log_decay_is_of_the_first_dtype_or_float32(operation):
     arguments = arguments_of(operation, dtype="float16")
     arguments["log_decay"] = arguments["log_decay"].bfloat16()
@@ -119,13 +131,13 @@ def test_log_decay_is_of_the_first_dtype_or_float32(operation):
         operation(**arguments)
 
 
-@both_operations
+@both_scans
 def test_initial_state_of_another_dtype(operation):
     message = r"^initial_state is torch.float16; it must be float32"
     refused(operation, DTypeError, message, initial_state=torch.zeros(2, 6, dtype=torch.float16))
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("argument", ["first", "log_decay", "gate", "initial_state", "cu_seqlens"])
 def test_what_is_no_tensor(operation, argument):
     argument = first_of(operation) if argument == "first" else argument
@@ -135,7 +147,7 @@ def test_what_is_no_tensor(operation, argument):
 # Devices
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("argument", ["log_decay", "gate", "initial_state", "cu_seqlens"])
 def test_mixed_devices(operation, argument):
     arguments = arguments_of(operation, B=1, lengths=(4, 5), initial_state=True)
@@ -151,7 +163,7 @@ def test_weight_on_another_device():
 # Values
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize(("value", "said"), [(0.25, "0.25"), (float("nan"), "NaN"), (float("inf"), "inf")])
 def test_a_log_decay_that_is_none(operation, value, said):
     log_decay = -torch.ones(2, 9, 6)
@@ -174,7 +186,7 @@ def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
     assert checks.values_are_checked(torch.zeros(1))
 
 
-@both_operations
+@both_scans
 def test_values_are_checked_at_every_call(operation):
     """Checks of shapes are remembered; those of values cannot be."""
     arguments = arguments_of(operation)
@@ -184,7 +196,7 @@ def test_values_are_checked_at_every_call(operation):
         operation(**arguments)
 
 
-@both_operations
+@both_scans
 def test_a_mistake_is_named_at_every_call(operation):
     """After a call that was right, and twice in a row: what is remembered of a right call must not hide a wrong one."""
     arguments = arguments_of(operation)
@@ -200,7 +212,7 @@ def test_a_mistake_is_named_at_every_call(operation):
                 operation(**(arguments | {name: value}))
 
 
-@both_operations
+@both_scans
 def test_facts_hold_all_that_tells_calls_apart(operation):
     arguments = arguments_of(operation)
     plain = operation.bind(**arguments).query()
@@ -218,7 +230,7 @@ def test_facts_hold_all_that_tells_calls_apart(operation):
 # Packing
 
 
-@both_operations
+@each_operation
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
@@ -238,7 +250,7 @@ def test_offsets_that_describe_no_packing(operation, offsets, message):
     assert caught.value.argument == "cu_seqlens"
 
 
-@both_operations
+@each_operation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8])
 def test_offsets_of_a_wrong_dtype(operation, dtype):
     arguments = arguments_of(operation, B=1) | {"cu_seqlens": torch.tensor([0, 9]).to(dtype)}
@@ -246,13 +258,13 @@ def test_offsets_of_a_wrong_dtype(operation, dtype):
         operation(**arguments)
 
 
-@both_operations
+@each_operation
 def test_packing_with_a_batch(operation):
     message = r"^cu_seqlens came with a batch of 2; it must come with B = 1: pack all sequences into one"
     refused(operation, PackingError, message, cu_seqlens=torch.tensor([0, 9]))
 
 
-@both_operations
+@each_operation
 def test_offsets_of_two_dimensions(operation):
     arguments = arguments_of(operation, B=1) | {"cu_seqlens": torch.tensor([[0, 9]])}
     with pytest.raises(ShapeError, match=r"^cu_seqlens has shape \(1, 2\); it must be \[N \+ 1\]"):
@@ -262,9 +274,11 @@ def test_offsets_of_two_dimensions(operation):
 # Variants
 
 
-@both_operations
+@each_operation
 def test_an_unknown_variant(operation):
-    with pytest.raises(UnknownVariant, match=r"There is no variant 'chuncked'\. Did you mean 'chunked'\? Known: .*eager"):
+    with pytest.raises(
+        UnknownVariant, match=rf"There is no variant 'chuncked'\. Did you mean 'chunked'\? Known: .*{yardstick(operation)}"
+    ):
         operation(**arguments_of(operation), variant="chuncked")
 
 
@@ -276,15 +290,16 @@ def test_a_variant_that_cannot_run_here(operation, variant):
     assert "needs" in caught.value.reason
 
 
-def test_fla_cannot_run_here():
+@pytest.mark.parametrize("operation", [LINEAR_RNN, GLA], ids=lambda operation: operation.name)
+def test_fla_cannot_run_here(operation):
     with pytest.raises(VariantUnsupported, match=r"needs (fla, which is not installed|a CUDA or ROCm device)"):
-        LINEAR_RNN(**arguments_of(LINEAR_RNN), variant="fla")
+        operation(**arguments_of(operation), variant="fla")
 
 
 # Nothing to do is not an error
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("variant", ["auto", "eager"])
 def test_no_steps(operation, variant, grad):
@@ -301,7 +316,7 @@ def test_no_steps(operation, variant, grad):
     assert not operation(**without, variant=variant)[1].any()
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("variant", ["auto", "eager"])
 def test_packed_sequences_without_any_step(operation, variant):
     arguments = arguments_of(operation, B=1, T=0, lengths=(0, 0, 0), initial_state=True, final_state=True)
@@ -310,7 +325,7 @@ def test_packed_sequences_without_any_step(operation, variant):
     assert torch.equal(final, arguments["initial_state"])
 
 
-@both_operations
+@both_scans
 @pytest.mark.parametrize("grad", [False, True])
 def test_no_batch(operation, grad):
     for variant in ("auto", *pytorch_variants(operation)):
@@ -320,7 +335,7 @@ def test_no_batch(operation, grad):
         assert found["final_state"].shape == (0, 6)
 
 
-@both_operations
+@both_scans
 def test_no_channels(operation):
     for variant in ("auto", *pytorch_variants(operation)):
         y, final = operation(**arguments_of(operation, V=0, initial_state=True, final_state=True), variant=variant)
@@ -339,7 +354,7 @@ def test_no_columns_of_x(variant):
 
 
 @pytest.mark.interpret
-@both_operations
+@both_scans
 @pytest.mark.parametrize("empty", ["B", "T", "V"])
 def test_kernels_leave_nothing_to_do_to_others(operation, empty):
     given: dict[str, Any] = {"initial_state": True, "final_state": True, empty: 0}

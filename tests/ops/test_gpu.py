@@ -16,12 +16,15 @@ from onelaunch.ops import workspace as memory
 from onelaunch.ops.gated_scan.reference import DECAYS, reference
 from tests.ops.cases import (
     GATED_SCAN,
+    GLA,
+    GLA_HARD,
     HARD,
     LINEAR_RNN,
     OPERATIONS,
     assert_correct,
     assert_near,
     case_of,
+    decay_of,
     differentiable,
     pytorch_variants,
     results,
@@ -38,14 +41,18 @@ KERNELS = [
     for variant in triton_variants(operation)
 ]
 each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
-both_operations = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+each_kernel_and_chunks = pytest.mark.parametrize(
+    ("operation", "variant"), [*KERNELS, pytest.param(GLA, "chunked", id="gla-chunked")]
+)
+"""With the plain PyTorch that a GPU runs where no kernel can run a call of ``gla``."""
+each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 
 
 def made(
     operation: Operation[..., Any], device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any
 ) -> dict[str, Any]:
     """Arguments on the GPU; several tiles in every direction unless sizes are given."""
-    sizes = {"B": 2, "T": 500, "D": 64, "V": 80}
+    sizes = {"B": 2, "T": 500, "H": 3, "D": 64, "K": 48, "V": 80}
     chosen = {"dtype": "float16", "initial_state": True, "final_state": True} | given
     options: dict[str, Any] = {
         key: chosen.get(key, sizes.get(key)) for key in {*chosen, *sizes} if key not in sizes or key in operation.dimensions
@@ -76,6 +83,15 @@ def test_scan_kernels_are_correct(variant, name, device):
     assert_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant, device)
 
 
+@variants_by_case([*pytorch_variants(GLA), *triton_variants(GLA)], GLA_HARD)
+def test_variants_of_gla_are_correct(variant, name, device):
+    """Plain PyTorch too: where a kernel cannot run a call, it is what a GPU runs."""
+    case = case_of(GLA, name)
+    if reason := GLA.get(variant).why_not(GLA.query(case, str(device), grad=True)):
+        pytest.skip(reason)
+    assert_correct(GLA, case, variant, device)
+
+
 @variants_by_case(triton_variants(LINEAR_RNN), HARD)
 def test_layer_kernels_are_correct(variant, name, device):
     assert_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), variant, device)
@@ -85,7 +101,7 @@ def test_layer_kernels_are_correct(variant, name, device):
 @pytest.mark.parametrize("decay", DECAYS)
 @each_kernel
 def test_kernels_take_every_kind_of_decay(operation, variant, decay, dtype, device):
-    sizes = {"B": 2, "T": 300, "V": 80} | ({"D": 96} if operation is LINEAR_RNN else {})
+    sizes = {name: {"B": 2, "T": 300, "H": 3, "D": 96, "K": 48, "V": 80}[name] for name in operation.dimensions}
     case = operation.case(dtype, decay=decay, initial_state=True, final_state=True, **sizes)
     assert_correct(operation, case, variant, device)
 
@@ -101,17 +117,17 @@ def test_so_many_channels_that_programs_walk_along_time(variant, lengths, device
     assert_correct(GATED_SCAN, case, variant, device)
 
 
-@pytest.mark.parametrize("name", HARD)
-def test_the_peer_is_correct(name, device):
+@pytest.mark.parametrize(("operation", "name"), [(LINEAR_RNN, name) for name in HARD] + [(GLA, name) for name in GLA_HARD])
+def test_the_peer_is_correct(operation, name, device):
     pytest.importorskip("fla")
-    case = case_of(LINEAR_RNN, name)
-    if reason := LINEAR_RNN.get("fla").why_not(LINEAR_RNN.query(case, str(device), grad=True)):
+    case = case_of(operation, name)
+    if reason := operation.get("fla").why_not(operation.query(case, str(device), grad=True)):
         pytest.skip(reason)
-    assert_correct(LINEAR_RNN, case, "fla", device)
+    assert_correct(operation, case, "fla", device)
 
 
 @pytest.mark.parametrize(("dtype", "decay"), [("float16", "model"), ("bfloat16", "mixed"), ("float32", "weak")])
-@each_kernel
+@pytest.mark.parametrize(("operation", "variant"), [each for each in KERNELS if each.values[0] is not GLA])
 def test_a_very_long_sequence(operation, variant, dtype, decay, device):
     """131072 steps, more than the look-back reads at once by far; the oracle of plain PyTorch steps would take minutes."""
     arguments = made(operation, device, B=1, T=131072, V=32, dtype=dtype, decay=decay)
@@ -196,7 +212,7 @@ def test_transposed_inputs_and_expanded_gradients(operation, variant, device):
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 3000, 1, 0, 999)])
-@each_kernel
+@each_kernel_and_chunks
 def test_results_are_the_same_to_the_last_bit(operation, variant, lengths, device):
     """Whatever order the tiles finish in; beside other work on the device as well as alone."""
     given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {"B": 4}
@@ -215,7 +231,7 @@ def test_results_are_the_same_to_the_last_bit(operation, variant, lengths, devic
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 300, 0, 200)])
-@each_kernel
+@each_kernel_and_chunks
 def test_a_captured_graph_follows_its_inputs(operation, variant, lengths, device):
     """Three calls in one graph, replayed with new inputs, on another stream, between eager calls."""
     given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
@@ -242,7 +258,7 @@ def test_a_captured_graph_follows_its_inputs(operation, variant, lengths, device
             assert_same_bits(dict(enumerate(outputs)), dict(enumerate(expected)))
 
 
-@each_kernel
+@each_kernel_and_chunks
 def test_a_captured_training_step(operation, variant, device):
     arguments = made(operation, device, grad=True)
 
@@ -370,7 +386,7 @@ def test_inductor_compiles_it_into_one_graph(operation, variant, packed, device)
 
 
 @pytest.mark.slow
-@both_operations
+@each_operation
 def test_inductor_serves_other_lengths(operation, device):
     torch.compiler.reset()
     function = torch.compile(operation, fullgraph=True)
@@ -381,7 +397,7 @@ def test_inductor_serves_other_lengths(operation, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shorter_than_a_tile", "packed_with_empty_sequences", "bfloat16"])
-@both_operations
+@each_operation
 def test_the_compiled_variant_is_correct(operation, name, device):
     torch.compiler.reset()
     assert_correct(operation, case_of(operation, name), "compiled", device)
@@ -397,19 +413,20 @@ def test_autocast_lowers_all_but_the_log_decay(operation, variant, device):
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
 
 
-@both_operations
+@each_operation
 def test_values_are_checked_on_demand_alone(operation, device, monkeypatch):
     arguments = made(operation, device)
-    arguments["log_decay"] = arguments["log_decay"].abs() + 1
+    decay = decay_of(operation)
+    arguments[decay] = arguments[decay].abs() + 1
     monkeypatch.delenv("ONELAUNCH_CHECK_VALUES", raising=False)
     operation(**arguments)
     monkeypatch.setenv("ONELAUNCH_CHECK_VALUES", "1")
-    with pytest.raises(ValueError, match="log_decay holds"):
+    with pytest.raises(ValueError, match=f"^{decay} holds"):
         operation(**arguments)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@each_kernel
+@each_kernel_and_chunks
 def test_a_call_never_waits_for_the_device(operation, variant, packed, device):
     given: dict[str, Any] = {"B": 1, "lengths": (0, 300, 0, 200)} if packed else {}
     arguments = made(operation, device, grad=True, **given)
@@ -424,7 +441,7 @@ def test_a_call_never_waits_for_the_device(operation, variant, packed, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@both_operations
+@pytest.mark.parametrize("operation", [op for op in OPERATIONS if triton_variants(op)], ids=lambda operation: operation.name)
 def test_gpus_run_kernels_of_their_own(operation, device):
     """Where nothing was measured, the order of preference says so; where something was, it was faster than plain PyTorch."""
     arguments = made(operation, device, T=2048)

@@ -10,21 +10,24 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from onelaunch import dispatch
 from onelaunch.operation import find_operation
-from onelaunch.ops import gated_scan, linear_rnn
 from tests.ops.cases import (
     GATED_SCAN,
+    GLA,
     LINEAR_RNN,
     OPERATIONS,
     arguments_of,
     assert_near,
+    decay_of,
     differentiable,
+    first_of,
     pytorch_variants,
     results,
     triton_variants,
     weights_like,
+    yardstick,
 )
 
-both_operations = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 
 EVERYWHERE = [
     pytest.param(operation, variant, id=f"{operation.name}-{variant}")
@@ -42,8 +45,8 @@ each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
 
 
 def small(operation, **given):
-    sizes: dict[str, Any] = {"B": 1, "T": 20, "V": 4, "initial_state": True, "final_state": True, **given}
-    return arguments_of(operation, **sizes)
+    channels = {} if operation is GLA else {"V": 4}
+    return arguments_of(operation, **{"B": 1, "T": 20, **channels, "initial_state": True, "final_state": True, **given})
 
 
 def total(outputs) -> torch.Tensor:
@@ -64,7 +67,7 @@ def with_strides(value, make):
 @each_variant
 def test_it_compiles_into_one_graph(operation, variant, packed):
     torch.compiler.reset()
-    if packed and variant == "eager":
+    if packed and variant == yardstick(operation):
         pytest.skip("the loop over time reads the offsets")
     arguments = small(operation, grad=True, lengths=(0, 13, 7) if packed else None)
     function = torch.compile(lambda **given: operation(**given, variant=variant), fullgraph=True, backend="aot_eager")
@@ -77,7 +80,7 @@ def test_it_compiles_into_one_graph(operation, variant, packed):
     assert_near(found, results(operation, arguments, "chunked" if variant == "auto" else variant), 1e-6)
 
 
-@both_operations
+@each_operation
 def test_compiled_code_serves_other_lengths(operation):
     torch.compiler.reset()
     function = torch.compile(operation, fullgraph=True, backend="aot_eager")
@@ -130,39 +133,58 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 # autocast
 
 
-@both_operations
-@pytest.mark.parametrize("variant", ["auto", "eager"])
+LOWERED = ("x", "weight", "gate", "q", "k", "v")
+
+
+@pytest.mark.parametrize("variant", ["auto", "yardstick"])
+@each_operation
 def test_autocast_lowers_all_but_the_log_decay(operation, variant):
+    """In both passes, and nothing inside the call: what is a float32 product there stays one."""
+    variant = yardstick(operation) if variant == "yardstick" else variant
     arguments = small(operation, grad=True)
+    low = {name: value.detach().bfloat16() if name in LOWERED else value for name, value in arguments.items()}
+    low = {name: value.requires_grad_() if name in LOWERED else value for name, value in low.items()}
     with torch.autocast("cpu", torch.bfloat16):
-        y, final = operation(**arguments, variant=variant)
-    assert y.dtype is torch.bfloat16
-    assert final.dtype is torch.float32
-    low = {
-        name: value.detach().bfloat16() if name in ("x", "v", "weight", "gate") else value for name, value in arguments.items()
-    }
-    expected = operation(**low, variant=variant)
-    assert_near(
-        {"y": y.detach(), "final_state": final.detach()}, {"y": expected[0].detach(), "final_state": expected[1].detach()}, 0
-    )
-    gradients = torch.autograd.grad(y.float().sum() + final.sum(), list(differentiable(arguments).values()))
-    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+        found = dict(zip(operation.outputs, operation(**arguments, variant=variant), strict=True))
+    assert found[operation.outputs[0]].dtype is torch.bfloat16
+    assert found["final_state"].dtype is torch.float32
+    expected = dict(zip(operation.outputs, operation(**low, variant=variant), strict=True))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for given, outputs in ((arguments, found), (low, expected)):
+        leaves = differentiable(given)
+        loss = total([output.float() * weights_like(output) for output in outputs.values()])
+        outputs |= dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    for name in differentiable(arguments):
+        assert found[name].dtype is torch.float32
+        assert torch.equal(found[name], expected[name].float()), name
 
 
-@both_operations
+def test_a_backward_pass_under_autocast_is_the_same():
+    """Not what PyTorch recommends, but a call that computes its forward pass again must not do so in bfloat16."""
+    arguments = small(GLA, T=70, grad=True)
+    o, final = GLA(**arguments, variant="chunked")
+    loss, leaves = total([o * weights_like(o), final * weights_like(final)]), list(differentiable(arguments).values())
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@each_operation
 def test_autocast_raises_a_low_log_decay(operation):
     """Sums of it lose bits first; what is lost already stays lost, no more."""
     arguments = small(operation, dtype="bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = operation(**arguments)
-    expected, _ = operation(**(arguments | {"log_decay": arguments["log_decay"].float()}))
+    name = decay_of(operation)
+    expected, _ = operation(**(arguments | {name: arguments[name].float()}))
     assert torch.equal(y, expected)
 
 
-@both_operations
+@each_operation
 def test_autocast_does_not_hide_a_wrong_argument(operation):
-    arguments = small(operation)
-    first = "v" if operation is GATED_SCAN else "x"
+    arguments, first = small(operation), first_of(operation)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=rf"^{first} is torch.int64; it must be float16"):
         operation(**(arguments | {first: arguments[first].long()}))
 
@@ -239,10 +261,10 @@ def test_expanded_gradients(operation, variant):
 
 @each_variant
 def test_broadcast_inputs(operation, variant):
-    """One decay for the whole batch, one gate for every step."""
-    arguments = small(operation, B=2)
-    arguments["log_decay"] = arguments["log_decay"][:1].expand(2, -1, -1)
-    arguments["gate"] = arguments["gate"][:, :1].expand(-1, 20, -1)
+    """One decay for the whole batch, one gate or key for every step."""
+    arguments, decay, other = small(operation, B=2), decay_of(operation), "k" if operation is GLA else "gate"
+    arguments[decay] = arguments[decay][:1].expand_as(arguments[decay])
+    arguments[other] = arguments[other][:, :1].expand_as(arguments[other])
     dense = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     expected = results(operation, dense, variant)
     assert_near(results(operation, arguments, variant), expected, 1e-6)
@@ -269,10 +291,10 @@ def test_inputs_are_left_alone(operation, variant):
 def test_each_result_alone_reaches_every_input_that_it_depends_on(operation, variant):
     arguments = small(operation, grad=True)
     leaves = differentiable(arguments)
-    for index, unreached in ((0, set()), (1, {"gate"})):
+    for index, unreached in ((0, set()), (1, {"q"} if operation is GLA else {"gate"})):
         output = operation(**arguments, variant=variant)[index]
         found = torch.autograd.grad((output * weights_like(output)).sum(), list(leaves.values()), allow_unused=True)
-        output = operation(**arguments, variant="eager")[index]
+        output = operation(**arguments, variant=yardstick(operation))[index]
         expected = torch.autograd.grad((output * weights_like(output)).sum(), list(leaves.values()), allow_unused=True)
         for name, ours, theirs in zip(leaves, found, expected, strict=True):
             if name in unreached:
@@ -289,7 +311,7 @@ def test_only_what_asks_for_a_gradient_gets_one(operation, variant):
         others = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
         alone = others | {name: arguments[name]}
         found = results(operation, alone, variant)
-        assert set(found) == {"y", "final_state", f"grad {name}"}
+        assert set(found) == {*operation.outputs, f"grad {name}"}
         assert_near(found, {key: expected[key] for key in found}, 1e-6)
 
 
@@ -307,20 +329,22 @@ def test_gradients_may_be_taken_twice_from_a_kept_graph(operation, variant):
 def test_kernels_refuse_a_second_derivative(operation, variant):
     arguments = small(operation, grad=True)
     y, _ = operation(**arguments, variant=variant)
-    (gradient,) = torch.autograd.grad(y.square().sum(), [arguments["gate"]], create_graph=True)
+    (gradient,) = torch.autograd.grad(y.square().sum(), [arguments[first_of(operation)]], create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|differentiate twice|does not require grad"):
         gradient.sum().backward()
 
 
 @pytest.mark.parametrize(("operation", "variant"), [(op, name) for op in OPERATIONS for name in pytorch_variants(op)])
 def test_plain_pytorch_has_second_derivatives(operation, variant):
-    arguments = small(operation, grad=True)
+    arguments, decay = small(operation, grad=True), decay_of(operation)
     found = {}
-    for name in (variant, "eager"):
+    for name in (variant, yardstick(operation)):
         y, _ = operation(**arguments, variant=name)
-        (gradient,) = torch.autograd.grad(y.square().sum(), [arguments["log_decay"]], create_graph=True)
-        found[name] = torch.autograd.grad(gradient.square().sum(), [arguments["log_decay"]])[0]
-    assert_near({"second": found[variant]}, {"second": found["eager"]}, 1e-5)
+        (gradient,) = torch.autograd.grad(y.square().sum(), [arguments[decay]], create_graph=True)
+        leaves = differentiable(arguments)
+        second = torch.autograd.grad(gradient.square().sum(), list(leaves.values()))
+        found[name] = dict(zip(leaves, second, strict=True))
+    assert_near(found[variant], found[yardstick(operation)], 1e-5)
 
 
 @each_variant
@@ -332,7 +356,7 @@ def test_saved_tensors_may_be_kept_elsewhere(operation, variant):
         assert_near(results(operation, arguments, variant), expected, 0)
 
 
-@each_kernel
+@pytest.mark.parametrize(("operation", "variant"), [each for each in KERNELS if each.values[0] is not GLA])
 def test_nothing_is_kept_where_nobody_asks_for_gradients(operation, variant, monkeypatch):
     from onelaunch.ops.gated_scan import launch
     from onelaunch.ops.linear_rnn import launch as layer
@@ -361,7 +385,7 @@ def test_nothing_is_kept_where_nobody_asks_for_gradients(operation, variant, mon
     assert saved
 
 
-@both_operations
+@each_operation
 def test_integer_offsets_and_flags_take_no_part_in_autograd(operation):
     arguments = small(operation, lengths=(5, 15), grad=True)
     y, final = operation(**arguments)
@@ -374,12 +398,12 @@ def test_integer_offsets_and_flags_take_no_part_in_autograd(operation):
 
 
 @pytest.mark.interpret
-@both_operations
+@each_operation
 def test_auto_is_the_chosen_variant_where_kernels_run(operation):
     check_auto(operation)
 
 
-@both_operations
+@each_operation
 def test_auto_is_the_chosen_variant(operation):
     check_auto(operation)
 
@@ -394,12 +418,12 @@ def check_auto(operation):
         assert_near(results(operation, arguments, "auto"), named, 0)
 
 
-@both_operations
+@each_operation
 def test_the_query_of_a_case_is_the_query_of_its_call(operation):
     """Studies ask by case, calls by tensors: both must find the same measured variant."""
     every: list[dict[str, Any]] = [{}, {"initial_state": True}, {"final_state": True}, {"lengths": (4, 0, 5)}]
     for options in every:
-        sizes: dict[str, Any] = {name: {"B": 1, "T": 9, "D": 5, "V": 6}[name] for name in operation.dimensions}
+        sizes: dict[str, Any] = {name: {"B": 1, "T": 9, "H": 2, "D": 5, "K": 20, "V": 16}[name] for name in operation.dimensions}
         case = operation.case("float16", **sizes, **options)
         for grad in (False, True):
             arguments = arguments_of(operation, dtype="float16", **sizes, **options, grad=grad)
@@ -407,9 +431,8 @@ def test_the_query_of_a_case_is_the_query_of_its_call(operation):
 
 
 def test_public_functions_say_what_they_are():
-    assert gated_scan.__doc__
-    assert linear_rnn.__doc__
     for operation in OPERATIONS:
+        assert operation.__doc__
         assert all(variant.summary for variant in operation.variants.values())
 
 

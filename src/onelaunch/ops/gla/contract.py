@@ -1,0 +1,315 @@
+"""The operation ``gla``: what it computes, what it takes, what can go wrong. ``fla``'s names for it stand in ``functions.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
+from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.ops import checks
+from onelaunch.ops.checks import Facts
+from onelaunch.ops.gated_scan.contract import autocast, state_flags
+
+SMALLEST_HEAD, LARGEST_HEAD = 16, 512
+"""Sizes that K and V may have: a matrix instruction's width, and what a chip holds of a state."""
+
+PER_CHANNEL, PER_HEAD = "[B, T, H, K]", "[B, T, H]"
+"""How ``g`` may be laid out: a decay for every key channel (GLA), or one for a whole head (RetNet, lightning attention, SSD)."""
+
+
+class GlaCall(NamedTuple):
+    """Checked arguments of :func:`gla`. Tensors have any strides."""
+
+    q: torch.Tensor
+    """``[B, T, H, K]``"""
+    k: torch.Tensor
+    """``[B, T, H, K]``, dtype of ``q``."""
+    v: torch.Tensor
+    """``[B, T, H, V]``, dtype of ``q``."""
+    g: torch.Tensor
+    """``[B, T, H, K]`` or ``[B, T, H]``, float32 or the dtype of ``q``. Strides of 0 where one decay serves many steps."""
+    gv: torch.Tensor | None
+    """``[B, T, H, V]``, float32 or the dtype of ``q``: the query's flag ``value_gate``."""
+    scale: float
+    initial_state: torch.Tensor | None
+    """``[N, H, K, V]`` float32; a transposed view where the caller keeps values first."""
+    cu_seqlens: torch.Tensor | None
+    """``[N + 1]`` int32 or int64."""
+    output_final_state: bool
+    state_v_first: bool
+    """Whether the caller will see the final state transposed: one laid out ``[N, H, V, K]`` is then the contiguous one."""
+    key: Query
+
+    def query(self) -> Query:
+        return self.key
+
+    @property
+    def sequences(self) -> int:
+        """N: sequences packed into the batch, or the batch."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def per_head(self) -> bool:
+        """Whether a head has one decay for all its channels: the query's flag ``scalar_decay``."""
+        return self.g.dim() == 3
+
+
+def gate_flags(per_head: bool, value_gate: bool) -> tuple[str, ...]:
+    """The query's flags that say how the state decays; none for a decay per key channel alone."""
+    return ("scalar_decay",) * per_head + ("value_gate",) * value_gate
+
+
+def bind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    *,
+    gv: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    gate: str = "g",
+    layouts: tuple[str, ...] = (PER_CHANNEL, PER_HEAD),
+) -> GlaCall:
+    """The checked call; raises as :func:`gla` says. ``gate`` is the caller's name for ``g``, ``layouts`` those it may have."""
+    key = _key(
+        checks.facts("q", q),
+        checks.facts("k", k),
+        checks.facts("v", v),
+        checks.optional_facts(gate, g),
+        checks.optional_facts("gv", gv),
+        checks.optional_facts("initial_state", initial_state),
+        checks.optional_facts("cu_seqlens", cu_seqlens),
+        output_final_state,
+        state_v_first,
+        torch.is_grad_enabled(),
+        gate,
+        layouts,
+    )
+    number = _scale(scale, key.sizes[3])
+    if cu_seqlens is not None:
+        checks.offsets(cu_seqlens, q.shape[1])
+    if g is None:  # one zero for all steps and heads
+        g = torch.zeros((), device=q.device).expand(q.shape[:3])
+    else:
+        _at_most_zero(gate, g)
+    if gv is not None:
+        _at_most_zero("gv", gv)
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.transpose(-1, -2)
+    return GlaCall(q, k, v, g, gv, number, initial_state, cu_seqlens, output_final_state, state_v_first, key)
+
+
+@remembered
+def _key(
+    q: Facts,
+    k: Facts,
+    v: Facts,
+    g: Facts | None,
+    gv: Facts | None,
+    initial_state: Facts | None,
+    cu_seqlens: Facts | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    grad_enabled: bool,
+    gate: str,
+    layouts: tuple[str, ...],
+) -> Query:
+    """All checks that need no values, and the dispatch key."""
+    checks.rank("q", q, "[B, T, H, K]")
+    checks.dtype("q", q, checks.FLOATS)
+    batch, length, heads, keys = q.shape
+    _per_step("k", k, q, keys, "[B, T, H, K]")
+    checks.rank("v", v, "[B, T, H, V]")
+    values = v.shape[3]
+    _per_step("v", v, q, values, "[B, T, H, V]")
+    for name, value in (("k", k), ("v", v)):
+        checks.dtype(name, value, (q.dtype,), ", the dtype of q")
+    check_head_sizes(q.shape, v.shape)
+    for name, value, channels, known in ((gate, g, keys, layouts), ("gv", gv, values, ("[B, T, H, V]",))):
+        if value is not None:
+            _per_step(name, value, q, channels, *known)
+            checks.dtype(name, value, tuple(dict.fromkeys((q.dtype, torch.float32))))
+    sequences = batch
+    if cu_seqlens is not None:
+        checks.device("cu_seqlens", cu_seqlens, q.device)
+        checks.packing(cu_seqlens, batch)
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        dimensions = "[N, H, V, K]" if state_v_first else "[N, H, K, V]"
+        ends = (values, keys) if state_v_first else (keys, values)
+        checks.rank("initial_state", initial_state, dimensions)
+        because = f"{sequences} sequences, q {list(q.shape)} and v {list(v.shape)}"
+        checks.shape("initial_state", initial_state, (sequences, heads, *ends), dimensions, because)
+        checks.dtype("initial_state", initial_state, (torch.float32,))
+        checks.device("initial_state", initial_state, q.device)
+    return Query(
+        "gla",
+        str(q.device),
+        q.dtype,
+        fixed(batch, length, heads, keys, values),
+        grad_enabled and checks.grad_wanted(q, k, v, g, gv, initial_state),
+        state_flags(cu_seqlens is not None, initial_state is not None, output_final_state)
+        + gate_flags(g is None or len(g.shape) == 3, gv is not None),
+    )
+
+
+def _per_step(name: str, value: Facts, q: Facts, channels: int, *layouts: str) -> None:
+    """Raise unless a tensor with something for every step and head has one of the layouts; its last dimension is ``channels``."""
+    known = {layout.count(",") + 1: layout for layout in layouts}
+    rank = len(value.shape)
+    if rank not in known:
+        ranks = " or ".join(str(each) for each in known)
+        raise ShapeError(name, got=value.shape, want=f"{' or '.join(layouts)}, a tensor of {ranks} dimensions")
+    want = (*q.shape[:3], channels)[:rank]
+    if tuple(value.shape) != want:
+        said = f"{known[rank]} = {list(want)} to match q {list(q.shape)}"
+        if value.shape[2] != want[2]:
+            said += f"; where heads share one {name}, repeat it with {name}.repeat_interleave(n, dim=2)"
+        raise ShapeError(name, got=value.shape, want=said)
+    checks.device(name, value, q.device)
+
+
+def check_head_sizes(q: Sequence[int], v: Sequence[int]) -> None:
+    """Raise unless K and V are sizes that heads may have; of the shapes of q and v."""
+    for name, shape, dimension in (("q", q, "K"), ("v", v, "V")):
+        if SMALLEST_HEAD <= shape[-1] <= LARGEST_HEAD:
+            continue
+        if dimension == "K":
+            pad = "pad q, k and g with zeros and give scale, which changes no result"
+            split = "take parts of q, k and g, give scale, and add up their results"
+        else:
+            pad = "pad v with zeros and cut them off the results"
+            split = "take parts of v and put their results side by side"
+        said = f"[B, T, H, {dimension}] with {dimension} from {SMALLEST_HEAD} to {LARGEST_HEAD}"
+        raise ShapeError(name, got=shape, want=f"{said}: {pad if shape[-1] < SMALLEST_HEAD else split}")
+
+
+def _at_most_zero(name: str, value: torch.Tensor) -> None:
+    """Raise when a log-decay is positive (where values are checked). NaN passes: it has to come out as NaN."""
+    if checks.values_are_checked(value) and bool((value > 0).any()):
+        largest = value[value > 0].max().item()
+        wanted = "a log-decay is at most 0 (decay = exp(log-decay) lies in [0, 1]); pass torch.log of your decay"
+        raise ValueRangeError(name, got=f"holds {largest:g}", want=wanted)
+
+
+def _scale(scale: float | None, keys: int) -> float:
+    if scale is None:
+        return keys**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise ArgumentError(f"scale is {type(scale).__name__}; it must be a number, or None for K ** -0.5.")
+    return float(scale)
+
+
+@operation(
+    dimensions=("B", "T", "H", "K", "V"),
+    outputs=("o", "final_state"),
+    bind=bind,
+    options={
+        "decay": "model",
+        "decay_per": "channel",
+        "value_gate": False,
+        "lengths": None,
+        "initial_state": False,
+        "final_state": False,
+        "state_v_first": False,
+        "log_decay_dtype": None,
+        "scale": None,
+    },
+    defaults={"cuda": ("chunked", "recurrent"), "cpu": ("chunked", "recurrent")},
+)
+def gla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    *,
+    gv: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    variant: str = dispatch.AUTO,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated linear attention: a matrix-valued state per head that decays, takes in ``k v`` and is read by ``q``.
+
+        S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t^T v_t;  o_t = scale * q_t S_t        per head
+
+    Differentiable in every floating-point tensor, through ``o`` and through the final state. NaN in an input makes NaN of all
+    that depends on it, and may reach back to the start of its chunk of at most 64 steps; other heads and sequences stay clean.
+
+    Args:
+        q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.
+        k: ``[B, T, H, K]``, dtype of ``q``.
+        v: ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        g: log-decay at most 0, ``[B, T, H, K]`` per key channel or ``[B, T, H]`` per head, dtype of ``q`` or float32. ``-inf``
+            forgets the past. Default: no decay.
+        gv: log-decay at most 0 per value channel, ``[B, T, H, V]``, dtype of ``q`` or float32. Default: none.
+        scale: of the queries; any number. Default: ``K ** -0.5``.
+        initial_state: ``[N, H, K, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
+        output_final_state: also return the state after the last step of every sequence.
+        state_v_first: states are ``[N, H, V, K]``, the initial and the final one.
+        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
+            (equal neighbours are an empty sequence); needs ``B = 1``. Never read by the host on a GPU.
+        variant: a name from ``gla.variants``, or ``"auto"`` for the fastest measured one.
+
+    Returns:
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``. The
+        state is float32 between steps.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: naming the argument, what it was and
+        what it has to be.
+        UnknownVariant: no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; says why and which can.
+
+    Source: experiment 039; Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024).
+    """
+    q, k, v, g, gv = under_autocast(q, k, v, g, gv)
+    call = bind(
+        q,
+        k,
+        v,
+        g,
+        gv=gv,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+    )
+    return run(call, variant)
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None) -> Tensors:
+    """Under autocast, q, k and v in the autocast dtype and the log-decays in float32 (sums of them lose bits first)."""
+    if not torch.is_autocast_enabled(q.device.type if isinstance(q, torch.Tensor) else "cpu"):
+        return q, k, v, g, gv
+    q, _, k, v = autocast(q, k, k, v)
+    return q, k, v, None if g is None else autocast(q, g)[1], None if gv is None else autocast(q, gv)[1]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A region in which autocast does not lower the float32 products of a variant: tensors are cast where they come in."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def run(call: GlaCall, variant: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Results of a checked call by a variant, the final state in the layout that the caller keeps."""
+    with without_autocast(call.q.device):
+        o, final_state = dispatch.run(gla, call, variant)
+    if not call.output_final_state:
+        return o, None
+    return o, final_state.transpose(-1, -2) if call.state_v_first else final_state

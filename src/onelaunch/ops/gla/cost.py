@@ -1,0 +1,85 @@
+"""What ``gla`` must compute and move, per variant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onelaunch.operation import Case, Cost, Direction, Variant
+from onelaunch.ops.gated_scan.cost import launch_count
+from onelaunch.ops.gla.contract import gla
+
+HANDED = ("cumulated", "states", "scores", "partial_outputs")
+"""What launches may hand to each other through memory, each written and read once in float32. A variant's tag ``hands`` lists
+what its forward pass does, ``backward_hands`` what its backward pass does again; its tag ``chunk`` is the steps per state.
+
+- ``cumulated``: the log-decays summed within chunks, as large as ``g``;
+- ``states``: a ``[K, V]`` state for every chunk;
+- ``scores``: a ``[chunk, chunk]`` matrix for every chunk;
+- ``partial_outputs``: an ``o``, or in the backward pass the gradients of q and k, before the last addition."""
+
+
+@gla.costs
+def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+    """The least: q, k, v, g in, o out; backward q, k, v, g, do in again and four gradients out: 5 tensor passes, then 14.
+
+    With a decay per head ``g`` is a K-th of a tensor. States count as far as the call has them, with their gradients. A variant
+    adds what its launches hand to each other through memory, see :data:`HANDED`.
+    """
+    tags: Mapping[str, Any] = {} if variant is None else variant.tags
+    chunk = max(1, min(tags.get("chunk", 1), case.sizes["T"]))
+    rows = case.sizes["B"] * case.sizes["T"] * case.sizes["H"]
+    moved = rows * _bytes_per_row(case, direction) + _end_bytes(case, direction)
+    hands: tuple[str, ...] = tags.get("hands", ())
+    if direction == "forward_backward":
+        hands += tags.get("backward_hands", hands)
+    moved += sum(2 * 4 * _handed(what, case, rows, chunk) for what in hands)
+    flops = rows * _flops_per_row(case.sizes["K"], case.sizes["V"], 0 if variant is None else chunk, direction)
+    return Cost(flops, moved, launch_count(variant, direction))
+
+
+def _bytes_per_row(case: Case, direction: Direction) -> int:
+    """Of one step of one head."""
+    keys, values, item = case.sizes["K"], case.sizes["V"], case.dtype.itemsize
+    gate_item = 4 if gla.option(case, "log_decay_dtype") == "float32" else item
+    gates = keys if gla.option(case, "decay_per") == "channel" else 1
+    gates += values if gla.option(case, "value_gate") else 0
+    forward = (2 * keys + 2 * values) * item + gates * gate_item
+    if direction == "forward":
+        return forward
+    return 2 * forward + (2 * keys + values) * item + gates * gate_item  # do is as large as o; then the gradients
+
+
+def _end_bytes(case: Case, direction: Direction) -> int:
+    """Of initial and final states; with their gradients the initial state moves three times, the final one twice."""
+    lengths = gla.option(case, "lengths")
+    sequences = case.sizes["B"] if lengths is None else len(lengths)
+    initial, final = bool(gla.option(case, "initial_state")), bool(gla.option(case, "final_state"))
+    moves = initial + final if direction == "forward" else 3 * initial + 2 * final
+    return 4 * moves * sequences * case.sizes["H"] * case.sizes["K"] * case.sizes["V"]
+
+
+def _handed(what: str, case: Case, rows: int, chunk: int) -> int:
+    """Elements of one thing that launches hand to each other."""
+    keys, values = case.sizes["K"], case.sizes["V"]
+    per_row = {
+        "cumulated": keys if gla.option(case, "decay_per") == "channel" else 1,
+        "states": -(-keys * values // chunk),
+        "scores": chunk,
+        "partial_outputs": values,
+    }
+    return rows * per_row[what]
+
+
+def _flops_per_row(keys: int, values: int, chunk: int, direction: Direction) -> int:
+    """Of the matrix products for one step of one head: with the state, and within a chunk (causal, so half of it counts).
+
+    Forward ``k v`` into the state, ``q S``, then scores and their product with v. Backward the same for the gradient of the
+    state, products with both states for dq, dk and dv, four products within the chunk, and the states and scores once more.
+    Without a chunk, the least: one step at a time, nothing computed twice.
+    """
+    flops = 4 * keys * values + chunk * (keys + values)
+    if direction == "forward_backward":
+        again = 2 * keys * values + chunk * keys if chunk else 0
+        flops += 8 * keys * values + chunk * (2 * keys + 2 * values) + again
+    return flops

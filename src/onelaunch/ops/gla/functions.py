@@ -1,0 +1,251 @@
+"""``fla``'s names for ``gla``: its signatures and results, so that changing the import is all a user does.
+
+Signatures are those of fla 0.6.0 with our keyword ``variant`` at the end. Everything becomes one call of the operation: gates
+that are the same for every step are expanded without a copy, ``reverse`` flips time around it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.errors import ArgumentError, ValueRangeError, did_you_mean, listing
+from onelaunch.ops import checks
+from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind, run, under_autocast
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def chunk_gla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    *,
+    variant: str = dispatch.AUTO,
+) -> Results:
+    """Gated linear attention with a decay per key channel: :func:`onelaunch.ops.gla` like ``fla.ops.gla.chunk_gla``.
+
+    Args:
+        q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.
+        k: ``[B, T, H, K]``, dtype of ``q``.
+        v: ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        g: log-decay ``[B, T, H, K]``, at most 0, dtype of ``q`` or float32.
+        scale: of the queries. Default: ``K ** -0.5``.
+        initial_state: ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
+        output_final_state: also return the state after the last step of every sequence.
+        state_v_first: states are ``[N, H, V, K]``, the initial and the final one.
+        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
+        cu_seqlens_cpu: not needed, since offsets are never read by the host on a GPU; only together with ``cu_seqlens``.
+        variant: a name from ``gla.variants``, or ``"auto"`` for the fastest measured one.
+
+    Returns:
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``.
+
+    Raises:
+        OneLaunchError: as :func:`onelaunch.ops.gla`.
+    """
+    _companion(cu_seqlens, cu_seqlens_cpu)
+    checks.tensor("g", g)
+    q, k, v, decay, _ = under_autocast(q, k, v, g, None)
+    call = bind(
+        q,
+        k,
+        v,
+        decay,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        layouts=(PER_CHANNEL,),
+    )
+    return run(call, variant)
+
+
+def chunk_simple_gla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    g_gamma: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    *,
+    variant: str = dispatch.AUTO,
+    **kwargs: Any,
+) -> Results:
+    """Gated linear attention with one decay per head: :func:`onelaunch.ops.gla` like ``fla.ops.simple_gla.chunk_simple_gla``.
+
+    Args:
+        q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.
+        k: ``[B, T, H, K]``, dtype of ``q``.
+        v: ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        g: log-decay ``[B, T, H]``, at most 0, dtype of ``q`` or float32.
+        g_gamma: log-decay ``[H]``, at most 0, any of our dtypes: the same at every step (RetNet, lightning attention). Not
+            together with ``g``. Without either, nothing decays.
+        scale: of the queries. Default: ``K ** -0.5``.
+        initial_state: ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
+        output_final_state: also return the state after the last step of every sequence.
+        state_v_first: states are ``[N, H, V, K]``, the initial and the final one.
+        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
+        cu_seqlens_cpu: not needed, since offsets are never read by the host on a GPU; only together with ``cu_seqlens``.
+        variant: a name from ``gla.variants``, or ``"auto"`` for the fastest measured one.
+        **kwargs: fla's ``chunk_size``, a power of 2: taken and checked, but the variants choose their own.
+
+    Returns:
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``.
+
+    Raises:
+        ArgumentError: ``g`` and ``g_gamma`` are both given, or another keyword.
+        OneLaunchError: as :func:`onelaunch.ops.gla` for the rest.
+    """
+    _companion(cu_seqlens, cu_seqlens_cpu)
+    state_v_first = _older_names("chunk_simple_gla", kwargs, state_v_first, ("chunk_size",))
+    if g is not None and g_gamma is not None:
+        raise ArgumentError("g and g_gamma are both given; give the decay per step as g or per head as g_gamma, not both.")
+    if g_gamma is not None:
+        g = _at_every_step(g_gamma, q)
+    q, k, v, g, _ = under_autocast(q, k, v, g, None)
+    call = bind(
+        q,
+        k,
+        v,
+        g,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        gate="g" if g_gamma is None else "g_gamma",
+        layouts=(PER_HEAD,),
+    )
+    return run(call, variant)
+
+
+def fused_recurrent_gla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    variant: str = dispatch.AUTO,
+    **kwargs: Any,
+) -> Results:
+    """Gated linear attention for few steps: :func:`onelaunch.ops.gla` like ``fla.ops.gla.fused_recurrent_gla``.
+
+    The same operation as :func:`chunk_gla`, by the same variants: one step of decoding and a long sequence differ in their sizes.
+
+    Args:
+        q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.
+        k: ``[B, T, H, K]``, dtype of ``q``.
+        v: ``[B, T, H, V]``, dtype of ``q``, V from 16 to 512.
+        gk: log-decay per key channel ``[B, T, H, K]``, at most 0, dtype of ``q`` or float32. Default: none.
+        gv: log-decay per value channel ``[B, T, H, V]``, likewise. Default: none.
+        scale: of the queries. Default: ``K ** -0.5``.
+        initial_state: ``[N, H, K, V]`` float32 (``[N, H, V, K]`` if ``state_v_first``). Default: zeros.
+        output_final_state: also return the state after the last step of every sequence.
+        reverse: go through every sequence from its end to its start; costs a flipped copy of every tensor.
+        state_v_first: states are ``[N, H, V, K]``, the initial and the final one.
+        cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
+        variant: a name from ``gla.variants``, or ``"auto"`` for the fastest measured one.
+        **kwargs: fla's older name ``transpose_state_layout`` of ``state_v_first``, with a warning.
+
+    Returns:
+        ``o [B, T, H, V]`` in the dtype of ``v``, and the final state float32, or ``None`` unless ``output_final_state``.
+
+    Raises:
+        ArgumentError: another keyword.
+        OneLaunchError: as :func:`onelaunch.ops.gla` for the rest.
+    """
+    state_v_first = _older_names("fused_recurrent_gla", kwargs, state_v_first, ())
+    q, k, v, gk, gv = under_autocast(q, k, v, gk, gv)
+    call = bind(
+        q,
+        k,
+        v,
+        gk,
+        gv=gv,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        gate="gk",
+        layouts=(PER_CHANNEL,),
+    )
+    return _backwards(call, variant) if reverse else run(call, variant)
+
+
+def _backwards(call: GlaCall, variant: str) -> Results:
+    """The call with time reversed, and its results put back. Packed sequences then come in reverse order too."""
+    offsets, initial = call.cu_seqlens, call.initial_state
+    if offsets is not None:
+        offsets = call.q.shape[1] - offsets.flip(0)
+        initial = None if initial is None else initial.flip(0)
+    flipped = call._replace(
+        q=call.q.flip(1),
+        k=call.k.flip(1),
+        v=call.v.flip(1),
+        g=call.g.flip(1),
+        gv=None if call.gv is None else call.gv.flip(1),
+        initial_state=initial,
+        cu_seqlens=offsets,
+    )
+    o, final_state = run(flipped, variant)
+    packed = offsets is not None and final_state is not None
+    return o.flip(1), final_state.flip(0) if packed else final_state
+
+
+def _at_every_step(g_gamma: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A decay ``[H]`` as ``[B, T, H]`` float32 with strides of 0."""
+    checks.rank("q", checks.tensor("q", q), "[B, T, H, K]")
+    checks.rank("g_gamma", checks.tensor("g_gamma", g_gamma), "[H]")
+    checks.shape("g_gamma", g_gamma, q.shape[2:3], "[H]", f"q {list(q.shape)}")
+    checks.device("g_gamma", g_gamma, q.device)
+    checks.dtype("g_gamma", g_gamma, checks.FLOATS)
+    return g_gamma.float().expand(q.shape[:3])
+
+
+def _companion(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> None:
+    if cu_seqlens is None and cu_seqlens_cpu is not None:
+        raise ArgumentError("cu_seqlens_cpu is given without cu_seqlens; give the offsets as cu_seqlens, on the device of q.")
+
+
+def _older_names(function: str, kwargs: dict[str, Any], state_v_first: bool, known: tuple[str, ...]) -> bool:
+    """``state_v_first``, also under fla's former name; an :class:`ArgumentError` for any keyword that is not fla's."""
+    known = (*known, "transpose_state_layout", "head_first")
+    for name, value in kwargs.items():
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ArgumentError(f"{function} has no argument {name!r}.{hint} Beside its named ones: {listing(known)}.")
+        if name == "head_first" and value:
+            raise ArgumentError("head_first is set; tensors must be [B, T, H, ...]: transpose them and leave head_first out.")
+        if name == "chunk_size" and value is not None and (not isinstance(value, int) or value < 1 or value & (value - 1)):
+            raise ValueRangeError("chunk_size", got=f"is {value!r}", want="it must be a power of 2, or be left out")
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise ArgumentError("transpose_state_layout is given beside state_v_first; give state_v_first alone.")
+        warnings.warn("transpose_state_layout is called state_v_first now.", DeprecationWarning, stacklevel=3)
+        return bool(kwargs["transpose_state_layout"])
+    return state_v_first

@@ -1,0 +1,625 @@
+"""``gla``: every variant against the oracle, the oracle against a closed form, and what follows from the recurrence."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from onelaunch.errors import ArgumentError
+from onelaunch.ops import gla
+from onelaunch.ops.gla import chunkwise, fla, reference
+from onelaunch.ops.gla.reference import DECAYS
+from onelaunch.workbench.verify import judge
+from tests.ops.cases import (
+    GLA,
+    GLA_HARD,
+    GLA_SHORT,
+    arguments_of,
+    assert_correct,
+    assert_near,
+    assert_ok,
+    assert_one_call_correct,
+    case_of,
+    differentiable,
+    pytorch_variants,
+    results,
+    triton_variants,
+    variants_by_case,
+    weights_like,
+)
+
+FEW = settings(max_examples=10, deadline=None, derandomize=True)
+
+each_variant = pytest.mark.parametrize(
+    "variant", [*pytorch_variants(GLA), *(pytest.param(name, marks=pytest.mark.interpret) for name in triton_variants(GLA))]
+)
+
+
+# The oracle
+
+
+def closed_form(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    gv: torch.Tensor | None,
+    scale: float,
+    initial: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every pair of steps on its own: what step s put in, times all decays after s, up to t. Sums of slices, no recurrence."""
+    length, keys, values = q.shape[1], q.shape[3], v.shape[3]
+    g = g if g.dim() == 4 else g[..., None].expand(*g.shape, keys)
+    gv = torch.zeros_like(v) if gv is None else gv
+    assert gv.shape[3] == values
+
+    def kept(t: int, after: int) -> torch.Tensor:
+        """How much of a state ``[B, H, K, V]`` is left of what was there after step ``after``, at step t."""
+        each = [x[:, after + 1 : t + 1].sum(1).exp() for x in (g, gv)]
+        return each[0][..., None] * each[1][..., None, :]
+
+    states = [
+        kept(t, -1) * initial + sum(kept(t, s) * k[:, s, :, :, None] * v[:, s, :, None, :] for s in range(t + 1))
+        for t in range(length)
+    ]
+    return torch.stack([scale * torch.einsum("bhk,bhkv->bhv", q[:, t], states[t]) for t in range(length)], 1), states[-1]
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("value_gate", [False, True])
+@pytest.mark.parametrize("decay", ["model", "strong", "mixed", "forget"])
+@pytest.mark.parametrize("decay_per", ["channel", "head"])
+def test_the_oracle_is_the_closed_form(decay_per, decay, value_gate, state_v_first):
+    given_arguments = arguments_of(
+        GLA, T=11, decay=decay, decay_per=decay_per, value_gate=value_gate, state_v_first=state_v_first,
+        scale=0.3, initial_state=True, final_state=True,
+    )  # fmt: skip
+    exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in given_arguments.items()}
+    leaves = {name: x.requires_grad_() for name, x in exact.items() if isinstance(x, torch.Tensor)}
+    found = GLA.reference(**exact)
+    initial = exact["initial_state"].mT if state_v_first else exact["initial_state"]
+    o, final = closed_form(*(exact[name] for name in "qkvg"), exact.get("gv"), 0.3, initial)
+    expected = (o, final.mT if state_v_first else final)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_near({"value": ours.detach()}, {"value": theirs.detach()}, 1e-13)
+    gradients = [
+        dict(zip(leaves, torch.autograd.grad([(x * weights_like(x)).sum() for x in each], list(leaves.values())), strict=True))
+        for each in (found, expected)
+    ]
+    assert_near(gradients[0], gradients[1], 1e-13)
+
+
+def test_the_default_scale_is_that_of_attention():
+    arguments = arguments_of(GLA, T=5, K=25)
+    assert_near(*({"o": gla(**(arguments | {"scale": scale}))[0]} for scale in (None, 0.2)), 0)
+    assert_near(*({"o": GLA.reference(**(arguments | {"scale": scale}))[0]} for scale in (None, 0.2)), 0)
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 13, 0, 40)])
+def test_where_states_are_too_large_to_keep_the_loop_computes_them_again(lengths, monkeypatch):
+    arguments = arguments_of(GLA, B=1, T=53, lengths=lengths, initial_state=True, final_state=True, grad=True)
+    expected = results(GLA, arguments, "recurrent")
+    segments = []
+    monkeypatch.setattr(reference, "KEPT_STATES", 0)
+    monkeypatch.setattr(reference, "checkpoint", lambda *given, **how: segments.append(1) or reference._steps(*given[1:]))
+    results(GLA, arguments, "recurrent")
+    assert len(segments) >= 8  # of about the root of 53 steps
+    monkeypatch.undo()
+    monkeypatch.setattr(reference, "KEPT_STATES", 0)
+    assert_near(results(GLA, arguments, "recurrent"), expected, 1e-6)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_every_kind_of_decay_is_what_it_says(decay):
+    g = reference.make_decay(decay, (1, 512, 3, 16), torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert g.shape == (1, 512, 3, 16)
+    assert (g <= 0).all()
+    assert not g.isnan().any()
+    sums = g.unfold(1, 16, 16).sum(-1)
+    seen = {
+        "model": -16 < sums.min() < -0.5,
+        "weak": -0.05 < sums.min() < 0,
+        "strong": bool((sums < -80).all()),
+        "zero": not g.any(),
+        "forget": 0.2 < g.isinf().double().mean() < 0.3 and bool((g.isinf().all(-1) == g.isinf().any(-1)).all()),
+        "mixed": 0.1 < g.isinf().double().mean() < 0.3 and bool((g.isinf().all(-1) != g.isinf().any(-1)).any()),
+    }
+    assert seen[decay]
+
+
+def test_inputs_refuse_choices_that_there_are_not():
+    with pytest.raises(ArgumentError, match="decay_per is 'chanel'; it must be one of channel, head"):
+        arguments_of(GLA, decay_per="chanel")
+    with pytest.raises(ArgumentError, match="decay is 'stong'; it must be one of"):
+        arguments_of(GLA, decay="stong")
+    with pytest.raises(ArgumentError, match=r"lengths add up to 8; they must add up to T = 9, with B = 1"):
+        arguments_of(GLA, B=1, lengths=(3, 5))
+
+
+# Against the oracle
+
+
+@variants_by_case(pytorch_variants(GLA), GLA_HARD)
+def test_pytorch_variants_are_correct(variant, name):
+    assert_correct(GLA, case_of(GLA, name), variant)
+
+
+@pytest.mark.parametrize("decay_per", ["channel", "head"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_chunks_take_every_kind_of_decay(decay, decay_per):
+    assert_correct(GLA, GLA.case("float32", B=2, T=100, H=2, K=24, V=20, decay=decay, decay_per=decay_per), "chunked")
+
+
+@pytest.mark.slow
+def test_the_compiled_variant_is_correct():
+    """Few steps, since every chunk is compiled on its own; one direction, since the other one is part of it."""
+    torch.compiler.reset()
+    case = GLA.case("float16", B=1, T=5, H=2, K=16, V=20, lengths=(4, 0, 1), initial_state=True, final_state=True)
+    verdict = judge(GLA, case, variant="compiled", directions=("forward_backward",))
+    assert_ok(verdict, GLA, case, "compiled")
+
+
+def test_the_compiled_variant_refuses_loops_that_would_compile_for_minutes():
+    longest = chunkwise.CHUNK * 128
+    variant = GLA.get("compiled")
+    for length, reason in ((longest, None), (longest + 1, f"takes at most {longest} steps")):
+        why = variant.why_not(GLA.query(GLA.case("float32", B=1, T=length, H=1, K=16, V=16), "cpu"))
+        assert (why or "").startswith(reason or "needs a C++ compiler" if why else "")
+
+
+@pytest.mark.interpret
+@variants_by_case(triton_variants(GLA), GLA_SHORT)
+def test_kernels_are_correct(variant, name):
+    case = case_of(GLA, name)
+    if reason := GLA.get(variant).why_not(GLA.query(case, "cpu", grad=True)):
+        pytest.skip(reason)
+    assert_one_call_correct(GLA, case, variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(GLA))
+def test_kernels_pass_the_whole_gate(variant):
+    case = GLA.case("float16", B=1, T=30, H=1, K=16, V=16, initial_state=True, final_state=True)
+    if reason := GLA.get(variant).why_not(GLA.query(case, "cpu", grad=True)):
+        pytest.skip(reason)
+    assert_correct(GLA, case, variant)
+
+
+SINGLE_STEPS = {
+    "twenty_each": lambda g: torch.full_like(g, -20.0),
+    "one_of_twenty_in_nothing": lambda g: torch.zeros_like(g).index_fill(1, torch.tensor([0, 31, 64, 99]), -20.0),
+    "eighty_at_once": lambda g: torch.zeros_like(g).index_fill(1, torch.tensor([5, 70]), -88.0),
+    "more_than_float32_holds": lambda g: torch.full_like(g, -torch.finfo(torch.float32).max),
+    "forgotten_at_some_steps": lambda g: torch.zeros_like(g).index_fill(1, torch.tensor([0, 1, 63, 64, 99]), -math.inf),
+    "forgotten_by_some_channels": lambda g: torch.where(torch.arange(g.shape[-1]) % 3 == 0, -math.inf, -0.01).expand_as(g),
+    "forgotten_always": lambda g: torch.full_like(g, -math.inf),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE_STEPS)
+@each_variant
+def test_no_decay_is_too_strong(variant, kind):
+    """Factors of decays, never quotients: in 32 steps of -20 the sum is -640, and exp(640) is no number."""
+    arguments = arguments_of(GLA, B=1, T=100, initial_state=True, final_state=True)
+    arguments["g"] = SINGLE_STEPS[kind](arguments["g"]).clone()
+    exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    outputs = []
+    for function in (GLA.reference, lambda **each: GLA(**each, variant=variant)):
+        leaves = {name: x.requires_grad_() for name, x in exact.items() if isinstance(x, torch.Tensor)}
+        named = dict(zip(("o", "final_state"), function(**exact), strict=True))
+        loss = torch.stack([(x.double() * weights_like(x)).sum() for x in named.values()]).sum()
+        gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        outputs.append({name: x.detach().float() for name, x in (named | gradients).items()})
+        exact = arguments
+    assert all(x.isfinite().all() for x in outputs[1].values())
+    assert_near(outputs[1], outputs[0], 1e-5)
+
+
+# What follows from the recurrence
+
+
+def pieces(arguments: dict[str, Any], part: slice) -> dict[str, Any]:
+    """The arguments with something for each step, for some steps."""
+    return {name: arguments[name][:, part] for name in ("q", "k", "v", "g", "gv") if name in arguments}
+
+
+def check_split(length: int, cut: int, variant: str, **options: Any) -> None:
+    cut = min(cut, length)
+    arguments = arguments_of(GLA, B=1, T=length, initial_state=True, final_state=True, **options)
+    o, final = gla(**arguments, variant=variant)
+    parts, state = [], arguments["initial_state"]
+    shared = {"state_v_first": arguments["state_v_first"], "output_final_state": True}
+    for part in (slice(0, cut), slice(cut, length)):
+        used = variant if part.stop > part.start else "auto"
+        piece, state = gla(**pieces(arguments, part), **shared, initial_state=state, variant=used)
+        parts.append(piece)
+    assert_near({"o": torch.cat(parts, 1), "final_state": state}, {"o": o, "final_state": final}, 2e-6)
+
+
+def check_packed(lengths: tuple[int, ...], variant: str, **options: Any) -> None:
+    packed = arguments_of(GLA, B=1, T=sum(lengths), lengths=lengths, initial_state=True, final_state=True, grad=True, **options)
+    whole = results(GLA, packed, variant)
+    outputs, finals = [], []
+    for index, (start, end) in enumerate(itertools.pairwise([0, *itertools.accumulate(lengths)])):
+        shared = {"state_v_first": packed["state_v_first"], "output_final_state": True}
+        initial, used = packed["initial_state"][index : index + 1], variant if end > start else "auto"
+        o, final = gla(**pieces(packed, slice(start, end)), **shared, initial_state=initial, variant=used)
+        outputs.append(o)
+        finals.append(final)
+    separate = {"o": torch.cat(outputs, 1), "final_state": torch.cat(finals)}
+    loss = torch.stack([(value * weights_like(value)).sum() for value in separate.values()]).sum()
+    leaves = differentiable(packed)
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    separate |= {f"grad {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    assert_near(whole, {name: value.detach() for name, value in separate.items()}, 3e-6)
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"decay_per": "head", "state_v_first": True},
+    {"value_gate": True, "decay": "mixed"},
+]
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(GLA))
+@FEW
+@given(length=st.integers(1, 150), cut=st.integers(0, 150), seed=st.integers(0, 9), kind=st.sampled_from(KINDS))
+def test_a_sequence_may_be_cut_anywhere(variant, length, cut, seed, kind):
+    check_split(length, cut, variant, seed=seed, **kind)
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(GLA))
+@FEW
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5).filter(any), seed=st.integers(0, 9), kind=st.sampled_from(KINDS)
+)
+def test_a_packed_batch_equals_its_parts(variant, lengths, seed, kind):
+    check_packed(tuple(lengths), variant, seed=seed, **kind)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cut", [1, 64, 65])
+@pytest.mark.parametrize("variant", triton_variants(GLA))
+def test_kernels_may_cut_a_sequence_anywhere(variant, cut):
+    check_split(70, cut, variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(GLA))
+def test_kernels_treat_packed_sequences_as_separate(variant):
+    check_packed((3, 0, 61, 1, 5), variant)
+
+
+@each_variant
+def test_without_decay_it_is_linear_attention(variant):
+    """With the decay left out, and with one of zeros."""
+    arguments = arguments_of(GLA, T=70)
+    q, k, v = (arguments[name] for name in "qkv")
+    scores = torch.einsum("bthk,bshk->bhts", q.double(), k.double()).tril() * 20**-0.5
+    expected = torch.einsum("bhts,bshv->bthv", scores, v.double()).float()
+    for g in (None, torch.zeros_like(arguments["g"]), torch.zeros(arguments["g"].shape[:3])):
+        o, final = gla(q, k, v, g, variant=variant)
+        assert final is None
+        assert_near({"o": o}, {"o": expected}, 2e-6)
+
+
+@each_variant
+def test_with_a_decay_of_zero_every_step_stands_alone(variant):
+    arguments = arguments_of(GLA, T=70, initial_state=True, final_state=True)
+    arguments["g"] = torch.full_like(arguments["g"], -math.inf)
+    q, k, v = (arguments[name] for name in "qkv")
+    o, final = gla(**arguments, variant=variant)
+    assert_near({"o": o}, {"o": 20**-0.5 * (q * k).sum(-1, keepdim=True) * v}, 1e-6)
+    assert_near({"final_state": final}, {"final_state": k[:, -1, :, :, None] * v[:, -1, :, None, :]}, 1e-6)
+
+
+@each_variant
+def test_a_decay_per_head_is_one_for_all_its_channels(variant):
+    arguments = arguments_of(GLA, T=70, decay_per="head", initial_state=True, final_state=True, grad=True)
+    expanded = arguments | {"g": arguments["g"].detach()[..., None].expand(-1, -1, -1, 20).contiguous().requires_grad_()}
+    per_channel = results(GLA, expanded, variant)
+    per_channel["grad g"] = per_channel["grad g"].sum(-1)
+    assert_near(results(GLA, arguments, variant), per_channel, 3e-6)
+
+
+@each_variant
+def test_a_gate_on_values_is_a_gate_on_keys_of_the_transposed_state(variant):
+    """With one key channel lit, the state is a row: decays of its channels are decays of a scan."""
+    arguments = arguments_of(GLA, B=1, T=70, H=1, value_gate=True)
+    v, gv = arguments["v"], arguments["gv"]
+    lit = torch.zeros_like(arguments["k"])
+    lit[..., 3] = 1.0
+    o, _ = gla(lit, lit, v, None, gv=gv, scale=1.0, variant=variant)
+    state, expected = torch.zeros(16, dtype=torch.float64), []
+    for t in range(70):
+        state = state * gv[0, t, 0].double().exp() + v[0, t, 0].double()
+        expected.append(state)
+    assert_near({"o": o[0, :, 0]}, {"o": torch.stack(expected).float()}, 2e-6)
+
+
+@each_variant
+def test_the_scale_scales_the_queries_alone(variant):
+    arguments = arguments_of(GLA, T=30, scale=1.0, initial_state=True, final_state=True)
+    o, final = gla(**arguments, variant=variant)
+    for scale in (0.0, -2.0, 3):
+        scaled, state = gla(**(arguments | {"scale": scale}), variant=variant)
+        assert_near({"o": scaled}, {"o": scale * o}, 1e-6)
+        assert torch.equal(state, final)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@each_variant
+def test_states_may_have_their_values_first(variant, packed):
+    lengths = (4, 0, 66) if packed else None
+    arguments = arguments_of(GLA, B=1, T=70, lengths=lengths, initial_state=True, final_state=True, grad=True)
+    expected = results(GLA, arguments, variant)
+    turned = arguments | {"initial_state": arguments["initial_state"].detach().mT.contiguous().requires_grad_()}
+    outputs = gla(**(turned | {"state_v_first": True}), variant=variant)
+    loss = (outputs[0] * weights_like(outputs[0])).sum() + (outputs[1].mT * weights_like(outputs[1].mT)).sum()
+    leaves = differentiable(turned)
+    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    gradients["initial_state"] = gradients["initial_state"].mT
+    found = {"o": outputs[0].detach(), "final_state": outputs[1].detach().mT}
+    assert_near(found | {f"grad {name}": value for name, value in gradients.items()}, expected, 2e-6)
+
+
+# NaN stays where it belongs
+
+
+NAN_AT = 70
+"""The step that holds NaN: in the second chunk of 64."""
+
+
+def with_nan(arguments: dict[str, Any], name: str, place: tuple[int, ...]) -> dict[str, Any]:
+    spoilt = arguments[name].detach().clone()
+    spoilt[place] = math.nan
+    return arguments | {name: spoilt.requires_grad_(arguments[name].requires_grad)}
+
+
+def assert_clean(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: Any, names: list[str]) -> None:
+    for name in names:
+        one, other = where(name, found[name]), where(name, expected[name])
+        assert not one.isnan().any(), name
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda said, name=name: f"{name}: {said}")
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["per_channel", "per_head", "value_gate"])
+@pytest.mark.parametrize("argument", ["q", "k", "v", "g"])
+@each_variant
+def test_nan_stays_in_its_head_and_after_the_start_of_its_chunk(variant, argument, options):
+    arguments = arguments_of(GLA, B=2, T=150, H=2, initial_state=True, final_state=True, grad=True, **options)
+    clean = results(GLA, arguments, variant)
+    found = results(GLA, with_nan(arguments, argument, (1, NAN_AT, 0)), variant)
+    steps = [name for name in clean if name not in ("final_state", "grad initial_state")]
+    assert_clean(found, clean, lambda name, x: x[0], list(clean))  # the other batch entry
+    assert_clean(found, clean, lambda name, x: x[1, 1] if "state" in name else x[1, :, 1], list(clean))  # the other head
+    assert_clean(found, clean, lambda name, x: x[1, :64, 0], ["o"])  # the chunk before
+    assert_clean(found, clean, lambda name, x: x[1, 128:, 0], ["grad q"] if argument == "q" else [])  # the chunk after
+    o, final = found["o"][1, :, 0], found["final_state"][1, 0]
+    assert o[NAN_AT].isnan().all()
+    assert o[NAN_AT:].isnan().all() == (argument != "q")
+    assert final.isnan().any() == (argument != "q")
+    assert set(steps) <= set(found)
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v", "g", "gv", "initial_state"])
+@each_variant
+def test_nan_stays_in_its_sequence(variant, argument):
+    """Results and gradients of the sequences before and behind are what they were; behind it lies an empty one first."""
+    lengths = (30, 50, 0, 70)
+    arguments = arguments_of(
+        GLA, B=1, T=150, lengths=lengths, value_gate=True, initial_state=True, final_state=True, grad=True
+    )  # fmt: skip
+    clean = results(GLA, arguments, variant)
+    place = (1,) if argument == "initial_state" else (0, NAN_AT)
+    found = results(GLA, with_nan(arguments, argument, place), variant)
+    others = torch.tensor([0, 2, 3])
+    outside = torch.cat([torch.arange(30), torch.arange(80, 150)])
+    assert_clean(found, clean, lambda name, x: x[others] if "state" in name else x[:, outside], list(clean))
+    assert found["o"][0, NAN_AT].isnan().any()
+
+
+@each_variant
+def test_nan_in_an_incoming_gradient_stays_in_its_sequence(variant):
+    arguments = arguments_of(GLA, B=1, T=150, lengths=(30, 50, 70), initial_state=True, final_state=True, grad=True)
+    leaves = differentiable(arguments)
+    found = []
+    for spoilt in (1.0, math.nan):
+        o, final = gla(**arguments, variant=variant)
+        incoming = torch.ones_like(o)
+        incoming[0, 40] = spoilt
+        gradients = torch.autograd.grad([o, final], list(leaves.values()), [incoming, torch.ones_like(final)])
+        found.append(dict(zip(leaves, gradients, strict=True)))
+    outside, others = torch.cat([torch.arange(30), torch.arange(80, 150)]), torch.tensor([0, 2])
+    assert_clean(found[1], found[0], lambda name, x: x[others] if "state" in name else x[:, outside], list(leaves))
+    assert found[1]["v"][0, 40].isnan().all()
+
+
+# How plain PyTorch goes about it
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 21, 49, 0)])
+@pytest.mark.parametrize("part", [1, 2500, 5000])
+def test_parts_of_a_call_are_the_whole(part, lengths, monkeypatch):
+    arguments = arguments_of(
+        GLA, B=1 if lengths else 3, T=70, H=3, lengths=lengths, initial_state=True, final_state=True, grad=True
+    )  # fmt: skip
+    whole = results(GLA, arguments, "chunked")
+    calls, attend = [], chunkwise.attend
+    monkeypatch.setattr(chunkwise, "attend", lambda *given, **scale: calls.append(1) or attend(*given, **scale))
+    monkeypatch.setitem(chunkwise.PART, "cpu", part)
+    assert_near(results(GLA, arguments, "chunked"), whole, 1e-6)
+    assert len(calls) >= (2 if part > 1 else 6)
+
+
+def test_the_backward_pass_keeps_the_inputs_alone():
+    """Products of decays and scores would be some forty times as much."""
+    arguments = arguments_of(GLA, B=1, T=200, initial_state=True, final_state=True, lengths=(150, 50), grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        gla(**arguments, variant="chunked")
+    inputs = {x.data_ptr() for x in arguments.values() if isinstance(x, torch.Tensor)}
+    assert {x.data_ptr() for x in kept} == inputs
+
+
+def test_one_tensor_may_be_given_twice():
+    arguments = arguments_of(GLA, T=70, K=16, V=16)
+    shared, g = arguments["q"].requires_grad_(), arguments["g"]
+    found = {}
+    for variant in pytorch_variants(GLA):
+        o, _ = gla(shared, shared, shared, g, variant=variant)
+        (first,) = torch.autograd.grad(o.square().sum(), [shared], create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), [shared])
+        found[variant] = {"first": first.detach(), "second": second}
+    assert_near(found["chunked"], found["recurrent"], 1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 30, 0, 40)])
+def test_results_are_the_same_to_the_last_bit(lengths):
+    """Also where PyTorch is told to refuse what is not deterministic."""
+    arguments = arguments_of(GLA, B=1, T=70, lengths=lengths, initial_state=True, final_state=True, grad=True)
+    first = results(GLA, arguments, "chunked")
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003
+    try:
+        again = results(GLA, arguments, "chunked")
+    finally:
+        torch.use_deterministic_algorithms(False)  # noqa: FBT003
+    assert_near(again, first, 0)
+
+
+def test_nothing_is_read_from_the_device(monkeypatch):
+    """On a GPU each of these would wait for it. Only the contract's checks of values read, on a CPU."""
+    monkeypatch.setattr("onelaunch.ops.checks.values_are_checked", lambda value: False)
+    arguments = arguments_of(GLA, B=1, T=70, lengths=(0, 30, 40), initial_state=True, final_state=True, grad=True)
+    expected = results(GLA, arguments, "chunked")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("read by the host")
+
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            patched.setattr(torch.Tensor, name, refuse)
+        o, final = gla(**arguments, variant="chunked")
+        loss = (o * weights_like(o)).sum() + (final * weights_like(final)).sum()
+        leaves = differentiable(arguments)
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        gla(**arguments_of(GLA, B=1, T=70, initial_state=True), variant="chunked")
+    found = {"o": o.detach(), "final_state": final.detach()}
+    found |= {f"grad {name}": x for name, x in zip(leaves, gradients, strict=True)}
+    assert_near(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,), (0, 1), (5, 0, 0), (64,), (1,) * 40, (0,) * 20 + (3,), (63, 64, 65, 1), (130, 1, 1, 1)]
+)
+def test_chunks_of_packed_sequences_hold_every_step_once(lengths):
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+    total = sum(lengths)
+    layout = chunkwise.Packed.of(torch.zeros(1, total, 1, 16), None, offsets)
+    assert layout.token[layout.place].tolist() == list(range(total))
+    assert (layout.token != total).sum() == total
+    sequence_of = torch.repeat_interleave(torch.arange(len(lengths)), offsets.diff())
+    for chunk in layout.token.view(-1, layout.chunk):
+        held = sequence_of[chunk[chunk != total]]
+        assert len(held.unique()) <= 1
+    assert int(layout.starts.sum()) == sum(length > 0 for length in lengths)
+
+
+# The peer
+
+
+def test_the_peer_says_what_it_cannot_do(monkeypatch):
+    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fla, "is_hopper", lambda device: True)
+    variant = GLA.get("fla")
+
+    def reason(triton: tuple[int, ...] = (3, 8, 0), grad: bool = True, **given_options: Any) -> str | None:
+        monkeypatch.setattr(fla, "_triton_version", lambda: triton)
+        sizes = {"B": 1, "T": 100, "H": 2, "K": 32, "V": 32}
+        return variant.why_not(GLA.query(GLA.case("float16", **(sizes | given_options)), "cuda:0", grad=grad))
+
+    assert reason() is None
+    assert reason(value_gate=True) is None
+    assert reason(decay_per="head") is None
+    assert "needs at least one element" in reason(T=0)
+    assert "no gate on values beside one decay per head" in reason(decay_per="head", value_gate=True)
+    assert "backward pass of chunk_simple_gla" in reason((3, 6, 0), decay_per="head")
+    assert "backward pass of chunk_simple_gla" in reason((3, 4, 0), decay_per="head")
+    for known_good in ({"triton": (3, 7, 1)}, {"triton": (3, 3, 9)}, {"grad": False}, {"T": fla.FEW_STEPS}):
+        assert reason(**({"triton": (3, 6, 0), "decay_per": "head"} | known_good)) is None
+
+
+def test_the_peer_is_called_as_its_layers_call_it(monkeypatch):
+    """The argument names and the choice of function; its own results need a GPU."""
+    calls = []
+
+    class Module:
+        def __getattr__(self, name: str) -> Any:
+            return lambda **given_arguments: calls.append((name, given_arguments)) or ("o", "state")
+
+    import sys
+
+    package = type(sys)("fla.ops")
+    package.gla, package.simple_gla = Module(), Module()
+    monkeypatch.setitem(sys.modules, "fla", type(sys)("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", package)
+    for options, function, gates in (
+        ({"T": 100}, "chunk_gla", {"g"}),
+        ({"T": 64}, "fused_recurrent_gla", {"gk", "gv"}),
+        ({"T": 100, "value_gate": True}, "fused_recurrent_gla", {"gk", "gv"}),
+        ({"T": 100, "decay_per": "head"}, "chunk_simple_gla", {"g"}),
+        ({"T": 3, "decay_per": "head"}, "fused_recurrent_simple_gla", {"g"}),
+    ):
+        call = GLA.bind(**arguments_of(GLA, initial_state=True, final_state=True, **options))
+        assert GLA.get("fla")(call) == ("o", "state")
+        name, given_arguments = calls.pop()
+        assert name == function
+        shared = {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens"}
+        assert set(given_arguments) == shared | gates
+        assert given_arguments["scale"] == 20**-0.5
+
+
+# The cost
+
+
+def test_the_least_bytes_are_five_passes_and_nine_more():
+    """Per step and head at K = V = 128 in bfloat16: q, k, v, g in and o out; backward those in, do in, four gradients out."""
+    case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
+    rows = 8192 * 96
+    assert GLA.cost(case).bytes == rows * 5 * 256
+    assert GLA.cost(case, direction="forward_backward").bytes == rows * 14 * 256
+    per_head = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128, decay_per="head")
+    assert GLA.cost(per_head).bytes == rows * (4 * 256 + 2)
+    states = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128, initial_state=True, final_state=True)
+    assert GLA.cost(states).bytes == rows * 5 * 256 + 2 * 96 * 128 * 128 * 4
+
+
+def test_variants_add_what_their_launches_hand_on():
+    case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
+    rows, chunked = 8192 * 96, GLA.get("chunked")
+    handed = rows * 2 * 4 * (128 * 128 // 64 + 64)  # a state and a matrix of scores for each 64 steps, out and in
+    assert GLA.cost(case, chunked).bytes == GLA.cost(case).bytes + handed
+    least = GLA.cost(case)
+    assert least.flops == rows * 4 * 128 * 128
+    assert GLA.cost(case, chunked).flops == least.flops + rows * 64 * 256
+    for name, variant in GLA.variants.items():
+        for direction in ("forward", "forward_backward"):
+            assert GLA.cost(case, variant, direction).bytes >= GLA.cost(case, None, direction).bytes, name
+            assert GLA.cost(case, variant, direction).flops >= GLA.cost(case, None, direction).flops, name
+
+
+def test_softplus_gates_of_a_model_go_in_as_they_are():
+    """As a layer makes them: logsigmoid over the normaliser, in the model's dtype or float32."""
+    arguments = arguments_of(GLA, dtype="bfloat16", T=70)
+    raw = torch.randn(arguments["g"].shape)
+    for g in (F.logsigmoid(raw) / 16, (F.logsigmoid(raw) / 16).bfloat16()):
+        o, _ = gla(**(arguments | {"g": g}))
+        exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in (arguments | {"g": g}).items()}
+        assert_near({"o": o.float()}, {"o": GLA.reference(**exact)[0].float()}, 4e-3)

@@ -1,0 +1,452 @@
+"""What ``gla`` refuses and in which words, what it makes of nothing to do, and ``fla``'s names for it."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    OneLaunchError,
+    ShapeError,
+    ValueRangeError,
+    VariantUnsupported,
+)
+from onelaunch.ops import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
+from tests.ops.cases import GLA, arguments_of, assert_near, pytorch_variants, results
+
+# What is wrong with a call
+
+
+def refused(error: Any, message: str, /, function: Any = gla, **changes: Any) -> Any:
+    """The call with these arguments changed raises this error with this message."""
+    names = {"g": "gk"} if function is fused_recurrent_gla else {}
+    arguments = {names.get(name, name): value for name, value in arguments_of(GLA, initial_state=True).items()}
+    with pytest.raises(error, match=message) as caught:
+        function(**arguments | changes)
+    assert isinstance(caught.value, OneLaunchError)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+RIGHT = {"q": "[B, T, H, K]", "k": "[B, T, H, K]", "v": "[B, T, H, V]", "gv": "[B, T, H, V]"}
+
+
+@pytest.mark.parametrize("shape", [(9, 2, 20), (20,), (), (1, 2, 9, 2, 20)])
+@pytest.mark.parametrize("argument", RIGHT)
+def test_wrong_rank(argument, shape):
+    layout = RIGHT[argument].replace("[", r"\[").replace("]", r"\]")
+    message = rf"^{argument} has shape .*; it must be {layout}, a tensor of 4 dimensions\.$"
+    assert refused(ShapeError, message, **{argument: -torch.ones(shape)}).argument == argument
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (20,), (), (1, 2, 9, 2, 20)])
+def test_a_log_decay_of_neither_layout(shape):
+    message = r"^g has shape .*; it must be \[B, T, H, K\] or \[B, T, H\], a tensor of 4 or 3 dimensions\.$"
+    refused(ShapeError, message, g=-torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("argument", "shape", "want"),
+    [
+        ("k", (2, 9, 2, 24), r"\[B, T, H, K\] = \[2, 9, 2, 20\] to match q \[2, 9, 2, 20\]"),
+        ("k", (2, 8, 2, 20), r"\[B, T, H, K\] = \[2, 9, 2, 20\] to match q"),
+        ("v", (1, 9, 2, 16), r"\[B, T, H, V\] = \[2, 9, 2, 16\] to match q"),
+        ("v", (2, 2, 9, 16), r"\[B, T, H, V\] = \[2, 9, 2, 16\] to match q"),
+        ("g", (2, 9, 2, 16), r"\[B, T, H, K\] = \[2, 9, 2, 20\] to match q"),
+        ("g", (2, 2, 9), r"\[B, T, H\] = \[2, 9, 2\] to match q"),
+        ("gv", (2, 9, 2, 20), r"\[B, T, H, V\] = \[2, 9, 2, 16\] to match q"),
+    ],
+)
+def test_mismatched_sizes(argument, shape, want):
+    said = ", ".join(map(str, shape))
+    refused(ShapeError, rf"^{argument} has shape \({said}\); it must be {want}", **{argument: -torch.ones(shape)})
+
+
+def test_heads_that_share_keys_are_told_how_to():
+    message = r"k has shape \(2, 9, 1, 20\).*where heads share one k, repeat it with k.repeat_interleave\(n, dim=2\)"
+    refused(ShapeError, message, k=torch.ones(2, 9, 1, 20))
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        (15, 16, r"^q has shape \(2, 9, 2, 15\); it must be \[B, T, H, K\] with K from 16 to 512: pad q, k and g with zeros"),
+        (513, 16, r"^q has shape .*with K from 16 to 512: take parts of q, k and g, give scale, and add up their results"),
+        (16, 15, r"^v has shape .*with V from 16 to 512: pad v with zeros and cut them off the results"),
+        (16, 513, r"^v has shape .*with V from 16 to 512: take parts of v and put their results side by side"),
+    ],
+)
+def test_heads_too_narrow_or_too_wide(keys, values, message):
+    with pytest.raises(ShapeError, match=message):
+        gla(**arguments_of(GLA, K=keys, V=values))
+
+
+def test_what_the_errors_about_head_sizes_advise_is_right():
+    arguments = arguments_of(GLA, T=20, K=32, V=32)
+    expected, _ = gla(**arguments)
+    q, k, v, g = (arguments[name] for name in "qkvg")
+    parts = [gla(q[..., part], k[..., part], v, g[..., part], scale=32**-0.5)[0] for part in (slice(0, 16), slice(16, 32))]
+    assert_near({"o": parts[0] + parts[1]}, {"o": expected}, 1e-6)
+    parts = [gla(q, k, v[..., part], g)[0] for part in (slice(0, 16), slice(16, 32))]
+    assert_near({"o": torch.cat(parts, -1)}, {"o": expected}, 1e-6)
+    padded = [torch.nn.functional.pad(x, (0, 8)) for x in (q, k, v, g)]
+    assert_near({"o": gla(*padded, scale=32**-0.5)[0][..., :32]}, {"o": expected}, 1e-6)
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_initial_state_of_wrong_shape(state_v_first):
+    dimensions, want = ("N, H, V, K", (2, 2, 16, 20)) if state_v_first else ("N, H, K, V", (2, 2, 20, 16))
+    turned = (*want[:2], want[3], want[2])
+    message = rf"^initial_state has shape .*; it must be \[{dimensions}\]"
+    for shape in (turned, (3, *want[1:]), (2, 1, *want[2:]), want[1:]):
+        refused(ShapeError, message, initial_state=torch.zeros(shape), state_v_first=state_v_first)
+    gla(**arguments_of(GLA) | {"initial_state": torch.zeros(want), "state_v_first": state_v_first})
+
+
+def test_initial_state_counts_packed_sequences():
+    arguments = arguments_of(GLA, B=1, lengths=(4, 0, 5)) | {"initial_state": torch.zeros(1, 2, 20, 16)}
+    with pytest.raises(ShapeError, match=r"\[N, H, K, V\] = \[3, 2, 20, 16\] to match 3 sequences"):
+        gla(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64, torch.complex64])
+def test_queries_of_a_dtype_that_is_no_float(dtype):
+    refused(DTypeError, rf"^q is {dtype}; it must be float16 or bfloat16 or float32", q=torch.ones(2, 9, 2, 20).to(dtype))
+
+
+@pytest.mark.parametrize("argument", ["k", "v"])
+def test_keys_and_values_have_the_dtype_of_queries(argument):
+    value = arguments_of(GLA)[argument].half()
+    refused(DTypeError, rf"^{argument} is torch.float16; it must be float32, the dtype of q", **{argument: value})
+
+
+@pytest.mark.parametrize("argument", ["g", "gv"])
+def test_log_decays_are_of_the_dtype_of_queries_or_float32(argument):
+    arguments = arguments_of(GLA, dtype="float16", value_gate=True)
+    gla(**arguments | {argument: arguments[argument].float()})
+    with pytest.raises(DTypeError, match=rf"^{argument} is torch.bfloat16; it must be float16 or float32"):
+        gla(**arguments | {argument: arguments[argument].bfloat16()})
+
+
+def test_initial_state_of_another_dtype():
+    message = r"^initial_state is torch.float16; it must be float32"
+    refused(DTypeError, message, initial_state=torch.zeros(2, 2, 20, 16, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v", "g", "gv", "initial_state", "cu_seqlens"])
+def test_what_is_no_tensor(argument):
+    refused(ArgumentError, rf"^{argument} is list; it must be a torch.Tensor", **{argument: [0, 9]})
+
+
+@pytest.mark.parametrize("argument", ["k", "v", "g", "gv", "initial_state", "cu_seqlens"])
+def test_mixed_devices(argument):
+    arguments = arguments_of(GLA, B=1, lengths=(4, 5), value_gate=True, initial_state=True)
+    arguments[argument] = arguments[argument].to("meta")
+    with pytest.raises(DeviceError, match=rf"^{argument} is on meta; it must be on cpu"):
+        gla(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["g", "gv"])
+@pytest.mark.parametrize(("value", "said"), [(0.25, "0.25"), (float("inf"), "inf")])
+def test_a_log_decay_that_is_none(argument, value, said):
+    arguments = arguments_of(GLA, value_gate=True)
+    arguments[argument][1, 4, 1, 3] = value
+    arguments[argument][0, 0, 0, 0] = math.nan  # does not hide it
+    message = rf"^{argument} holds {said}; a log-decay is at most 0 .*torch.log"
+    for _ in range(2):  # what is remembered of a call are checks of facts, not of values
+        with pytest.raises(ValueRangeError, match=message):
+            gla(**arguments)
+
+
+@pytest.mark.parametrize("scale", ["1", True, torch.ones(()), (1.0,)])
+def test_a_scale_that_is_no_number(scale):
+    refused(ArgumentError, rf"^scale is {type(scale).__name__}; it must be a number, or None for K \*\* -0.5", scale=scale)
+
+
+def test_a_mistake_is_named_at_every_call():
+    arguments = arguments_of(GLA)
+    gla(**arguments)
+    for name, value in {"v": arguments["v"].double(), "g": arguments["g"].to("meta"), "k": arguments["k"][..., :16]}.items():
+        for _ in range(2):
+            with pytest.raises((ShapeError, DTypeError, DeviceError), match=rf"^{name} "):
+                gla(**(arguments | {name: value}))
+
+
+def test_facts_hold_all_that_tells_calls_apart():
+    arguments = arguments_of(GLA)
+    plain = GLA.bind(**arguments).query()
+    assert GLA.bind(**arguments).query() is plain
+    arguments["k"].requires_grad_()
+    assert GLA.bind(**arguments).query() == plain._replace(grad=True)
+    with torch.no_grad():
+        assert GLA.bind(**arguments).query() == plain
+    without_decay = GLA.bind(**(arguments | {"g": None})).query()
+    per_head = GLA.bind(**(arguments | {"g": arguments["g"][..., 0]})).query()
+    value_gate = GLA.bind(**(arguments | {"gv": -torch.ones_like(arguments["v"])})).query()
+    assert without_decay.flags == per_head.flags == ("scalar_decay",)
+    assert value_gate.flags == ("value_gate",)
+
+
+@pytest.mark.parametrize("options", [{}, {"decay_per": "head"}, {"value_gate": True}, {"decay_per": "head", "value_gate": True}])
+def test_the_query_of_a_case_knows_how_the_state_decays(options):
+    case = GLA.case("float16", B=2, T=9, H=2, K=20, V=16, **options)
+    arguments = arguments_of(GLA, dtype="float16", **options)
+    assert GLA.bind(**arguments).query() == GLA.query(case, "cpu")
+
+
+# Nothing to do is not an error
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 0)])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("variant", ["auto", "recurrent"])
+def test_no_steps(variant, grad, lengths):
+    """The state goes through unchanged, and its gradient with it."""
+    sizes: dict[str, Any] = {"B": 1 if lengths else 2, "T": 0, "lengths": lengths}
+    arguments = arguments_of(GLA, **sizes, initial_state=True, final_state=True, grad=grad)
+    found = results(GLA, arguments, variant)
+    assert found["o"].shape == (sizes["B"], 0, 2, 16)
+    assert torch.equal(found["final_state"], arguments["initial_state"])
+    assert found["final_state"].data_ptr() != arguments["initial_state"].data_ptr()
+    if grad:
+        assert found["grad initial_state"].all()
+        assert found["grad q"].shape == (sizes["B"], 0, 2, 20)
+    without = gla(**arguments | {"initial_state": None}, variant=variant)
+    assert not without[1].any()
+    assert without[0].requires_grad == grad
+
+
+def test_no_steps_are_left_to_the_loop():
+    with pytest.raises(VariantUnsupported, match=r"needs at least one time step.*These can: recurrent"):
+        gla(**arguments_of(GLA, T=0), variant="chunked")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("empty", ["B", "H"])
+@pytest.mark.parametrize("variant", ["auto", *pytorch_variants(GLA)])
+def test_no_batch_and_no_heads(variant, empty, grad):
+    arguments = arguments_of(GLA, **{empty: 0}, initial_state=True, final_state=True, grad=grad)
+    found = results(GLA, arguments, variant)
+    batch, heads = (0, 2) if empty == "B" else (2, 0)
+    assert found["o"].shape == (batch, 9, heads, 16)
+    assert found["final_state"].shape == (batch, heads, 20, 16)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("variant", pytorch_variants(GLA))
+def test_results_have_the_promised_dtypes_and_shapes(variant, dtype):
+    arguments = arguments_of(GLA, dtype=dtype, initial_state=True, final_state=True)
+    o, final = gla(**arguments, variant=variant)
+    assert (o.dtype, o.shape) == (arguments["v"].dtype, arguments["v"].shape)
+    assert (final.dtype, final.shape) == (torch.float32, (2, 2, 20, 16))
+    turned = arguments | {"initial_state": arguments["initial_state"].mT, "state_v_first": True}
+    assert gla(**turned, variant=variant)[1].shape == (2, 2, 16, 20)
+    assert gla(**arguments | {"output_final_state": False}, variant=variant)[1] is None
+
+
+@pytest.mark.parametrize("variant", pytorch_variants(GLA))
+def test_offsets_may_be_int64(variant):
+    arguments = arguments_of(GLA, B=1, lengths=(4, 0, 5), grad=True, final_state=True)
+    wide = {**arguments, "cu_seqlens": arguments["cu_seqlens"].long()}
+    assert_near(results(GLA, wide, variant), results(GLA, arguments, variant), 0)
+
+
+# fla's names
+
+
+FLA_0_6_0 = {
+    chunk_gla: {
+        "q": inspect.Parameter.empty, "k": inspect.Parameter.empty, "v": inspect.Parameter.empty, "g": inspect.Parameter.empty,
+        "scale": None, "initial_state": None, "output_final_state": False, "state_v_first": False, "cu_seqlens": None,
+        "cu_seqlens_cpu": None,
+    },
+    chunk_simple_gla: {
+        "q": inspect.Parameter.empty, "k": inspect.Parameter.empty, "v": inspect.Parameter.empty, "g": None, "g_gamma": None,
+        "scale": None, "initial_state": None, "output_final_state": False, "state_v_first": False, "cu_seqlens": None,
+        "cu_seqlens_cpu": None, "kwargs": inspect.Parameter.empty,
+    },
+    fused_recurrent_gla: {
+        "q": inspect.Parameter.empty, "k": inspect.Parameter.empty, "v": inspect.Parameter.empty, "gk": None, "gv": None,
+        "scale": None, "initial_state": None, "output_final_state": False, "reverse": False, "state_v_first": False,
+        "cu_seqlens": None, "kwargs": inspect.Parameter.empty,
+    },
+}  # fmt: skip
+"""Names and defaults in their order."""
+
+each_name = pytest.mark.parametrize("function", FLA_0_6_0, ids=lambda function: function.__name__)
+
+
+@each_name
+def test_signatures_are_flas_with_our_variant(function):
+    parameters = dict(inspect.signature(function).parameters)
+    ours = parameters.pop("variant")
+    assert (ours.kind, ours.default) == (inspect.Parameter.KEYWORD_ONLY, "auto")
+    assert list(parameters) == list(FLA_0_6_0[function])
+    assert {name: parameter.default for name, parameter in parameters.items()} == FLA_0_6_0[function]
+    named = {parameter.kind for name, parameter in parameters.items() if name != "kwargs"}
+    assert named == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_our_own_name_asks_for_keywords_after_the_log_decay():
+    parameters = inspect.signature(gla).parameters.values()
+    positional = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert positional == ["q", "k", "v", "g"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("variant", ["auto", "recurrent"])
+def test_each_name_is_the_operation(variant, packed):
+    options = {"initial_state": True, "final_state": True, "scale": 0.3, "state_v_first": True, "value_gate": True}
+    arguments = arguments_of(GLA, B=1, T=70, lengths=(3, 0, 67) if packed else None, **options)
+    gv, per_head = arguments.pop("gv"), arguments["g"][..., 0]
+    rest = {name: value for name, value in arguments.items() if name != "g"} | {"variant": variant}
+    for found, expected in (
+        (chunk_gla(g=arguments["g"], **rest), gla(g=arguments["g"], **rest)),
+        (chunk_simple_gla(g=per_head, **rest), gla(g=per_head, **rest)),
+        (chunk_simple_gla(**rest), gla(**rest)),
+        (fused_recurrent_gla(gk=arguments["g"], **rest), gla(g=arguments["g"], **rest)),
+        (fused_recurrent_gla(gk=arguments["g"], gv=gv, **rest), gla(g=arguments["g"], gv=gv, **rest)),
+        (fused_recurrent_gla(gv=gv, **rest), gla(gv=gv, **rest)),
+        (fused_recurrent_gla(**rest), gla(**rest)),
+    ):
+        assert found[1].shape == (3 if packed else 1, 2, 16, 20)
+        assert_near(dict(enumerate(found)), dict(enumerate(expected)), 0)
+
+
+def test_arguments_go_by_their_places():
+    arguments = arguments_of(GLA, T=70, initial_state=True)
+    q, k, v, g, state = (arguments[name] for name in ("q", "k", "v", "g", "initial_state"))
+    expected = dict(enumerate(gla(q, k, v, g, scale=0.3, initial_state=state, output_final_state=True)))
+    assert_near(dict(enumerate(chunk_gla(q, k, v, g, 0.3, state, True))), expected, 0)  # noqa: FBT003
+    assert_near(dict(enumerate(fused_recurrent_gla(q, k, v, g, None, 0.3, state, True))), expected, 0)  # noqa: FBT003
+    expected = dict(enumerate(gla(q, k, v, g[..., 0], scale=0.3, initial_state=state, output_final_state=True)))
+    assert_near(dict(enumerate(chunk_simple_gla(q, k, v, g[..., 0], None, 0.3, state, True))), expected, 0)  # noqa: FBT003
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_constant_decay_per_head(dtype):
+    arguments = arguments_of(GLA, T=70, dtype=dtype, final_state=True, decay_per="head")
+    arguments.pop("g")
+    gamma = torch.tensor([-0.02, -3.0], requires_grad=True)
+    full = gamma.detach().expand(2, 70, 2).contiguous().requires_grad_()
+    found, expected = chunk_simple_gla(g_gamma=gamma, **arguments), gla(g=full, **arguments)
+    assert_near({n: x.detach() for n, x in enumerate(found)}, {n: x.detach() for n, x in enumerate(expected)}, 0)
+    ours, theirs = (
+        torch.autograd.grad(sum(x.float().square().sum() for x in outputs), [leaf])[0]
+        for outputs, leaf in ((found, gamma), (expected, full))
+    )
+    assert_near({"gamma": ours}, {"gamma": theirs.sum((0, 1))}, 1e-5)
+    assert_near(
+        {"o": chunk_simple_gla(g_gamma=gamma.detach().bfloat16(), **arguments)[0]},
+        {"o": gla(g=gamma.detach().bfloat16().float().expand(2, 70, 2), **arguments)[0]},
+        0,
+    )
+
+
+def test_a_wrong_decay_per_head_is_named():
+    q, k, v = (arguments_of(GLA)[name] for name in "qkv")
+    both = r"^g and g_gamma are both given; give .* not both\.$"
+    with pytest.raises(ArgumentError, match=both):
+        chunk_simple_gla(q, k, v, g=-torch.ones(2, 9, 2), g_gamma=-torch.ones(2))
+    for value, error, message in (
+        (-torch.ones(3), ShapeError, r"^g_gamma has shape \(3,\); it must be \[H\] = \[2\] to match q \[2, 9, 2, 20\]"),
+        (-torch.ones(2, 2), ShapeError, r"^g_gamma has shape \(2, 2\); it must be \[H\]"),
+        (-torch.ones(2, device="meta"), DeviceError, r"^g_gamma is on meta; it must be on cpu"),
+        (-torch.ones(2, dtype=torch.int32), DTypeError, r"^g_gamma is torch.int32; it must be float16 or"),
+        (torch.tensor([-1.0, 0.5]), ValueRangeError, r"^g_gamma holds 0.5; a log-decay is at most 0"),
+        (-0.5, ArgumentError, r"^g_gamma is float; it must be a torch.Tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            chunk_simple_gla(q, k, v, g_gamma=value)
+
+
+@each_name
+def test_errors_name_the_argument_as_the_caller_does(function):
+    gate = {"gk": "gk"}.get(next(name for name in inspect.signature(function).parameters if name in ("g", "gk")), "g")
+    layout = r"\[B, T, H\], a tensor of 3" if function is chunk_simple_gla else r"\[B, T, H, K\], a tensor of 4"
+    wrong = -torch.ones((2, 9, 2, 20) if function is chunk_simple_gla else (2, 9, 2))
+    refused(ShapeError, rf"^{gate} has shape .*; it must be {layout} dimensions", function, **{gate: wrong})
+    right = wrong[..., 0].clone() if function is chunk_simple_gla else -torch.ones(2, 9, 2, 20)
+    right[0, 0, 0] = 0.5
+    refused(ValueRangeError, rf"^{gate} holds 0.5", function, **{gate: right})
+
+
+def test_chunk_gla_needs_a_log_decay():
+    refused(ArgumentError, r"^g is NoneType; it must be a torch.Tensor", chunk_gla, g=None)
+
+
+def each_sequence_flipped(x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    return torch.cat([x[:, start:end].flip(1) for start, end in itertools.pairwise(bounds)], 1)
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("lengths", [None, (30, 0, 5, 35)])
+def test_reverse_goes_through_every_sequence_from_its_end(lengths, state_v_first):
+    arguments = arguments_of(
+        GLA, B=1 if lengths else 2, T=70, lengths=lengths, value_gate=True, state_v_first=state_v_first,
+        initial_state=True, final_state=True, grad=True,
+    )  # fmt: skip
+    bounds = [0, *itertools.accumulate(lengths or (70,))]
+    steps = ("q", "k", "v", "g", "gv")
+    flipped = {name: each_sequence_flipped(arguments[name], bounds) if name in steps else x for name, x in arguments.items()}
+    o, expected_state = gla(**flipped)
+    expected = (each_sequence_flipped(o, bounds), expected_state)
+    named = {"gk" if name == "g" else name: value for name, value in arguments.items()}
+    found = fused_recurrent_gla(**named, reverse=True)
+    assert_near({n: x.detach() for n, x in enumerate(found)}, {n: x.detach() for n, x in enumerate(expected)}, 1e-6)
+    leaves = [arguments[name] for name in (*steps, "initial_state")]
+    ours, theirs = (dict(enumerate(torch.autograd.grad(sum(x.square().sum() for x in y), leaves))) for y in (found, expected))
+    assert_near(ours, theirs, 1e-5)
+    assert not torch.allclose(found[0], fused_recurrent_gla(**named)[0])
+
+
+def test_flas_older_and_further_keywords():
+    arguments = arguments_of(GLA, B=1, lengths=(4, 5), final_state=True)
+    per_head = arguments | {"g": arguments["g"][..., 0]}
+    expected = dict(enumerate(chunk_simple_gla(**per_head)))
+    offsets = arguments["cu_seqlens"]
+    for extra in ({"chunk_size": 32}, {"chunk_size": None}, {"head_first": False}, {"cu_seqlens_cpu": offsets}):
+        assert_near(dict(enumerate(chunk_simple_gla(**per_head, **extra))), expected, 0)
+    assert_near(dict(enumerate(chunk_gla(**arguments, cu_seqlens_cpu=offsets))), dict(enumerate(gla(**arguments))), 0)
+    per_head.pop("state_v_first")
+    with pytest.warns(DeprecationWarning, match="transpose_state_layout is called state_v_first now") as caught:
+        turned = chunk_simple_gla(**per_head, transpose_state_layout=True)
+    assert caught[0].filename == __file__
+    assert turned[1].shape == (2, 2, 16, 20)
+    for extra, error, message in (
+        ({"chunk_size": 48}, ValueRangeError, r"^chunk_size is 48; it must be a power of 2"),
+        ({"chunk_size": 0}, ValueRangeError, r"^chunk_size is 0; "),
+        ({"head_first": True}, ArgumentError, r"^head_first is set; tensors must be \[B, T, H, ...\]"),
+        ({"chunk_sice": 32}, ArgumentError, r"^chunk_simple_gla has no argument 'chunk_sice'\. Did you mean 'chunk_size'\?"),
+        ({"transpose_state_layout": True, "state_v_first": True}, ArgumentError, r"^transpose_state_layout is given beside"),
+    ):
+        with pytest.raises(error, match=message):
+            chunk_simple_gla(**per_head, **extra)
+    with pytest.raises(ArgumentError, match=r"^fused_recurrent_gla has no argument 'chunk_size'"):
+        fused_recurrent_gla(*(arguments[name] for name in "qkv"), chunk_size=32)
+    for function in (chunk_gla, chunk_simple_gla):
+        refused(ArgumentError, r"^cu_seqlens_cpu is given without cu_seqlens", function, cu_seqlens_cpu=offsets)
+
+
+@each_name
+def test_flas_names_under_autocast(function):
+    arguments = arguments_of(GLA, T=20)
+    gate = "gk" if function is fused_recurrent_gla else "g"
+    g = arguments["g"][..., 0] if function is chunk_simple_gla else arguments["g"]
+    q, k, v = (arguments[name] for name in "qkv")
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = function(q, k, v, **{gate: g})
+    low = (x.bfloat16() for x in (q, k, v))
+    assert torch.equal(o, function(*low, **{gate: g})[0])
+    assert o.dtype is torch.bfloat16

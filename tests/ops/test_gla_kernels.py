@@ -1,0 +1,285 @@
+"""``gla``: the kernels in Triton against the oracle, interpreted and on a GPU.
+
+To look at one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=300, H=2, K=128, V=64, decay="strong"), "fused")``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.errors import VariantUnsupported
+from onelaunch.ops.gla.reference import DECAYS
+from tests.ops.cases import (
+    GLA,
+    GLA_HARD,
+    GLA_SHORT,
+    arguments_of,
+    assert_correct,
+    assert_near,
+    assert_one_call_correct,
+    case_of,
+    differentiable,
+    results,
+    triton_variants,
+    variants_by_case,
+    weights_like,
+)
+
+pytest.importorskip("triton")
+
+STATES: dict[str, Any] = {"initial_state": True, "final_state": True}
+SMALL: dict[str, Any] = {"B": 1, "T": 70, "H": 1, "K": 16, "V": 16}
+
+KERNELS = triton_variants(GLA)
+UNGATED = [name for name in GLA_SHORT if not GLA_SHORT[name].get("value_gate")]
+LONGER = [name for name in GLA_HARD if not GLA_HARD[name].get("value_gate")]
+
+each_kernel = pytest.mark.parametrize("variant", KERNELS)
+each_decay = pytest.mark.parametrize("decay", DECAYS)
+each_layout = pytest.mark.parametrize("per", ["channel", "head"])
+
+
+# Interpreted
+
+
+@pytest.mark.interpret
+@variants_by_case(["fused"], UNGATED)
+def test_kernels_are_correct(variant, name):
+    assert_one_call_correct(GLA, case_of(GLA, name), variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@each_layout
+@each_decay
+def test_kernels_take_every_kind_of_decay(decay, per, dtype):
+    sizes = {"B": 1, "T": 100, "H": 2, "K": 24, "V": 20}
+    assert_one_call_correct(GLA, GLA.case(dtype, **sizes, decay=decay, decay_per=per, **STATES), "fused")
+
+
+@pytest.mark.interpret
+@each_layout
+@each_decay
+def test_gradients_may_be_rounded_on_the_way(decay, per, monkeypatch):
+    """As with bfloat16, which the interpreter cannot multiply: everything by 16-bit products."""
+    from onelaunch.ops.gla import launch
+
+    monkeypatch.setattr(launch, "exact_gradients", lambda call: False)
+    sizes = {"B": 1, "T": 150, "H": 2, "K": 40, "V": 24}
+    assert_one_call_correct(GLA, GLA.case("float16", **sizes, decay=decay, decay_per=per, **STATES), "fused")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("keys", "values"), [(70, 130), (130, 33)])
+def test_kernels_take_several_blocks_of_keys_and_values(keys, values, dtype):
+    case = GLA.case(dtype, B=1, T=66, H=1, K=keys, V=values, decay="mixed", log_decay_dtype="float32", **STATES)
+    assert_one_call_correct(GLA, case, "fused")
+
+
+@pytest.mark.interpret
+@each_kernel
+def test_kernels_pass_the_whole_gate(variant):
+    assert_correct(GLA, GLA.case("float16", **SMALL, **STATES), variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("least", [-20.0, -1000.0, -math.inf])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@each_kernel
+def test_states_forget_as_much_as_they_are_told(variant, dtype, least):
+    """Every step: far below what a difference of sums could tell, and the gradient of such a decay is as right as any."""
+    arguments = arguments_of(GLA, **SMALL, dtype=dtype, **STATES, grad=True)
+    arguments["g"] = torch.full_like(arguments["g"], least).requires_grad_()
+    found, expected = (results(GLA, arguments, name) for name in (variant, "recurrent"))
+    assert_near(found, expected, {"float16": 1e-3, "float32": 1e-6}[dtype])
+
+
+@pytest.mark.interpret
+@each_kernel
+def test_one_strong_step_among_weak_ones(variant):
+    """A chunk that no single anchor serves: what is behind the step must not see what was before it, and nothing else changes."""
+    arguments = arguments_of(GLA, **SMALL, **STATES, dtype="float32", decay="weak", grad=True)
+    with torch.no_grad():
+        arguments["g"][:, 33, :, ::2] = -200.0
+        arguments["g"][:, 50] = -math.inf
+    found, expected = (results(GLA, arguments, name) for name in (variant, "recurrent"))
+    assert_near(found, expected, 1e-6)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@each_kernel
+def test_large_float16_inputs_do_not_overflow_on_the_way(variant, name):
+    """A decay of exp(-10) over a chunk would take keys of 1000 beyond what float16 holds, were it taken back from their end."""
+    arguments = arguments_of(GLA, **SMALL, dtype="float16")
+    arguments["g"] = torch.full_like(arguments["g"], -10 / 64)
+    arguments[name] = (arguments[name] * 1000).half()
+    found, expected = (GLA(**arguments, variant=each)[0] for each in (variant, "recurrent"))
+    assert_near({"o": found}, {"o": expected}, 1e-3)
+
+
+@pytest.mark.interpret
+@each_kernel
+def test_nan_stays_in_its_head_and_is_not_lost(variant):
+    arguments = arguments_of(GLA, B=2, T=70, H=2, K=16, V=16)
+    arguments["g"][0, 66, 1, 3] = math.nan
+    o, _ = GLA(**arguments, variant=variant)
+    assert o[0, 66:, 1].isnan().any(-1).all()
+    assert not o[0, :64, 1].isnan().any()
+    assert not o[1].isnan().any()
+    assert not o[:, :, 0].isnan().any()
+
+
+@pytest.mark.interpret
+@each_kernel
+def test_a_sequence_may_be_cut_anywhere(variant):
+    arguments = arguments_of(GLA, **SMALL, dtype="float32", **STATES)
+    o, final = GLA(**arguments, variant=variant)
+    steps = {name: arguments[name] for name in "qkvg"}
+    for cut in (1, 64, 69):
+        state, parts = arguments["initial_state"], []
+        for part in (slice(0, cut), slice(cut, 70)):
+            pieces = {name: value[:, part] for name, value in steps.items()}
+            piece, state = GLA(**pieces, initial_state=state, output_final_state=True, variant=variant)
+            parts.append(piece)
+        assert_near({"o": torch.cat(parts, 1), "final": state}, {"o": o, "final": final}, 2e-6)
+
+
+@pytest.mark.interpret
+@each_kernel
+def test_offsets_may_be_int64_and_inputs_strided(variant):
+    arguments = arguments_of(GLA, B=1, T=70, H=2, K=16, V=16, lengths=(0, 3, 67), **STATES, grad=True)
+    expected = results(GLA, arguments, variant)
+    wide = {**arguments, "cu_seqlens": arguments["cu_seqlens"].long()}
+    for name in "qkvg":
+        spread = torch.full((*arguments[name].shape[:3], 48), math.nan)
+        wide[name] = spread[..., 16:32].copy_(arguments[name].detach()).requires_grad_()
+    assert_near(results(GLA, wide, variant), expected, 0)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("values_first", [False, True])
+def test_a_state_handed_from_step_to_step_keeps_its_order_in_memory(values_first):
+    """Then no step of decoding copies it, whichever order the caller keeps it in."""
+    arguments = arguments_of(GLA, **SMALL | {"T": 1, "V": 24}, **STATES, state_v_first=values_first)
+    o, final = GLA(**arguments, variant="stepwise")
+    assert final.is_contiguous()
+    expected = GLA(**arguments, variant="recurrent")
+    assert_near({"o": o, "final": final}, dict(zip(("o", "final"), expected, strict=True)), 1e-3)
+
+
+@pytest.mark.interpret
+@each_kernel
+def test_kernels_refuse_what_they_cannot_do(variant):
+    with pytest.raises(VariantUnsupported, match="takes no gate on values"):
+        GLA(**arguments_of(GLA, **SMALL, value_gate=True), variant=variant)
+    with pytest.raises(VariantUnsupported, match="needs a GPU for bfloat16"):
+        GLA(**arguments_of(GLA, **SMALL, dtype="bfloat16"), variant=variant)
+    with pytest.raises(VariantUnsupported, match="needs at least one element"):
+        GLA(**arguments_of(GLA, **{**SMALL, "T": 0}), variant=variant)
+
+
+# On a GPU
+
+
+def made(device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
+    """Arguments on the GPU; several chunks, heads and blocks unless sizes are given."""
+    chosen = {"B": 2, "T": 500, "H": 3, "K": 96, "V": 80, "dtype": "bfloat16", **STATES, **given}
+    reading = GLA.make_inputs(GLA.case(**chosen), device, seed)
+    for name in reading.differentiable if grad else ():
+        reading.arguments[name].requires_grad_()
+    return reading.arguments
+
+
+@pytest.mark.gpu
+@variants_by_case(KERNELS, LONGER)
+def test_compiled_kernels_are_correct(variant, name, device):
+    if reason := GLA.get(variant).why_not(GLA.query(case_of(GLA, name), str(device), grad=True)):
+        pytest.skip(reason)
+    assert_correct(GLA, case_of(GLA, name), variant, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("log_decay_dtype", [None, "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@each_layout
+@each_decay
+@each_kernel
+def test_compiled_kernels_take_every_kind_of_decay(variant, decay, per, dtype, log_decay_dtype, device):
+    options = {"decay": decay, "decay_per": per, "log_decay_dtype": log_decay_dtype, **STATES}
+    assert_correct(GLA, GLA.case(dtype, B=2, T=300, H=2, K=128, V=96, **options), variant, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("keys", "values"), [(64, 64), (128, 128), (256, 256), (512, 512), (192, 72), (16, 400)])
+def test_compiled_kernels_take_every_size_of_head(keys, values, dtype, device):
+    assert_correct(GLA, GLA.case(dtype, B=1, T=200, H=2, K=keys, V=values, **STATES), "fused", device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per", ["channel", "head"])
+@pytest.mark.parametrize("lengths", [None, (0, 3000, 1, 0, 999)])
+@each_kernel
+def test_results_are_the_same_to_the_last_bit(variant, lengths, per, device):
+    given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
+    arguments = made(device, T=4000, decay_per=per, grad=True, **given)
+    first = results(GLA, arguments, variant)
+    for _ in range(10):
+        again = results(GLA, arguments, variant)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [None, (0, 300, 0, 200)])
+@each_kernel
+def test_a_captured_training_step_follows_its_inputs(variant, lengths, device):
+    given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
+    arguments = made(device, grad=True, **given)
+    leaves = differentiable(arguments)
+
+    def step() -> dict[str, torch.Tensor]:
+        o, final = GLA(**arguments, variant=variant)
+        loss = (o.float() * weights).sum() + final.sum()
+        return {"o": o.detach(), **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
+
+    weights = weights_like(GLA(**arguments, variant=variant)[0])
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(1, 4):
+        fresh = made(device, seed=seed, **given)
+        with torch.no_grad():
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor):
+                    value.copy_(fresh[name])
+        graph.replay()
+        torch.cuda.synchronize(device)
+        assert_near({name: value.clone() for name, value in captured.items()}, step(), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [None, (0, 300, 0, 200)])
+@each_kernel
+def test_a_call_never_waits_for_the_device(variant, lengths, device):
+    given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
+    arguments = made(device, grad=True, **given)
+    o, final = GLA(**arguments, variant=variant)
+    seeds = [torch.randn_like(o), torch.randn_like(final)]
+    torch.autograd.grad([o, final], list(differentiable(arguments).values()), seeds)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = GLA(**arguments, variant=variant)
+        torch.autograd.grad(outputs, list(differentiable(arguments).values()), seeds)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
