@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -223,6 +224,7 @@ def test_compare_says_what_changed(call, here, stored):
                 ),
                 "status": "error" if (cell.variant, cell.shape) == ("fla", "wide") else cell.status,
                 "reason": "broke" if (cell.variant, cell.shape) == ("fla", "wide") else cell.reason,
+                "peak_bytes": 3 * 2**30 if (cell.variant, cell.shape) == ("semi_fused", "wide") else cell.peak_bytes,
             }
         )
         for cell in before.cells
@@ -249,6 +251,7 @@ def test_compare_says_what_changed(call, here, stored):
     assert "fused_chunked target forward cold slower" in answer.out
     assert "2.11.0 2.13.0" in answer.out
     assert "fla wide forward ok error broke" in answer.out
+    assert re.search(r"Peak memory .* semi_fused wide forward [\d.]+ MiB 3\.00 GiB [\d.]+x", answer.out)
     assert "fused is faster met missed" in answer.out
 
 

@@ -138,6 +138,7 @@ def ok_cell(
     spread: float = 0.0,
     error: float = 1e-4,
     counted: float | None = None,
+    peak: int | None = None,
     direction: Direction = "forward",
 ) -> Cell:
     """A correct cell whose rounds alternate ``spread`` above and below ``time`` microseconds; ``counted`` bytes by ncu."""
@@ -154,6 +155,7 @@ def ok_cell(
         verdict=Verdict(ok=True, components=(ComponentError(name="y", error=error, max_error=error, allowed=1e-3),)),
         timings=(Timing(regime="cold", microseconds=stats.estimate(values), rounds=values),),
         traffic=by_arithmetic if counted is None else Traffic(source="ncu", read=counted, written=0.0),
+        peak_bytes=peak,
     )
 
 

@@ -88,6 +88,16 @@ def test_statuses_outcomes_and_the_decision_are_compared():
     assert [time.variant for time in found.times] == ["three"]
 
 
+def test_peak_memory_is_compared_beyond_the_rounding_of_the_allocator():
+    def result(*peaks):
+        names = ("one", "two", "three")
+        return measured(study(), *(ok_cell(name, 5.0, peak=peak) for name, peak in zip(names, peaks, strict=True)))
+
+    found = compare(result(1000, 1000, None), result(1005, 500, 500))
+    (change,) = found.memory
+    assert (change.variant, change.shape, change.before, change.after) == ("two", "mega", 1000, 500)
+
+
 def test_cells_of_one_result_alone_are_named():
     found = compare(
         measured(study(), ok_cell("one", 5.0), ok_cell("two", 6.0)),
@@ -113,3 +123,10 @@ def test_other_declarations_are_named_down_to_the_criterion():
     assert "shapes: 'tiny' differs in dtype." in found.declarations
     assert f"shapes: {MEGA.name!r} is in the first only." in found.declarations
     assert "rounds differ." in found.declarations
+
+
+def test_a_key_that_only_one_declaration_has_is_a_difference():
+    lesson = FASTER.model_copy(update={"decides": False})
+    for pair in ((FASTER, lesson), (lesson, FASTER)):
+        found = compare(*(measured(study(criterion)) for criterion in pair))
+        assert "criteria: 'faster' differs in decides." in found.declarations

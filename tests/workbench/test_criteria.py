@@ -245,3 +245,194 @@ def test_out_of_reach_at_too_many_shapes_is_infeasible():
     cells += [ok_cell("one", 4.2, of=shape) for shape in SWEEP]
     assert outcome(faster(in_at_least=3), *cells, shapes=SWEEP).status == "infeasible"
     assert outcome(faster(in_at_least=2), *cells, shapes=SWEEP).status == "met"
+
+
+def test_the_evidence_of_exact_numbers_says_where_they_miss():
+    cells = [ok_cell("three", 1.0, of=shape, counted=8e6) for shape in SWEEP]
+    cells += [ok_cell("one", 1.0, of=shape, counted=4e6 if index else 7e6) for index, shape in enumerate(SWEEP)]
+    found = outcome(traffic(1.5), *cells, shapes=SWEEP)
+    assert found.status == "missed"
+    assert "at 4 of 5 shapes, 5 needed: s0 1.14 (missed), s1 2.00, s2 2.00" in found.evidence
+
+
+# Geometric means
+
+
+def mean(times, bound=1.5, over=15.0, floor=1.01, **more):
+    cells = [ok_cell("three", over, of=shape) for shape in SWEEP]
+    for shape, time in zip(SWEEP, times, strict=True):
+        cells.append(bad_cell("one", "error", "fell", of=shape) if time is None else ok_cell("one", time, of=shape))
+    return outcome(faster(bound, combine="geomean", **more), *cells, floor=floor, shapes=SWEEP)
+
+
+@pytest.mark.parametrize(
+    ("times", "floor", "status"),
+    [
+        ((5, 15, 7.5, 10, 10), 1.01, "met"),  # 3, 1, 2, 1.5, 1.5: 1.68, though one shape gains nothing
+        ((10, 10, 10, 10, 10), 1.01, "inconclusive"),  # at the bound
+        ((5, 15, 7.5, 10, 10), 1.2, "inconclusive"),  # beyond it by less than the noise
+        ((5, 15, 7.5, 10, 10), None, "inconclusive"),
+        ((15, 15, 7.5, 10, 10), 1.01, "missed"),
+        ((5, 15, 7.5, 10, None), 1.01, "not_measured"),
+    ],
+)
+def test_a_geometric_mean_is_held_against_the_bound_as_one_number(times, floor, status):
+    found = mean(times, floor=floor)
+    assert found.status == status, found.evidence
+
+
+def test_a_mean_needs_the_noise_of_every_shape():
+    declared = study(faster(1.2, combine="geomean"), shapes=SWEEP)
+    cells = [ok_cell(variant, time, of=shape) for shape in SWEEP for variant, time in (("three", 15.0), ("one", 10.0))]
+    result = measured(declared, *cells)
+    assert evaluate(result, {})[0].status == "met"
+    assert evaluate(result.model_copy(update={"noise": result.noise[1:]}), {})[0].status == "inconclusive"
+
+
+def test_the_evidence_of_a_mean_holds_the_mean_and_every_shape():
+    found = mean((5, 15, 7.5, 10, 10))
+    assert found.evidence == (
+        "The speed of one over the baseline is 1.68 in the geometric mean over 5 shapes (1.68 to 1.68, A/A noise 1.01), "
+        "at least 1.5 was asked; s0 3, s1 1, s2 2, s3 1.5, s4 1.5."
+    )
+    assert found.overall.median == pytest.approx(13.5 ** (1 / 5))
+    assert found.values["s0"].median == pytest.approx(3.0)
+
+
+def test_a_mean_lacks_the_shapes_that_it_names():
+    found = mean((5, 15, 7.5, 10, None))
+    assert found.evidence.startswith("The speed of one over the baseline is measured at 4 of 5 shapes, which give no mean: s0 3")
+    assert "s4 not measured (one failed at s4 (fell))" in found.evidence
+    assert found.overall is None
+    absent = evaluate(measured(study(faster(combine="geomean"), shapes=SWEEP), scale="small"), {})[0]
+    assert (absent.status, absent.evidence) == ("not_measured", "Needs full scale: run on a GPU, or with --scale full.")
+
+
+def test_a_mean_beyond_all_floors_is_infeasible():
+    """Floors of 4 us under a baseline of 5: 1.25x at most, everywhere."""
+    found = mean((4.5,) * 5, over=5.0)
+    assert found.status == "infeasible"
+    assert "at most 1.25x the speed is possible, as the floors are" in found.evidence
+    assert mean((4.5,) * 5, over=5.0, bound=1.2).status == "missed"
+
+
+def test_a_mean_of_exact_numbers_needs_no_noise():
+    cells = [ok_cell("three", 2.0, of=shape, peak=8 << 20) for shape in SWEEP]
+    cells += [ok_cell("one", 1.0, of=shape, peak=(2 << 20) << (index % 2)) for index, shape in enumerate(SWEEP)]
+    asked = memory(0.4, combine="geomean")
+    found = outcome(asked, *cells, floor=None, shapes=SWEEP)
+    assert (found.status, found.overall.samples) == ("met", 1)
+    assert found.overall.median == pytest.approx((0.25**3 * 0.5**2) ** (1 / 5))
+    assert outcome(memory(0.3, combine="geomean"), *cells, floor=None, shapes=SWEEP).status == "missed"
+
+
+# Times at two shapes
+
+LONG = Shape(name="long", dtype="float16", sizes={"N": 4000, "V": 1000})
+
+
+def at_two(at_most=1.3, per=("N",), **more: Any) -> Criterion:
+    facts: dict[str, Any] = {"name": "long", "measure": "time_ratio", "of": "one", "over": "one", "at": "long", "over_at": "mega"}
+    return Criterion(**(facts | {"per": per, "at_most": at_most} | more))
+
+
+@pytest.mark.parametrize(("time", "status"), [(40.0, "met"), (51.9, "inconclusive"), (60.0, "missed")])
+def test_times_at_two_shapes_are_held_against_each_other_for_their_share_of_the_work(time, status):
+    """Four times the rows in 40 us, against 10: 1x for each row."""
+    found = outcome(at_two(), ok_cell("one", 10.0), ok_cell("one", time, of=LONG), shapes=(MEGA, LONG))
+    assert found.status == status, found.evidence
+    assert found.values["long"].median == pytest.approx(time / 40)
+
+
+def test_the_evidence_of_two_shapes_names_both():
+    found = outcome(at_two(), ok_cell("one", 10.0), ok_cell("one", 40.0, of=LONG), shapes=(MEGA, LONG))
+    assert found.evidence == (
+        "one takes 1x the time of one at mega per N, itself at long (1 to 1 in 20 rounds, cold: 40 us against 10 us, "
+        "A/A noise 1.01), at most 1.3 was asked."
+    )
+    whole = outcome(at_two(5.0, per=()), ok_cell("one", 10.0), ok_cell("one", 40.0, of=LONG), shapes=(MEGA, LONG))
+    assert whole.values["long"].median == pytest.approx(4.0)
+
+
+def test_a_speed_at_two_shapes_is_the_inverse():
+    asked = at_two(measure="speedup", at_most=None, at_least=0.7)
+    found = outcome(asked, ok_cell("one", 10.0), ok_cell("one", 50.0, of=LONG), shapes=(MEGA, LONG))
+    assert (found.status, found.values["long"].median) == ("met", pytest.approx(0.8))
+
+
+def test_rounds_at_two_shapes_are_not_paired():
+    """Both swing by a tenth; only a pairing of rounds that were never taken together could cancel that."""
+    cells = ok_cell("one", 10.0, spread=0.1), ok_cell("one", 44.0, of=LONG, spread=0.1)
+    found = outcome(at_two(1.2), *cells, shapes=(MEGA, LONG))
+    assert found.status == "inconclusive"
+    assert found.values["long"].high > 1.3
+
+
+def test_the_noisier_of_two_shapes_decides():
+    declared = study(at_two(1.05), shapes=(MEGA, LONG))
+    result = measured(declared, ok_cell("one", 10.0), ok_cell("one", 40.0, of=LONG))
+    assert evaluate(result, {})[0].status == "met"
+    noisy = tuple(run.model_copy(update={"floor": 1.2}) if run.shape == "mega" else run for run in result.noise)
+    assert evaluate(result.model_copy(update={"noise": noisy}), {})[0].status == "inconclusive"
+    assert evaluate(result.model_copy(update={"noise": result.noise[:1]}), {})[0].status == "inconclusive"
+
+
+def test_what_lacks_at_the_other_shape_is_said():
+    found = outcome(at_two(), bad_cell("one", "error", "fell"), ok_cell("one", 40.0, of=LONG), shapes=(MEGA, LONG))
+    assert found.status == "not_measured"
+    assert "one failed at mega (fell)" in found.evidence
+
+
+def test_two_shapes_know_their_floor():
+    """16 us at least for four times the rows, against 10 us: 0.4x a row and no less."""
+    found = outcome(at_two(0.35), ok_cell("one", 10.0), ok_cell("one", 20.0, of=LONG), shapes=(MEGA, LONG))
+    assert found.status == "infeasible"
+    assert "at least 0.40x the time of one is possible" in found.evidence
+
+
+# Memory, and bytes over the least
+
+
+def memory(at_most, **more: Any) -> Criterion:
+    facts: dict[str, Any] = {"name": "memory", "measure": "peak_memory_ratio", "of": "one", "at_most": at_most}
+    return Criterion(**(facts | more))
+
+
+def test_peak_memory_is_held_against_that_of_another():
+    cells = ok_cell("three", 2.0, peak=10 << 20), ok_cell("one", 1.0, peak=6 << 20)
+    met = outcome(memory(0.6), *cells, floor=None)
+    assert met.status == "met"
+    assert met.evidence == "one takes 0.6x the peak memory of three at mega (6.0 MiB against 10.0 MiB), at most 0.6 was asked."
+    assert outcome(memory(0.5), *cells).status == "missed"
+
+
+def test_the_memory_of_several_is_that_of_the_fastest():
+    cells = ok_cell("three", 9.0, peak=10), ok_cell("two", 2.0, peak=8), ok_cell("one", 3.0, peak=1)
+    found = outcome(memory(0.6, of={"launches": [1, 2]}), *cells)
+    assert (found.status, found.best_of) == ("missed", 2)
+    assert found.evidence.startswith("two takes 0.8x the peak memory of three")
+
+
+@pytest.mark.parametrize(("one", "three"), [(None, 10), (10, None), (None, None)])
+def test_memory_that_was_not_measured_decides_nothing(one, three):
+    found = outcome(memory(0.6), ok_cell("three", 2.0, peak=three), ok_cell("one", 1.0, peak=one))
+    assert (found.status, found.values) == ("not_measured", {})
+    assert "there is no peak memory of" in found.evidence
+
+
+def least(at_most, **more: Any) -> Criterion:
+    facts: dict[str, Any] = {"name": "least", "measure": "dram_bytes_over_least", "of": "one", "at_most": at_most}
+    return Criterion(**(facts | more))
+
+
+def test_counted_bytes_are_held_against_the_least():
+    met = outcome(least(1.6), ok_cell("one", 1.0, counted=6e6))
+    assert met.status == "met"
+    assert met.evidence == ("Counted by ncu at mega: 1.50x (5.7 MiB of one against 3.8 MiB at the least), at most 1.6 was asked.")
+    assert outcome(least(1.4), ok_cell("one", 1.0, counted=6e6)).status == "missed"
+
+
+def test_bytes_by_arithmetic_are_no_count_over_the_least_either():
+    found = outcome(least(1.6, of="two"), ok_cell("two", 1.0))
+    assert (found.status, found.values) == ("not_measured", {})
+    assert "no counted bytes at mega; by arithmetic 1.50 (5.7 MiB of two against 3.8 MiB at the least)" in found.evidence

@@ -212,3 +212,43 @@ def test_savings_within_noise_are_not_called_unexplained():
 def test_the_shape_of_a_decision_is_the_one_stored():
     decision = decided(study(FASTER), ok_cell("three", 10.0, of=MEGA), ok_cell("one", 5.0))
     assert type(decision).model_validate_json(decision.model_dump_json()) == decision
+
+
+LESSON = Criterion(name="lesson", measure="speedup", of="two", at_least=1.3, decides=False)
+
+
+@pytest.mark.parametrize(("time", "status"), [(5.0, "met"), (20.0, "missed")])
+def test_what_is_declared_not_to_decide_is_said_and_decides_nothing(time, status):
+    decision = decided(study(FASTER, LESSON), ok_cell("three", 10.0), ok_cell("one", 5.0), ok_cell("two", time))
+    assert decision.kind == "proceed"
+    assert decision.because[0] == "Every criterion is met: 'faster'."
+    assert f"Set aside: 'lesson' is {status} and declared not to decide: two is " in decision.because[-1]
+
+
+def test_not_even_a_broken_variant_decides_there():
+    broken = bad_cell("two", "incorrect", "off")
+    assert decided(study(FASTER, LESSON), ok_cell("three", 10.0), ok_cell("one", 5.0), broken).kind == "proceed"
+
+
+def test_a_missed_criterion_names_the_bottleneck_where_it_misses_most():
+    half = MEGA.model_copy(update={"name": "half"})
+    cells = [ok_cell("three", 100.0, of=shape) for shape in (MEGA, half)]
+    cells += [ok_cell("one", 50.0), ok_cell("one", 90.0, of=half)]
+    decision = decided(study(FASTER, shapes=(MEGA, half)), *cells)
+    assert "At half one is 22.5x above the floor" in all_of(decision)
+
+
+def test_memory_that_is_missed_is_not_explained_by_time():
+    memory = Criterion(name="memory", measure="peak_memory_ratio", of="one", at_most=0.5)
+    decision = decided(study(memory), ok_cell("three", 10.0, peak=10), ok_cell("one", 9.0, peak=9))
+    assert decision.kind == "debug"
+    assert "'memory' is missed: one takes 0.9x the peak memory of three" in all_of(decision)
+    assert "above the floor" not in all_of(decision)
+
+
+def test_debug_when_what_a_criterion_needs_at_its_other_shape_is_broken():
+    half = MEGA.model_copy(update={"name": "half"})
+    near = Criterion(name="near", measure="time_ratio", of="one", over="one", at="mega", over_at="half", at_most=2)
+    decision = decided(study(near, shapes=(MEGA, half)), ok_cell("one", 5.0), bad_cell("one", "incorrect", "off", of=half))
+    assert decision.kind == "debug"
+    assert "one is incorrect at half: off" in all_of(decision)

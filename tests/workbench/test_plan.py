@@ -80,6 +80,25 @@ def test_infeasible_at_too_many_shapes_for_in_at_least():
     assert infeasibility(declared, traffic(1.5, in_at_least=1)) is None
 
 
+def test_a_mean_of_bytes_is_infeasible_by_the_mean_of_the_arithmetic():
+    half = Shape(name="half", dtype="float16", sizes={"N": 10, "V": 1})
+    declared = study(shapes=(MEGA, half))
+    assert infeasibility(declared, traffic(1.9, combine="geomean")) is None
+    why = infeasibility(declared, traffic(2.5, combine="geomean"))
+    assert why == "at most 2.00x fewer bytes is possible in the geometric mean over 2 shapes, the study asks for at least 2.5x"
+    at_most = Criterion(name="t", measure="dram_bytes_ratio", of="one", combine="geomean", at_most=0.1)
+    assert infeasibility(declared, at_most) is None
+
+
+def test_fewer_than_the_least_bytes_are_infeasible():
+    def least(at_most):
+        return Criterion(name="least", measure="dram_bytes_over_least", of="one", at_most=at_most)
+
+    assert infeasibility(study(), least(1.6)) is None
+    why = infeasibility(study(), least(0.9))
+    assert why == "fewer than the least bytes cannot move at mega (3.8 MiB), the study asks for 0.9x"
+
+
 def test_criteria_are_checked_at_every_scale():
     declared = study(traffic(2.5))
     assert set(plan_study(declared, RATES, "cpu", "small").infeasible) == {"traffic"}

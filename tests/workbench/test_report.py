@@ -7,6 +7,7 @@ import html.parser
 import io
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,10 +18,11 @@ from onelaunch.workbench.report import docs_table, markdown, page, write_report
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.details import details
 from onelaunch.workbench.report.plots import STAND_INS, Plot, plots
-from onelaunch.workbench.report.summary import summarize
+from onelaunch.workbench.report.summary import asked, summarize
 from onelaunch.workbench.report.tables import Table, columns, to_html, to_markdown, to_rich, words
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Estimate, Result
+from onelaunch.workbench.study import Criterion
 from tests.workbench import results
 
 Maker = Callable[[], Result]
@@ -214,6 +216,38 @@ def test_bytes_say_whether_they_were_counted() -> None:
     assert "cold caches (--cache-control all)" in text
     assert any("counted at target alone (1 of 8 shapes)" in line for line in summarize(results.proceed_on_gpu()).open)
     assert any("counted nowhere" in line for line in summarize(results.largest()).open)
+
+
+def test_peak_memory_is_a_size_or_said_not_to_be_measured() -> None:
+    of = results.shape("target", B=4, T=2048, D=256, V=64)
+    known = results.ok_cell(of, "semi_fused").model_copy(update={"peak_bytes": 96 * 2**20})
+    unknown = results.ok_cell(of, "fused_chunked").model_copy(update={"peak_bytes": None})
+    cells = (known, unknown, results.bad_cell(of, "fla", "error", "fell"))
+    result = results.wrong_and_invalid().model_copy(update={"cells": cells})
+    table = next(section for section in details(result) if section.title.startswith("Bytes and launches")).tables[0]
+    column = [each.title for each in table.columns].index("peak memory")
+    assert [row[column] for row in table.rows] == ["96.0 MiB", "not measured"]  # what did not run has no plan here, so no row
+
+
+def test_what_a_criterion_asks_is_said_in_words() -> None:
+    of, long = results.shape("target", B=8, T=2048, D=64, V=64), results.shape("long", B=1, T=16384, D=64, V=64)
+    declared = results.study((of, long), ())
+
+    def said(**facts: Any) -> str:
+        return asked(Criterion(**({"name": "c", "of": "semi_fused", "over": "fla"} | facts)), declared)
+
+    assert said(measure="speedup", combine="geomean", at_least=3) == (
+        "semi_fused at least 3x as fast as fla in the geometric mean over every full-scale shape (forward, cold)"
+    )
+    assert said(measure="time_ratio", over="semi_fused", at="long", over_at="target", per=("B", "T"), at_most=1.3) == (
+        "semi_fused takes at most 1.3x the time of semi_fused at target per B*T at long (forward, cold)"
+    )
+    assert said(measure="peak_memory_ratio", at="target", direction="forward_backward", at_most=0.6, decides=False) == (
+        "semi_fused takes at most 0.6x the peak memory of fla at target (forward + backward; decides nothing)"
+    )
+    assert said(measure="dram_bytes_over_least", over=None, at="target", at_most=1.6) == (
+        "DRAM bytes of semi_fused at most 1.6x the least at target (forward)"
+    )
 
 
 def test_missing_traffic_and_plan_are_no_error() -> None:

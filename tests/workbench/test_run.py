@@ -254,6 +254,14 @@ def test_bytes_are_counted_where_a_criterion_asks_for_them():
     assert result.outcomes[0].values["first"].median == 2.0
 
 
+def test_bytes_over_the_least_are_counted_of_what_the_criterion_names_alone():
+    asked = []
+    least = Criterion(name="least", measure="dram_bytes_over_least", of="parallel", at="first", at_most=1.6)
+    result = run(study(least, baseline="eager"), steps=counting(asked))
+    assert asked == [[("first", "forward", "parallel", False)]]
+    assert result.outcomes[0].values["first"].median == pytest.approx(1000 / result.cell("first", "parallel").plan.least_bytes)
+
+
 def test_loops_of_unknown_length_are_counted_only_if_a_criterion_names_them():
     asked = []
     over_control = FEWER.model_copy(update={"over": "product"})

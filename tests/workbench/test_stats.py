@@ -65,3 +65,18 @@ def test_the_geometric_mean_of_a_ratio_and_its_inverse_is_one():
 )
 def test_the_noise_floor_is_how_far_an_a_a_ratio_strays_from_one(ratios, floor):
     assert stats.noise_floor(stats.estimate(ratios)) == pytest.approx(floor)
+
+
+def test_a_ratio_without_shared_rounds_leaves_open_what_both_intervals_do():
+    one, other = stats.estimate([9.0, 10.0, 11.0]), stats.estimate([4.0, 5.0, 6.0, 5.0])
+    found = stats.unpaired_ratio(one, other)
+    assert found.median == pytest.approx(2.0)
+    assert (found.low, found.high) == pytest.approx((one.low / other.high, one.high / other.low))
+    assert found.samples == 3
+
+
+def test_the_mean_of_ratios_errs_as_if_all_erred_alike():
+    found = stats.mean_ratio([stats.estimate([1.9, 2.0, 2.1]), stats.estimate([7.6, 8.0, 8.4, 8.0])])
+    assert found.median == pytest.approx(4.0)
+    assert (found.low, found.high) == pytest.approx((0.95 * 4, 1.05 * 4), rel=0.01)
+    assert found.samples == 3

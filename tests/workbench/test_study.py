@@ -151,6 +151,35 @@ MISTAKES = {
     "bad regime": (('at = "big"', 'at = "big"\nregime = "hot"'), "criteria.0.regime is 'hot'"),
     "error over something": (('"speedup"', '"error"\nover = "two"'), "an error is judged against the oracle; leave over out."),
     "error from below": (('"speedup"', '"error"'), "an error is bounded from above; use at_most."),
+    "bytes over the least over something": (
+        ('"speedup"', '"dram_bytes_over_least"\nover = "two"'),
+        "bytes are held against the least; leave over out.",
+    ),
+    "bytes over the least from below": (('"speedup"', '"dram_bytes_over_least"'), "are bounded from above; use at_most."),
+    "unknown way to combine": (('at = "big"', 'combine = "mean"'), "criteria.0.combine is 'mean': input should be 'each'"),
+    "mean of one shape": (('at = "big"', 'at = "big"\ncombine = "geomean"'), "a geometric mean needs two shapes or more"),
+    "mean of some shapes": (
+        ('at = "big"', 'at = ["big", "small"]\ncombine = "geomean"\nin_at_least = 1'),
+        "a geometric mean is taken over all shapes; leave in_at_least or combine out.",
+    ),
+    "mean of errors": (
+        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"error"\nof = "one"\ncombine = "geomean"\nat_most'),
+        "of errors the largest counts, not their mean; leave combine out.",
+    ),
+    "share of work at one shape": (('at = "big"', 'at = "big"\nper = ["N"]'), "per is for times at two shapes; name the other"),
+    "bytes at two shapes": (
+        ('"speedup"', '"dram_bytes_ratio"\nover_at = "big"'),
+        "over_at is for times; leave it out, or use one of speedup, time_ratio as the measure.",
+    ),
+    "unknown other shape": (
+        ('at = "big"', 'at = "big"\nover_at = "bug"'),
+        "over_at names the unknown shape 'bug'. Did you mean 'big'?",
+    ),
+    "another shape of another scale": (('at = "big"', 'at = "big"\nover_at = "small"'), "so they never run together."),
+    "unknown size": (
+        ('at = "big"', 'at = "big"\nover_at = "big"\nper = ["T"]'),
+        "per names no size 'T'. Known: N, V.",
+    ),
 }
 
 
@@ -236,6 +265,27 @@ def test_a_broken_study_is_listed_with_its_problem_and_raised_when_asked_for(fol
     assert listed["mine"].study.question == "Is it?"
     with pytest.raises(StudyError):
         find_study("broken")
+
+
+def test_a_criterion_at_two_shapes_has_two_sides(written):
+    other = GOOD.replace('name = "small"\nscale = "small"', 'name = "small"')
+    text = other.replace('at = "big"', 'at = "big"\nover = "two"\nover_at = "small"\nper = ["N", "V"]')
+    study = load_study(written(text))
+    big, small = study.shapes
+    assert study.sides(study.criteria[0], big) == (({"launches": [1, 2]}, big), ("two", small))
+    alone = Criterion(name="e", measure="error", of="one", at_most=1)
+    assert study.sides(alone, big) == (("one", big),)
+
+
+def test_keys_that_came_later_leave_older_digests_as_they_were(written):
+    """A default of a new key may not make a stored study look as if its criteria had moved."""
+    (faster,) = load_study(written()).criteria
+    assert set(faster.model_dump()) == {
+        *("name", "measure", "of", "over", "at", "in_at_least", "direction", "regime", "at_least", "at_most"),
+    }
+    told = faster.model_copy(update={"combine": "geomean", "decides": False})
+    assert set(told.model_dump()) - set(faster.model_dump()) == {"combine", "decides"}
+    assert Criterion.model_validate_json(told.model_dump_json()) == told
 
 
 def test_our_own_studies_are_all_readable(pytestconfig, monkeypatch):

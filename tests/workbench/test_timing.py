@@ -11,10 +11,10 @@ import torch
 
 from onelaunch.workbench import sampling, timing
 from onelaunch.workbench.calls import Callee, status_of
-from onelaunch.workbench.sampling import CpuSampler, count_sets, rotate
+from onelaunch.workbench.sampling import CpuSampler, GpuSampler, count_sets, rotate
 from onelaunch.workbench.timing import Interrupted, measure, order
 from onelaunch.workbench.verify import Judge
-from tests.workbench.toy import parallel, toy_case, toy_sum
+from tests.workbench.toy import ToyCall, parallel, toy_case, toy_sum
 
 
 class FakeSampler:
@@ -306,7 +306,56 @@ def test_every_set_has_its_own_storage_and_the_same_contents():
     assert last.arguments["x"].is_leaf
 
 
+# Peak memory
+
+
+def test_peak_memory_is_what_one_call_adds_to_what_was_there(monkeypatch):
+    """1000 bytes were there, the call reached 5000 and kept 2000."""
+    log = []
+    memory = {"reset_peak_memory_stats": None, "memory_allocated": 1000, "max_memory_allocated": 5000}
+    for name, value in memory.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name, value=value: (log.append(name), value)[1])
+
+    class Stream:
+        def synchronize(self):
+            log.append("synchronize")
+
+    def call(**arguments):
+        log.append("call")
+        return parallel(ToyCall(**arguments))
+
+    rotation = rotate(Judge().truth(toy_sum, toy_case()), torch.device("cpu"))
+    sampler = GpuSampler(Callee("mine", call, toy_sum.outputs), rotation, torch.device("cuda"), Stream())
+    assert sampler._measure_peak() == 4000
+    assert log == ["reset_peak_memory_stats", "memory_allocated", "call", "synchronize", "max_memory_allocated"]
+
+
+def test_on_a_cpu_peak_memory_is_not_measured():
+    assert {subject.peak_bytes for subject in run(rounds=3).subjects.values()} == {None}
+
+
 # On a GPU
+
+
+@pytest.mark.gpu
+def test_peak_memory_holds_results_and_what_is_used_on_the_way_and_no_inputs():
+    case = toy_case("float16", B=8, T=512, V=64)  # x is 512 KiB, and so is y
+
+    @toy_sum.variant("greedy")
+    def greedy(call):
+        scratch = torch.empty(64 << 20, dtype=torch.int8, device=call.x.device)
+        del scratch
+        return parallel(call)
+
+    try:
+        found = measure(toy_sum, case, variants=["parallel", "greedy"], baseline="parallel", rounds=3, device="cuda").subjects
+        both = measure(toy_sum, case, "forward_backward", variants=["parallel"], rounds=3, device="cuda").subjects
+    finally:
+        del toy_sum.variants["greedy"]
+    y = 8 * 512 * 64 * 2
+    assert y <= found["parallel"].peak_bytes < 16 * y
+    assert 64 << 20 <= found["greedy"].peak_bytes < 65 << 20
+    assert both["parallel"].peak_bytes >= 2 * y  # y and the gradient of x
 
 
 @pytest.mark.gpu

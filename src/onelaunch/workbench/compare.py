@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from onelaunch.operation import Direction
-from onelaunch.workbench.result import Cell, CriterionStatus, DecisionKind, Estimate, Regime, Result, Timing
+from onelaunch.workbench.result import Cell, CriterionStatus, DecisionKind, Estimate, Regime, Result
+from onelaunch.workbench.stats import unpaired_ratio
 
 Change = Literal["SAME", "FASTER", "SLOWER", "AMBIGUOUS"]
 """Of the second result against the first. AMBIGUOUS: the interval is too wide for any of the others."""
+
+LEAST_MEMORY = 1.01
+"""Peak memory is counted, not timed: it has no noise but the rounding of the allocator."""
 
 LEAST_NOISE = 1.01
 """Where a result has no A/A run of a shape, differences below this are noise all the same, and nothing is claimed as changed."""
@@ -35,6 +39,18 @@ class TimeChange:
     before: float
     """Microseconds in the first result."""
     after: float
+
+
+@dataclass(frozen=True)
+class MemoryChange:
+    """One variant's peak memory in both results, where it differs by more than the allocator's rounding."""
+
+    shape: str
+    direction: Direction
+    variant: str
+    before: int
+    """Bytes in the first result."""
+    after: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,7 @@ class Comparison:
     """What changed from the first result to the second."""
 
     times: tuple[TimeChange, ...]
+    memory: tuple[MemoryChange, ...]
     statuses: tuple[StatusChange, ...]
     outcomes: tuple[OutcomeChange, ...]
     decision: tuple[DecisionKind | None, DecisionKind | None] | None
@@ -87,6 +104,7 @@ def compare(a: Result, b: Result) -> Comparison:
     shared = [place for place in first if place in second]
     return Comparison(
         times=tuple(change for place in shared for change in _times(a, b, first[place], second[place])),
+        memory=tuple(change for place in shared if (change := _memory(first[place], second[place])) is not None),
         statuses=tuple(_status(first[place], second[place]) for place in shared if first[place].status != second[place].status),
         outcomes=_outcomes(a, b),
         decision=_decision(a, b),
@@ -123,7 +141,7 @@ def _times(a: Result, b: Result, before: Cell, after: Cell) -> list[TimeChange]:
         later = after.timing(earlier.regime)
         if later is None:
             continue
-        ratio = _ratio(earlier, later)
+        ratio = unpaired_ratio(later.microseconds, earlier.microseconds)
         floors = [_noise(result, before, earlier.regime) for result in (a, b)]
         known = [floor for floor in floors if floor is not None]
         noise = max(LEAST_NOISE, *known) if len(known) == len(floors) else float("inf")
@@ -143,14 +161,12 @@ def _times(a: Result, b: Result, before: Cell, after: Cell) -> list[TimeChange]:
     return changes
 
 
-def _ratio(before: Timing, after: Timing) -> Estimate:
-    one, other = before.microseconds, after.microseconds
-    return Estimate(
-        median=other.median / one.median,
-        low=other.low / one.high,
-        high=other.high / one.low,
-        samples=min(one.samples, other.samples),
-    )
+def _memory(before: Cell, after: Cell) -> MemoryChange | None:
+    if before.status != "ok" or after.status != "ok" or not before.peak_bytes or not after.peak_bytes:
+        return None
+    if 1 / LEAST_MEMORY <= after.peak_bytes / before.peak_bytes <= LEAST_MEMORY:
+        return None
+    return MemoryChange(before.shape, before.direction, before.variant, before.peak_bytes, after.peak_bytes)
 
 
 def _noise(result: Result, cell: Cell, regime: Regime) -> float | None:
@@ -208,7 +224,9 @@ def _declarations(a: Result, b: Result) -> list[str]:
             elif name not in earlier:
                 sentences.append(f"{key}: {name!r} is in the second only.")
             elif earlier[name] != later[name]:
-                changed = ", ".join(field for field in earlier[name] if earlier[name][field] != later[name][field])
+                one_side, other_side = earlier[name], later[name]
+                fields = dict.fromkeys((*one_side, *other_side))  # a key at its default may be left out
+                changed = ", ".join(field for field in fields if one_side.get(field) != other_side.get(field))
                 sentences.append(f"{key}: {name!r} differs in {changed}.")
     sentences += [f"{key} differ." for key in one if key not in ("shapes", "criteria") and one[key] != other[key]]
     return sentences

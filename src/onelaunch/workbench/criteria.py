@@ -3,11 +3,16 @@
 Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies beyond the bound and
 its median does so by more than the A/A noise of that shape; *missed* when the whole interval lies on the other side, or the
 median does by more than the noise; else *inconclusive*. It is *infeasible* when it would take a run below the floor, seen from
-the measured time it compares with. Bytes count as measured only if the hardware counted both sides.
+the measured time it compares with. Bytes count as measured only if the hardware counted them.
+
+Times at two shapes share no rounds: their interval is what both leave open, their noise the larger of both. A geometric mean over
+shapes is judged in the same way, its interval and its noise taken as if all shapes erred in the same direction; it is measured
+only where every shape is. Memory and bytes are exact numbers, held against the bound as they are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +20,7 @@ from onelaunch.errors import listing
 from onelaunch.workbench import stats
 from onelaunch.workbench.plan import mebibytes
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Noise, Outcome, Result, Timing
-from onelaunch.workbench.study import Criterion, Selector, Shape
+from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape, Study
 
 FEWEST_ROUNDS = 3
 """With fewer rounds there is no interval to believe."""
@@ -54,6 +59,10 @@ class Finding:
     """The same in a word or two, for a row of shapes."""
     value: Estimate | None = None
     best_of: int = 1
+    noise: float | None = None
+    """The smallest factor that may be claimed of a time, where an A/A run tells it."""
+    gain: float | None = None
+    """What :func:`possible_gain` says of a time."""
 
 
 def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ...]:
@@ -71,7 +80,7 @@ def candidate(result: Result, criterion: Criterion, selector: Selector, shape: s
     names = result.study.select(selector)
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
-    counted = [cell for cell in cells if cell.status == "ok"] if criterion.measure == "dram_bytes_ratio" else []
+    counted = [] if criterion.measure in TIMES else [cell for cell in cells if cell.status == "ok"]
     usable = timed or counted
     if not usable:
         return Candidate(None, 0, _why_none(names, cells, shape, criterion))
@@ -81,14 +90,16 @@ def candidate(result: Result, criterion: Criterion, selector: Selector, shape: s
 def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | None:
     """The most that time of ``over`` / time of ``of`` can be at a shape: the measured time of ``over`` over the floor of ``of``.
 
-    ``None`` where that is not known, and outside the cold regime, for which floors are computed.
+    Each for its share of the work where the criterion asks so. ``None`` where that is not known, and outside the cold regime, for
+    which floors are computed.
     """
     if criterion.regime != "cold":
         return None
-    over = candidate(result, criterion, result.study.over(criterion), shape).cell
+    _, (selector, other) = result.study.sides(criterion, result.study.shape(shape))
+    over = candidate(result, criterion, selector, other.name).cell
     floor = _floor(result, criterion, shape)
     timing = over.timing("cold") if over else None
-    return timing.microseconds.high / floor if timing and floor else None
+    return timing.microseconds.high / floor / _share(result.study, criterion, shape) if timing and floor else None
 
 
 def microseconds(value: float) -> str:
@@ -98,10 +109,12 @@ def microseconds(value: float) -> str:
 
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
     findings = [_finding(result, criterion, shape) for shape in result.study.shapes_of(criterion)]
+    mean = _mean(criterion, findings) if criterion.combine == "geomean" else None
     needed = criterion.in_at_least or len(findings)
-    status = "infeasible" if refuted else _combine([finding.status for finding in findings], needed)
-    evidence = _evidence(criterion, findings, needed)
+    status = mean.status if mean else _combine([finding.status for finding in findings], needed)
+    evidence = f"{mean.text}." if mean else _evidence(criterion, findings, needed)
     if refuted:
+        status = "infeasible"
         measured = any(finding.value is not None for finding in findings)
         evidence = f"{refuted[:1].upper()}{refuted[1:]}" + (f"; measured: {evidence}" if measured else ".")
     names = (*result.study.variant_names(), *result.study.controls)
@@ -110,6 +123,7 @@ def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outco
         status=status,
         evidence=evidence if evidence.startswith(names) else evidence[:1].upper() + evidence[1:],
         values={finding.shape: finding.value for finding in findings if finding.value is not None},
+        overall=mean.value if mean else None,
         best_of=max((finding.best_of for finding in findings), default=1),
     )
 
@@ -126,11 +140,51 @@ def _combine(statuses: Sequence[CriterionStatus], needed: int) -> CriterionStatu
     return "inconclusive" if count["met"] + count["inconclusive"] >= needed else "not_measured"
 
 
+def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
+    """A criterion on the geometric mean over its shapes."""
+    if said_of_all := _said_of_all(findings):
+        return Finding("", "not_measured", said_of_all, "")
+    row = ", ".join(f"{one.shape} {one.value.median:.3g}" if one.value else f"{one.shape} {one.brief}" for one in findings)
+    values = [one.value for one in findings if one.value is not None]
+    if len(values) < len(findings):
+        measured = f"{len(values)} of {len(findings)} shapes"
+        return Finding("", "not_measured", f"{_asked(criterion)} measured at {measured}, which give no mean: {row}", "")
+    ratio = stats.mean_ratio(values)
+    noises = [one.noise for one in findings if one.noise is not None]
+    noise = stats.geometric_mean(noises) if len(noises) == len(findings) else None
+    details = ""
+    if criterion.measure in TIMES:
+        status, why = _judge(ratio, criterion, noise)
+        gains = [one.gain for one in findings if one.gain is not None]
+        if status != "met" and len(gains) == len(findings) and _out_of_reach(criterion, gain := stats.geometric_mean(gains)):
+            status = "infeasible"
+            most = f"at most {gain:.2f}x the speed" if criterion.measure == "speedup" else f"at least {1 / gain:.2f}x the time"
+            why = f"{most} is possible, as the floors are"
+        noted = f", A/A noise {noise:.3g}" if noise else ""
+        details = f" ({ratio.low:.3g} to {ratio.high:.3g}{noted})"
+    else:
+        status, why = _held(criterion, ratio.median), ""
+    because = f": {why}" if why else ""
+    best = max(one.best_of for one in findings)
+    chosen = f"; best of {best} at each shape" if best > 1 else ""
+    text = (
+        f"{_asked(criterion)} {ratio.median:.3g} in the geometric mean over {len(findings)} shapes{details}, "
+        f"{_bound(criterion)} was asked{because}; {row}{chosen}"
+    )
+    return Finding("", status, text, "", ratio, best)
+
+
+def _said_of_all(findings: Sequence[Finding]) -> str:
+    """What keeps every shape from being measured, where it is the same for all; else nothing."""
+    same = all(finding.value is None for finding in findings) and len({finding.text for finding in findings}) == 1
+    return findings[0].text if same else ""
+
+
 def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) -> str:
     if len(findings) == 1:
         return f"{findings[0].text}."
-    if all(finding.value is None for finding in findings) and len({finding.text for finding in findings}) == 1:
-        return f"{findings[0].text}."
+    if said_of_all := _said_of_all(findings):
+        return f"{said_of_all}."
     met = sum(finding.status == "met" for finding in findings)
     row = ", ".join(f"{finding.shape} {finding.brief}" for finding in findings)
     best = max(finding.best_of for finding in findings)
@@ -141,12 +195,20 @@ def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) ->
 def _asked(criterion: Criterion) -> str:
     of = _selector_words(criterion.of)
     over = "the baseline" if criterion.over is None else _selector_words(criterion.over)
+    if criterion.over_at is not None:
+        over += f" at {criterion.over_at}{_per(criterion)}"
     return {
         "speedup": f"the speed of {of} over {over} is",
         "time_ratio": f"the time of {of} over that of {over} is",
         "dram_bytes_ratio": f"the bytes of {over} over those of {of} are",
+        "dram_bytes_over_least": f"the bytes of {of} over the least are",
+        "peak_memory_ratio": f"the peak memory of {of} over that of {over} is",
         "error": f"the error of {of} is",
     }[criterion.measure]
+
+
+def _per(criterion: Criterion) -> str:
+    return f" per {'*'.join(criterion.per)}" if criterion.per else ""
 
 
 def _bound(criterion: Criterion) -> str:
@@ -167,21 +229,27 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
         return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")
     if criterion.measure == "error":
         return _error(result, criterion, shape.name)
-    of = candidate(result, criterion, criterion.of, shape.name)
-    over = candidate(result, criterion, result.study.over(criterion), shape.name)
-    if of.cell is None or over.cell is None:
-        reason = "; ".join(dict.fromkeys(side.reason for side in (of, over) if side.cell is None))
+    sides = [candidate(result, criterion, selector, where.name) for selector, where in result.study.sides(criterion, shape)]
+    cells = [side.cell for side in sides if side.cell is not None]
+    if len(cells) < len(sides):
+        reason = "; ".join(dict.fromkeys(side.reason for side in sides if side.cell is None))
         return Finding(shape.name, "not_measured", f"not measured: {reason}", f"not measured ({reason})")
+    among = max(side.among for side in sides)
+    if criterion.measure == "dram_bytes_over_least":
+        return _bytes_over_least(criterion, cells[0], among)
+    of, over = cells
     if criterion.measure == "dram_bytes_ratio":
-        return _bytes(criterion, of.cell, over.cell, max(of.among, over.among))
-    return _times(result, criterion, of.cell, over.cell, max(of.among, over.among))
+        return _bytes(criterion, of, over, among)
+    if criterion.measure == "peak_memory_ratio":
+        return _memory(criterion, of, over, among)
+    return _times(result, criterion, of, over, among)
 
 
 def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
     of_time, over_time = _timing(of, criterion), _timing(over, criterion)
     faster = criterion.measure == "speedup"
-    ratio = stats.ratio(over_time.rounds, of_time.rounds) if faster else stats.ratio(of_time.rounds, over_time.rounds)
-    noise = noise_at(result, criterion, of.shape)
+    ratio = _ratio(result.study, criterion, of, over)
+    noise = _noise(result, criterion, (of.shape, over.shape))
     status, why = _judge(ratio, criterion, noise)
     gain = possible_gain(result, criterion, of.shape)
     if status != "met" and gain is not None and _out_of_reach(criterion, gain):
@@ -193,31 +261,59 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
     details = [
         f"{ratio.low:.3g} to {ratio.high:.3g} in {ratio.samples} rounds",
         f"{criterion.regime}: {microseconds(of_time.microseconds.median)} against {microseconds(over_time.microseconds.median)}",
-        *([f"A/A noise {noise.floor:.3g}"] if noise else []),
+        *([f"A/A noise {noise:.3g}"] if noise else []),
         *([f"best of {among}"] if among > 1 else []),
     ]
     because = f": {why}" if why else ""
+    against = f"{over.variant} at {of.shape}"
+    if criterion.over_at is not None:
+        against = f"{over.variant} at {over.shape}{_per(criterion)}, itself at {of.shape}"
     text = (
-        f"{of.variant} {relation.format(ratio.median)} {over.variant} at {of.shape} ({', '.join(details)}), "
-        f"{_bound(criterion)} was asked{because}"
+        f"{of.variant} {relation.format(ratio.median)} {against} ({', '.join(details)}), {_bound(criterion)} was asked{because}"
     )
     brief = f"{ratio.median:.3g}" + ("" if status == "met" else f" ({status}{because})")
-    return Finding(of.shape, status, text, brief, ratio, among)
+    return Finding(of.shape, status, text, brief, ratio, among, noise, gain)
 
 
-def _judge(ratio: Estimate, criterion: Criterion, noise: Noise | None) -> tuple[CriterionStatus, str]:
+def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
+    """Of the two cells' times, as the measure has it: round by round where they share rounds, each for its share of the work."""
+    of_time, over_time = _timing(of, criterion), _timing(over, criterion)
+    share = _share(study, criterion, of.shape)
+    a, b, scale = (over_time, of_time, 1 / share) if criterion.measure == "speedup" else (of_time, over_time, share)
+    if criterion.over_at is None:
+        return stats.ratio(a.rounds, b.rounds)
+    found = stats.unpaired_ratio(a.microseconds, b.microseconds)
+    scaled = {"median": scale * found.median, "low": scale * found.low, "high": scale * found.high}
+    return found.model_copy(update=scaled)
+
+
+def _share(study: Study, criterion: Criterion, shape: str) -> float:
+    """How much more work the criterion's other shape is, in the sizes that it counts ``per``: 1 where it names none."""
+    (_, own), (_, other) = study.sides(criterion, study.shape(shape))
+    work = [math.prod(side.sizes[name] for name in criterion.per) for side in (own, other)]
+    return work[1] / work[0] if work[0] else 1.0
+
+
+def _noise(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
+    """The larger noise of the shapes that times are taken at; ``None`` where one of them has no A/A run."""
+    found = [noise_at(result, criterion, shape) for shape in shapes]
+    known = [noise.floor for noise in found if noise is not None]
+    return max(known) if len(known) == len(found) else None
+
+
+def _judge(ratio: Estimate, criterion: Criterion, noise: float | None) -> tuple[CriterionStatus, str]:
     """Met, missed or inconclusive, and in the last case why."""
     if ratio.samples < FEWEST_ROUNDS:
         return "inconclusive", f"{ratio.samples} round{'s' * (ratio.samples != 1)} give no interval"
     if noise is None:
         return "inconclusive", "without an A/A run the noise is unknown"
     bound, low, high, median = _turned(criterion, ratio)
-    if low >= bound and median >= bound * noise.floor:
+    if low >= bound and median >= bound * noise:
         return "met", ""
-    if high < bound or median < bound / noise.floor:
+    if high < bound or median < bound / noise:
         return "missed", ""
     if low >= bound:
-        return "inconclusive", f"the A/A noise of {noise.floor:.3g} is larger than the distance to the bound"
+        return "inconclusive", f"the A/A noise of {noise:.3g} is larger than the distance to the bound"
     return "inconclusive", "the interval holds the bound"
 
 
@@ -254,11 +350,50 @@ def _bytes(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
             f"not measured: no counted bytes at {of.shape}; by arithmetic {value:.2f} ({amounts}), {_bound(criterion)} was asked"
         )
         return Finding(of.shape, "not_measured", text, f"{value:.2f} by arithmetic, not counted", None, among)
-    enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)
     chosen = f", best of {among}" if among > 1 else ""
     text = f"counted by ncu at {of.shape}: {value:.2f}x ({amounts}{chosen}), {_bound(criterion)} was asked"
+    return _exactly(criterion, of.shape, value, text, f"{value:.2f}", among)
+
+
+def _bytes_over_least(criterion: Criterion, cell: Cell, among: int) -> Finding:
+    if cell.traffic is None or cell.plan is None or not cell.plan.least_bytes:
+        text = f"not measured: there is no traffic of {cell.variant} at {cell.shape}"
+        return Finding(cell.shape, "not_measured", text, "no traffic")
+    value = cell.traffic.total / cell.plan.least_bytes
+    chosen = f", best of {among}" if among > 1 else ""
+    amounts = f"{mebibytes(cell.traffic.total)} of {cell.variant} against {mebibytes(cell.plan.least_bytes)} at the least{chosen}"
+    if cell.traffic.source != "ncu":
+        by_hand = f"by arithmetic {value:.2f} ({amounts}), {_bound(criterion)} was asked"
+        text = f"not measured: no counted bytes at {cell.shape}; {by_hand}"
+        return Finding(cell.shape, "not_measured", text, f"{value:.2f} by arithmetic, not counted", None, among)
+    text = f"counted by ncu at {cell.shape}: {value:.2f}x ({amounts}), {_bound(criterion)} was asked"
+    return _exactly(criterion, cell.shape, value, text, f"{value:.2f}", among)
+
+
+def _memory(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
+    if not of.peak_bytes or not over.peak_bytes:
+        missing = listing(cell.variant for cell in (of, over) if not cell.peak_bytes)
+        text = f"not measured: there is no peak memory of {missing} at {of.shape}"
+        return Finding(of.shape, "not_measured", text, "not measured")
+    value = of.peak_bytes / over.peak_bytes
+    chosen = f", best of {among}" if among > 1 else ""
+    amounts = f"{mebibytes(of.peak_bytes)} against {mebibytes(over.peak_bytes)}{chosen}"
+    relation = f"takes {value:.3g}x the peak memory of"
+    text = f"{of.variant} {relation} {over.variant} at {of.shape} ({amounts}), {_bound(criterion)} was asked"
+    return _exactly(criterion, of.shape, value, text, f"{value:.3g}", among)
+
+
+def _exactly(criterion: Criterion, shape: str, value: float, text: str, brief: str, among: int = 1) -> Finding:
+    """A finding of a number without an interval."""
+    status = _held(criterion, value)
     exact = Estimate(median=value, low=value, high=value, samples=1)
-    return Finding(of.shape, "met" if enough else "missed", text, f"{value:.2f}", exact, among)
+    return Finding(shape, status, text, brief if status == "met" else f"{brief} (missed)", exact, among)
+
+
+def _held(criterion: Criterion, value: float) -> CriterionStatus:
+    """Whether an exact number is on the right side of the bound."""
+    enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)
+    return "met" if enough else "missed"
 
 
 def _error(result: Result, criterion: Criterion, shape: str) -> Finding:
@@ -274,10 +409,8 @@ def _error(result: Result, criterion: Criterion, shape: str) -> Finding:
             return Finding(shape, "missed", f"{cell.variant} is incorrect at {shape}: {cell.verdict.explain()}", "incorrect")
     errors = [(part.error, part.name, cell.variant) for cell in judged if cell.verdict for part in cell.verdict.components]
     error, part, variant = max(errors)
-    enough = criterion.at_most is not None and error <= criterion.at_most
     text = f"the largest norm-wise error of {variant} at {shape} is {error:.2g} ({part}), at most {criterion.at_most:g} was asked"
-    exact = Estimate(median=error, low=error, high=error, samples=1)
-    return Finding(shape, "met" if enough else "missed", text, f"{error:.2g}", exact)
+    return _exactly(criterion, shape, error, text, f"{error:.2g}")
 
 
 def _floor(result: Result, criterion: Criterion, shape: str) -> float | None:

@@ -10,14 +10,15 @@ In this order, the first that applies:
    factor only, so that it cannot be said what brought it: *measure more*.
 6. Otherwise, and if at least one criterion is met: *proceed*.
 
-Two kinds of criteria are set aside, with a sentence, and never count as met: those that arithmetic refutes, once what they ask
+Three kinds of criteria are set aside, with a sentence, and never count as met: those that arithmetic refutes, once what they ask
 about was measured (the number then says how near one comes; without it a study would be decided on a question that it neither
-asked well nor looked at), and in a full-scale run those that are declared for small-scale shapes alone. A small-scale run sets
-no criterion of full-scale shapes aside: the question of a study is asked at full scale.
+asked well nor looked at), in a full-scale run those that are declared for small-scale shapes alone, and those that are declared
+not to decide. A small-scale run sets no criterion of full-scale shapes aside: the question of a study is asked at full scale.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -27,7 +28,7 @@ from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.criteria import STATUS_WORDS, candidate, microseconds, noise_at
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
-from onelaunch.workbench.study import Criterion, Selector
+from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape
 
 MOSTLY = 0.5
 """A share of the time above this is most of it."""
@@ -137,6 +138,8 @@ def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[
 def _set_aside(result: Result, outcome: Outcome) -> str | None:
     """Why a criterion takes no part in the decision, or ``None`` when it does."""
     criterion = outcome.criterion
+    if not criterion.decides:
+        return f"is {outcome.status.replace('_', ' ')} and declared not to decide: {outcome.evidence}"
     if _refuted(outcome) and outcome.values:
         return f"is infeasible and never counts as met: {outcome.evidence}"
     scales = {shape.scale for shape in result.study.shapes_of(criterion)}
@@ -147,7 +150,7 @@ def _set_aside(result: Result, outcome: Outcome) -> str | None:
 
 def _refuted(outcome: Outcome) -> bool:
     """Whether arithmetic alone makes the criterion infeasible: for times it takes a measured baseline."""
-    return outcome.status == "infeasible" and outcome.criterion.measure in ("dram_bytes_ratio", "error")
+    return outcome.status == "infeasible" and outcome.criterion.measure not in TIMES
 
 
 def _broken(result: Result, judged: list[Outcome]) -> list[str]:
@@ -155,8 +158,8 @@ def _broken(result: Result, judged: list[Outcome]) -> list[str]:
     sentences = []
     for outcome in judged:
         criterion = outcome.criterion
-        for selector in (criterion.of, result.study.over(criterion)):
-            for shape in result.study.shapes_of(criterion):
+        for at in result.study.shapes_of(criterion):
+            for selector, shape in result.study.sides(criterion, at):
                 if candidate(result, criterion, selector, shape.name).cell is None:
                     sentences += [_describe(cell) for cell in _cells(result, criterion, selector, shape.name) if _is_broken(cell)]
     return list(dict.fromkeys(sentences))
@@ -180,9 +183,9 @@ def _cells(result: Result, criterion: Criterion, selector: Selector, shape: str)
 def _missed(result: Result, outcome: Outcome) -> str:
     criterion = outcome.criterion
     sentence = f"{criterion.name!r} is missed: {outcome.evidence}"
-    if criterion.measure == "error":
+    if criterion.measure in ("error", "peak_memory_ratio"):
         return sentence
-    for shape in result.study.shapes_of(criterion):
+    for shape in _worst_first(result, outcome):
         cell = candidate(result, criterion, criterion.of, shape.name).cell
         time = _cold(cell) if cell is not None else None
         if cell is not None and cell.plan is not None and time is not None:
@@ -192,6 +195,13 @@ def _missed(result: Result, outcome: Outcome) -> str:
                 f"{microseconds(cell.plan.floor_microseconds)}; {bottleneck(result, cell)}."
             )
     return sentence
+
+
+def _worst_first(result: Result, outcome: Outcome) -> list[Shape]:
+    """The shapes of a criterion, the one that is farthest from its bound first."""
+    sign = 1 if outcome.criterion.at_least is not None else -1
+    worst = {name: sign * value.median for name, value in outcome.values.items()}
+    return sorted(result.study.shapes_of(outcome.criterion), key=lambda shape: worst.get(shape.name, math.inf))
 
 
 def _unsettled(outcomes: list[Outcome]) -> list[str]:
@@ -216,7 +226,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
     Only claims between variants of known launches are claims about fusion; being faster than a peer's library is a fact.
     """
     criterion = outcome.criterion
-    if criterion.measure != "speedup" or criterion.regime != "cold":
+    if criterion.measure != "speedup" or criterion.regime != "cold" or criterion.over_at is not None:
         return []
     sentences = []
     for shape in outcome.values:

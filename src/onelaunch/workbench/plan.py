@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from onelaunch.operation import Cost, Direction, Variant, find_operation
 from onelaunch.workbench.result import Plan
+from onelaunch.workbench.stats import geometric_mean
 from onelaunch.workbench.study import Criterion, Scale, Selector, Shape, Study
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
@@ -84,6 +86,8 @@ def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
 def infeasibility(study: Study, criterion: Criterion) -> str | None:
     """Why arithmetic alone refutes a criterion, or ``None``. Criteria on times need a measured baseline first."""
     shapes = study.shapes_of(criterion)
+    if criterion.combine == "geomean" and criterion.measure == "dram_bytes_ratio":
+        return _infeasible_mean(study, criterion, shapes)
     needed = criterion.in_at_least or len(shapes)
     refuted = [why for shape in shapes if (why := _infeasible_at(study, criterion, shape)) is not None]
     return "; ".join(refuted) if len(shapes) - len(refuted) < needed else None
@@ -95,6 +99,23 @@ def mebibytes(count: float) -> str:
     return f"{amount:.1f} MiB" if 1 <= amount < 1000 else f"{amount:.3g} MiB" if amount < 1 else f"{amount / 1024:.2f} GiB"
 
 
+def _infeasible_mean(study: Study, criterion: Criterion, shapes: Sequence[Shape]) -> str | None:
+    """The same for the geometric mean of the bytes saved."""
+    moved = [
+        (_most_bytes(study, study.over(criterion), shape, criterion.direction), _least(study, shape, criterion.direction).bytes)
+        for shape in shapes
+    ]
+    if criterion.at_least is None or not all(most and least for most, least in moved):
+        return None
+    mean = geometric_mean([most / least for most, least in moved])
+    if mean >= criterion.at_least:
+        return None
+    return (
+        f"at most {mean:.2f}x fewer bytes is possible in the geometric mean over {len(shapes)} shapes, "
+        f"the study asks for at least {criterion.at_least:g}x"
+    )
+
+
 def _infeasible_at(study: Study, criterion: Criterion, shape: Shape) -> str | None:
     if criterion.measure == "dram_bytes_ratio" and criterion.at_least is not None:
         most = _most_bytes(study, study.over(criterion), shape, criterion.direction)
@@ -104,6 +125,10 @@ def _infeasible_at(study: Study, criterion: Criterion, shape: Shape) -> str | No
                 f"at most {most / least:.2f}x fewer bytes is possible at {shape.name} ({mebibytes(most)} against "
                 f"{mebibytes(least)}), the study asks for at least {criterion.at_least:g}x"
             )
+    if criterion.measure == "dram_bytes_over_least" and criterion.at_most is not None and criterion.at_most < 1:
+        least = _least(study, shape, criterion.direction).bytes
+        least_words = f"fewer than the least bytes cannot move at {shape.name} ({mebibytes(least)})"
+        return f"{least_words}, the study asks for {criterion.at_most:g}x"
     if criterion.measure == "error" and criterion.at_most is not None:
         finest = EXACTNESS * ROUNDING[shape.dtype]
         if criterion.at_most < finest:

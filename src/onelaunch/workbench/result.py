@@ -12,11 +12,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from onelaunch.errors import ResultCorrupt, ResultExists
+from onelaunch.errors import ResultCorrupt, ResultExists, listing
 from onelaunch.operation import Direction
 from onelaunch.workbench.study import Criterion, Study
 
-SCHEMA = 1
+SCHEMA = 2
+"""Version 1 knew no means over shapes, no times at two shapes, no memory and no criteria that do not decide: what it stored reads
+as it stands."""
+
+READABLE = (1, 2)
 
 Regime = Literal["cold", "warm", "eager"]
 """cold: inputs rotated through more than three last-level caches, graph replay on a GPU; warm: the same inputs again;
@@ -125,7 +129,8 @@ class Cell(Stored):
     timings: tuple[Timing, ...] = ()
     traffic: Traffic | None = None
     peak_bytes: int | None = None
-    """Most memory in use above the inputs during one call."""
+    """Most memory in use above the inputs during one call, as :class:`onelaunch.workbench.sampling.GpuSampler` measures it;
+    ``None`` where it is not measured, such as on a CPU."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
@@ -154,6 +159,8 @@ class Outcome(Stored):
     """One sentence with the numbers."""
     values: dict[str, Estimate] = Field(default_factory=dict)
     """The measured value per shape."""
+    overall: Estimate | None = None
+    """Their geometric mean, where the criterion asks for it and every shape has a value."""
     best_of: int = 1
     """From how many candidates the measured one was chosen."""
 
@@ -217,7 +224,7 @@ class StoredCeilings(Stored):
 class Result(Stored):
     """A finished, or interrupted, study."""
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1, 2] = SCHEMA
     study: Study
     study_digest: str
     """SHA-256 of the declaration: criteria cannot be moved afterwards unnoticed."""
@@ -252,9 +259,9 @@ class Result(Stored):
             raw = json.loads(path.read_text())
         except (OSError, UnicodeDecodeError, ValueError) as error:
             raise ResultCorrupt(path, str(error)) from error
-        if not isinstance(raw, dict) or raw.get("schema_version") != SCHEMA:
+        if not isinstance(raw, dict) or raw.get("schema_version") not in READABLE:
             version = raw.get("schema_version") if isinstance(raw, dict) else None
-            raise ResultCorrupt(path, f"its schema_version is {version!r}, this onelaunch reads {SCHEMA}")
+            raise ResultCorrupt(path, f"its schema_version is {version!r}, this onelaunch reads {listing(map(str, READABLE))}")
         try:
             return cls.model_validate(raw)
         except ValidationError as error:

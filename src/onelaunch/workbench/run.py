@@ -24,7 +24,7 @@ from onelaunch.workbench.decision import decide
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.provenance import provenance
 from onelaunch.workbench.result import Cell, Noise, Result, StoredCeilings, Traffic
-from onelaunch.workbench.study import Scale, Shape, Study
+from onelaunch.workbench.study import DRAM_BYTES, Scale, Shape, Study
 from onelaunch.workbench.timing import Interrupted, Measurements, measure
 from onelaunch.workbench.verify import Judge
 
@@ -299,14 +299,15 @@ class _Run:
 def _places_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:
     if count == "all":
         return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions)
-    asked = [criterion for criterion in study.criteria if count and criterion.measure == "dram_bytes_ratio"]
+    asked = [criterion for criterion in study.criteria if count and criterion.measure in DRAM_BYTES]
     return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
 
 
 def _named_for_bytes(study: Study) -> set[str]:
     """Variants and controls that criteria on bytes stand for."""
-    asked = [criterion for criterion in study.criteria if criterion.measure == "dram_bytes_ratio"]
-    return {name for criterion in asked for side in (criterion.of, study.over(criterion)) for name in study.select(side)}
+    asked = [criterion for criterion in study.criteria if criterion.measure in DRAM_BYTES]
+    sides = [side for criterion in asked for shape in study.shapes_of(criterion) for side in study.sides(criterion, shape)]
+    return {name for selector, _ in sides for name in study.select(selector)}
 
 
 def _key(planned: PlannedCell) -> tuple[str, Direction, str]:

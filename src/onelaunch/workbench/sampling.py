@@ -45,7 +45,7 @@ class Sampler(Protocol):
     """Times one subject."""
 
     peak_bytes: int | None
-    """Most memory in use above the inputs during one call; ``None`` where it cannot be told."""
+    """Most memory in use above the inputs during one call; ``None`` where it is not measured."""
     refused: dict[Regime, tuple[Status, str]]
     """Regimes that the subject cannot be timed in, after :meth:`prepare`."""
 
@@ -318,6 +318,13 @@ class GpuSampler:
         self._flush.zero_()
 
     def _measure_peak(self) -> int:
+        """The most that PyTorch's allocator had given out during one call, above what it had given out before.
+
+        One call from Python after warming up, outside of any graph. Inputs and incoming gradients are there before and do not
+        count; all that the call makes does: results, and with a backward pass what is kept for it and the gradients of the
+        inputs. Nor is counted what a variant keeps between calls, or what a library takes past PyTorch's allocator.
+        """
+        gc.collect()  # garbage of earlier calls that went during this one would hide some of it
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         answer = self._callee(self._rotation.next())

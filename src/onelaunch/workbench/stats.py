@@ -40,6 +40,21 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> Estimate:
     return estimate([one / other for one, other in zip(a, b, strict=False)])
 
 
+def unpaired_ratio(a: Estimate, b: Estimate) -> Estimate:
+    """``a / b`` where no rounds were shared (other runs, other shapes): the interval is what both intervals leave open."""
+    return Estimate(median=a.median / b.median, low=a.low / b.high, high=a.high / b.low, samples=min(a.samples, b.samples))
+
+
+def mean_ratio(ratios: Sequence[Estimate]) -> Estimate:
+    """The geometric mean of ratios; its interval as if all of them erred the same way, ``samples`` of the fewest."""
+    return Estimate(
+        median=geometric_mean([one.median for one in ratios]),
+        low=geometric_mean([one.low for one in ratios]),
+        high=geometric_mean([one.high for one in ratios]),
+        samples=min(one.samples for one in ratios),
+    )
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """The mean for ratios; every value must be above zero."""
     return float(np.exp(np.mean(np.log(np.asarray(values, dtype=np.float64)))))

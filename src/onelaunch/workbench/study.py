@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from onelaunch.errors import ArgumentError, OneLaunchError, StudyError, UnknownOperation, UnknownStudy, did_you_mean, listing
 from onelaunch.operation import Case, Direction, Operation, Variant, find_operation
@@ -26,7 +34,16 @@ else:
 Scale = Literal["small", "full"]
 """``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""
 
-Measure = Literal["speedup", "time_ratio", "dram_bytes_ratio", "error"]
+Measure = Literal["speedup", "time_ratio", "dram_bytes_ratio", "dram_bytes_over_least", "peak_memory_ratio", "error"]
+
+TIMES: tuple[Measure, ...] = ("speedup", "time_ratio")
+"""Measures that have rounds, an interval and a noise; the others are exact numbers."""
+
+DRAM_BYTES: tuple[Measure, ...] = ("dram_bytes_ratio", "dram_bytes_over_least")
+"""Measures for which the hardware has to count."""
+
+ALONE: tuple[Measure, ...] = ("dram_bytes_over_least", "error")
+"""Measures of ``of`` alone, held against arithmetic or the oracle and bounded from above."""
 
 
 class Declared(BaseModel):
@@ -60,8 +77,10 @@ class Criterion(Declared):
     """One condition of success.
 
     ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``.
-    ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``error``: the largest norm-wise error of ``of``.
-    ``over`` is the study's baseline by default.
+    ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``dram_bytes_over_least``: bytes of ``of`` / the fewest bytes of
+    any way of computing, as the plan has them. ``peak_memory_ratio``: peak memory of ``of`` / peak memory of ``over``.
+    ``error``: the largest norm-wise error of ``of``. ``over`` is the study's baseline by default. Where a selector stands for
+    the fastest variant, bytes and memory are those of the fastest variant too.
     """
 
     name: str
@@ -72,6 +91,15 @@ class Criterion(Declared):
     """Shape names; all full-scale shapes by default (all shapes of a study that has none)."""
     in_at_least: int | None = None
     """At how many of them it must hold; at all by default."""
+    combine: Literal["each", "geomean"] = "each"
+    """``each``: the bound holds shape by shape. ``geomean``: it holds for the geometric mean over the shapes."""
+    over_at: str | None = None
+    """The shape at which ``over`` is timed, where that is another one than that of ``of``."""
+    per: tuple[str, ...] = ()
+    """With ``over_at``: sizes by whose product both times are divided; ``["B", "T"]`` is the time per token."""
+    decides: bool = True
+    """Whether it takes part in the decision. One that does not is judged and shown all the same, such as a claim of the write-up
+    that is kept for what it taught."""
     direction: Direction = "forward"
     regime: Literal["cold", "warm", "eager"] = "cold"
     at_least: float | None = None
@@ -82,6 +110,20 @@ class Criterion(Declared):
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError(f"criterion {self.name!r} needs exactly one of at_least and at_most")
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_it_was(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the keys of :data:`LATER_KEYS` that are at their default: the digest of an older study stays what it was."""
+        fields = type(self).model_fields
+        return {
+            key: value
+            for key, value in handler(self).items()
+            if key not in LATER_KEYS or getattr(self, key) != fields[key].default
+        }
+
+
+LATER_KEYS = ("combine", "over_at", "per", "decides")
+"""Keys of a criterion that came with version 2 of the results' schema."""
 
 
 class Study(Declared):
@@ -128,6 +170,13 @@ class Study(Declared):
     def over(self, criterion: Criterion) -> Selector:
         """What a criterion compares with: its own ``over``, or the study's baseline."""
         return self.baseline if criterion.over is None else criterion.over
+
+    def sides(self, criterion: Criterion, shape: Shape) -> tuple[tuple[Selector, Shape], ...]:
+        """What a criterion holds against each other at one of its shapes: ``of`` and ``over``, each with its own shape."""
+        if criterion.measure in ALONE:
+            return ((criterion.of, shape),)
+        other = shape if criterion.over_at is None else self.shape(criterion.over_at)
+        return (criterion.of, shape), (self.over(criterion), other)
 
     def shapes_of(self, criterion: Criterion) -> tuple[Shape, ...]:
         """The shapes at which a criterion is asked."""
@@ -359,13 +408,45 @@ class _Reader:
             self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
         if criterion.regime not in study.regimes:
             self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
-        if criterion.measure == "error" and criterion.over is not None:
-            self.fail(f"{where}: an error is judged against the oracle; leave over out.")
-        if criterion.measure == "error" and criterion.at_most is None:
-            self.fail(f"{where}: an error is bounded from above; use at_most.")
+        against = {"error": "an error is judged against the oracle", "dram_bytes_over_least": "bytes are held against the least"}
+        if criterion.measure in ALONE and criterion.over is not None:
+            self.fail(f"{where}: {against[criterion.measure]}; leave over out.")
+        if criterion.measure in ALONE and criterion.at_most is None:
+            what = "an error is" if criterion.measure == "error" else "bytes over the least are"
+            self.fail(f"{where}: {what} bounded from above; use at_most.")
+        self._check_mean(where, criterion, shapes)
+        self._check_other_shape(where, study, criterion, operation)
         self._check_selector(f"{where}: of", study, criterion, criterion.of, operation)
         if criterion.over is not None:
             self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
+
+    def _check_mean(self, where: str, criterion: Criterion, shapes: Sequence[str]) -> None:
+        if criterion.combine == "each":
+            return
+        if criterion.in_at_least is not None:
+            self.fail(f"{where}: a geometric mean is taken over all shapes; leave in_at_least or combine out.")
+        if criterion.measure == "error":
+            self.fail(f"{where}: of errors the largest counts, not their mean; leave combine out.")
+        if len(shapes) < 2:
+            self.fail(f"{where}: a geometric mean needs two shapes or more; leave combine out.")
+
+    def _check_other_shape(self, where: str, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        if criterion.over_at is None:
+            if criterion.per:
+                self.fail(f"{where}: per is for times at two shapes; name the other one by over_at, or leave per out.")
+            return
+        if criterion.measure not in TIMES:
+            self.fail(f"{where}: over_at is for times; leave it out, or use one of {listing(TIMES)} as the measure.")
+        names = [shape.name for shape in study.shapes]
+        if criterion.over_at not in names:
+            hint = did_you_mean(criterion.over_at, names)
+            self.fail(f"{where}: over_at names the unknown shape {criterion.over_at!r}.{hint} Known: {listing(names)}.")
+        if any(shape.scale != study.shape(criterion.over_at).scale for shape in study.shapes_of(criterion)):
+            self.fail(f"{where}: over_at = {criterion.over_at!r} is of another scale than at, so they never run together.")
+        for name in criterion.per:
+            if name not in operation.dimensions:
+                hint = did_you_mean(name, operation.dimensions)
+                self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
 
     def _check_selector(
         self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from onelaunch.cli import output
 from onelaunch.cli.study.report import ResultPath
-from onelaunch.workbench.compare import Comparison, TimeChange
+from onelaunch.workbench.compare import Comparison, MemoryChange, TimeChange
 from onelaunch.workbench.compare import compare as hold_against
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.summary import way
@@ -37,6 +37,13 @@ def compare(
     console.print("Times: " + ", ".join(f"{count} {change.lower()}" for change, count in counts.items()) + ".")
     if listed:
         output.table(console, _times(listed))
+    if found.memory:
+        rows = tuple(
+            (change.variant, change.shape, way(change.direction), q.size(change.before), q.size(change.after), _factor(change))
+            for change in found.memory
+        )
+        heads = columns("variant", "shape", "direction", ">first", ">second", ">ratio")
+        output.table(console, Table("Peak memory", heads, rows, "Where it differs by more than one percent."))
     if found.statuses:
         rows = tuple(
             (change.variant, change.shape, way(change.direction), words(change.before), words(change.after), change.reason)
@@ -63,6 +70,10 @@ def _identity(console: Console, a: Result, b: Result, found: Comparison) -> None
         output.table(console, Table("Made differently", columns("fact", "first", "second"), rows))
     before, after = (words(result.decision.kind) if result.decision else "not decided" for result in (a, b))
     console.print(f"Decision: {before}, as before." if before == after else f"Decision: {before}, then {after}.")
+
+
+def _factor(change: MemoryChange) -> str:
+    return q.ratio(change.after / change.before)
 
 
 def _times(changes: list[TimeChange]) -> Table:

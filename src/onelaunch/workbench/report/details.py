@@ -145,7 +145,7 @@ def _traffic(result: Result, direction: Direction) -> Section:
                 "?>written",
                 ">total / least",
                 "bytes from",
-                "?>peak memory",
+                ">peak memory",
             )
             notes = sorted({cell.traffic.note for cell in cells if cell.traffic and cell.traffic.note})
             least = next(q.size(cell.plan.least_bytes) for cell in cells if cell.plan)
@@ -154,7 +154,7 @@ def _traffic(result: Result, direction: Direction) -> Section:
     text = (
         "Own bytes: the fewest that this way of computing must move; planned: the time that those, its FLOPs and launches take "
         "at the measured ceilings. Read and written: one call, counted by the hardware (ncu) or by arithmetic. "
-        "Peak memory: most in use above the inputs."
+        "Peak memory: most that PyTorch had allocated above the inputs during one call; results and gradients are in it."
     )
     title = f"Bytes and launches, {way(direction)}"
     return Section(title, (text,), tuple(tables), folded=len(tables) > MANY) if tables else Section(title)
@@ -167,7 +167,8 @@ def _traffic_row(cell: Cell) -> tuple[str, ...]:
     if traffic:
         share = q.ratio(traffic.total / plan.least_bytes) if plan and plan.least_bytes else q.NONE
         moved = (q.size(traffic.read), q.size(traffic.written), share, source(traffic.source))
-    return (cell.variant, *planned, *moved, q.size(cell.peak_bytes) if cell.peak_bytes is not None else q.NONE)
+    unknown = "not measured" if cell.status == "ok" else q.NONE
+    return (cell.variant, *planned, *moved, q.size(cell.peak_bytes) if cell.peak_bytes is not None else unknown)
 
 
 def source(name: str) -> str:

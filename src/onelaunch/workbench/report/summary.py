@@ -15,7 +15,7 @@ from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio
-from onelaunch.workbench.study import Criterion, Selector, Shape, Study
+from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape, Study
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """In the order of preference for comparing variants."""
@@ -138,15 +138,20 @@ def selector(chosen: Selector) -> str:
 def asked(criterion: Criterion, study: Study) -> str:
     """What a criterion demands, in words."""
     of, over = selector(criterion.of), selector(study.over(criterion))
+    if criterion.over_at is not None:
+        over += f" at {criterion.over_at}" + (f" per {'*'.join(criterion.per)}" if criterion.per else "")
     bound = f"at least {criterion.at_least:g}" if criterion.at_least is not None else f"at most {criterion.at_most:g}"
     what = {
         "speedup": f"{of} {bound}x as fast as {over}",
         "time_ratio": f"{of} takes {bound}x the time of {over}",
         "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
+        "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
+        "peak_memory_ratio": f"{of} takes {bound}x the peak memory of {over}",
         "error": f"norm-wise error of {of} {bound}",
     }[criterion.measure]
-    regime = f", {criterion.regime}" if criterion.measure in ("speedup", "time_ratio") else ""
-    return f"{what} at {_asked_at(criterion, study)} ({way(criterion.direction)}{regime})"
+    regime = f", {criterion.regime}" if criterion.measure in TIMES else ""
+    aside = "" if criterion.decides else "; decides nothing"
+    return f"{what} {_asked_at(criterion, study)} ({way(criterion.direction)}{regime}{aside})"
 
 
 def reference(result: Result) -> str:
@@ -344,6 +349,8 @@ def _asked_at(criterion: Criterion, study: Study) -> str:
     where = ", ".join(names)
     if criterion.at is None:
         where = f"every {'full-scale ' if study.at_scale('full') else ''}shape"
+    if criterion.combine == "geomean":
+        return f"in the geometric mean over {where}"
     if criterion.in_at_least is None:
-        return where
-    return f"{criterion.in_at_least} or more of the {len(names)} shapes {', '.join(names)}"
+        return f"at {where}"
+    return f"at {criterion.in_at_least} or more of the {len(names)} shapes {', '.join(names)}"

@@ -1,0 +1,48 @@
+"""What was stored stays readable, and says what it said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from onelaunch.errors import ResultCorrupt
+from onelaunch.workbench.report.summary import summarize
+from onelaunch.workbench.result import SCHEMA, Result
+from tests.workbench import results
+
+
+def committed(root):
+    return sorted((root / "results").glob("*/*.json"))
+
+
+def test_every_committed_result_is_read_and_its_study_is_the_one_that_ran(pytestconfig):
+    found = committed(pytestconfig.rootpath)
+    assert "040-linear-rnn.json" in [path.name for path in found]
+    for path in found:
+        result = Result.load(path)
+        assert result.study.digest() == result.study_digest, path
+        assert not [alert for alert in summarize(result).alerts if "digest" in alert], path
+
+
+def test_a_result_of_version_1_stays_one_when_it_is_saved_again(pytestconfig, tmp_path):
+    (path,) = [path for path in committed(pytestconfig.rootpath) if path.name == "040-linear-rnn.json"]
+    raw = json.loads(path.read_text())
+    assert raw["schema_version"] == 1
+    again = json.loads(Result.load(path).save(tmp_path / "again.json").read_text())
+    assert [outcome.pop("overall") for outcome in again["outcomes"]] == [None] * len(raw["outcomes"])
+    assert again == raw
+
+
+def test_new_results_have_the_version_that_this_one_writes(tmp_path):
+    path = results.proceed_on_gpu().save(tmp_path / "new.json")
+    assert json.loads(path.read_text())["schema_version"] == SCHEMA == 2
+    assert Result.load(path) == results.proceed_on_gpu()
+
+
+@pytest.mark.parametrize("version", [0, 3, "2", None])
+def test_other_versions_are_refused_with_those_that_can_be_read(tmp_path, version):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"schema_version": version}))
+    with pytest.raises(ResultCorrupt, match="this onelaunch reads 1, 2"):
+        Result.load(path)

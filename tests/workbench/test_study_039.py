@@ -1,0 +1,86 @@
+"""The study 039 asks what its write-up asked and what the field is measured on."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.operation import find_operation
+from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.study import load_study
+from tests.workbench.ladder import RATES
+
+FIELD = ((1, 8192, 96, 128), (2, 16384, 16, 128), (4, 2048, 16, 128), (4, 4096, 64, 128), (8, 2048, 32, 256), (8, 1024, 8, 64))
+"""The shapes [B, T, H, D] that fla and Helion publish figures for."""
+
+
+@pytest.fixture(scope="module")
+def study(pytestconfig):
+    return load_study(pytestconfig.rootpath / "studies" / "039-chunkwise-gla.toml")
+
+
+def sizes(shape):
+    assert shape.sizes["K"] == shape.sizes["V"]
+    return tuple(shape.sizes[name] for name in ("B", "T", "H", "K"))
+
+
+def test_its_shapes_are_the_write_up_s_and_the_field_s_and_long_ones(study):
+    full = study.at_scale("full")
+    by_channel = [sizes(shape) for shape in full if not shape.options]
+    by_head = [sizes(shape) for shape in full if shape.options == {"decay_per": "head"}]
+    assert by_channel[:3] == [(4, 1024, 32, 64), (4, 2048, 32, 64), (4, 4096, 32, 64)]
+    assert tuple(by_channel[3:9]) == FIELD == tuple(by_head)
+    assert by_channel[9:] == [(8, 4096, 16, 128), (1, 32768, 16, 128), (1, 131072, 16, 128)]
+    assert len(full) == len(by_channel) + len(by_head)
+    for shape in study.shapes:
+        named = "x".join(map(str, sizes(shape))) + "-head" * bool(shape.options)
+        assert shape.name == f"small-{named}" if shape.scale == "small" else named
+
+
+def test_its_criteria_are_those_that_were_set(study):
+    bounds = {criterion.name: (criterion.at_least, criterion.at_most) for criterion in study.criteria if criterion.decides}
+    assert bounds == {
+        "overlap pays": (1.2, None),
+        "overlap pays at every length": (1.2, None),
+        "results are correct": (None, 1e-2),
+        "forward beats the peer": (3.0, None),
+        "forward beats the peer everywhere": (1.5, None),
+        "training beats the peer": (3.0, None),
+        "training beats the peer everywhere": (1.8, None),
+        "a decay per head beats the peer": (1.7, None),
+        "training takes less memory": (None, 0.6),
+        "forward moves little more than it must": (None, 1.6),
+        "one long sequence costs little more than eight": (None, 1.3),
+        "chunks beat steps on a CPU": (3.0, None),
+        "training by chunks beats steps on a CPU": (3.0, None),
+    }
+    (lesson,) = [criterion for criterion in study.criteria if not criterion.decides]
+    assert (lesson.of, lesson.over, lesson.at_least) == ("pipelined", "sequential", 1.2)
+
+
+def test_what_decides_speaks_of_our_fastest_and_of_no_peer(study):
+    for criterion in study.criteria:
+        for name in study.select(criterion.of):
+            assert "requires" not in find_operation("gla").get(name).tags
+
+
+def test_one_long_sequence_is_the_same_work_as_what_it_is_held_against(study):
+    (long,) = [criterion for criterion in study.criteria if criterion.over_at]
+    (own,), other = study.shapes_of(long), study.shape(long.over_at)
+    assert own.sizes["B"] * own.sizes["T"] == other.sizes["B"] * other.sizes["T"]
+    assert {name: own.sizes[name] for name in "HKV"} == {name: other.sizes[name] for name in "HKV"}
+
+
+def test_a_loop_over_a_long_time_is_left_out_on_a_gpu(study):
+    """Thousands of launches a step of the study would take hours."""
+    plan = plan_study(study, RATES, "cpu", "full")
+    assert plan.infeasible == {}
+    left_out = {(cell.shape.name, cell.variant) for cell in plan.cells if "left out" in cell.reason}
+    for cell in plan.cells:
+        if cell.variant == "recurrent":
+            assert ((cell.shape.name, "recurrent") in left_out) == (cell.shape.sizes["T"] > 1024)
+    assert ("1x131072x16x128", "chunked") in left_out
+
+
+def test_the_write_up_s_figures_are_told(study):
+    for figure in ("5.645", "20.628", "82.433", "0.274x", "0.253x", "1.2x", "1e-2"):
+        assert figure in study.notes
