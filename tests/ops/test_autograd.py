@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 
 from onelaunch.ops.autograd import Operator
 
@@ -157,7 +158,7 @@ def test_a_function_without_gradients_is_an_operator_too():
 
 def test_the_operators_keep_pytorchs_rules():
     x, offset = leaves((4,), (4,))
-    torch.library.opcheck(torch.ops.onelaunch.test_power.default, (x, offset, 3))
-    torch.library.opcheck(torch.ops.onelaunch.test_power.default, (x, None, 3))
-    torch.library.opcheck(torch.ops.onelaunch.test_power_backward.default, (x.detach(), None, x.detach(), 3))
-    torch.library.opcheck(torch.ops.onelaunch.test_product.default, tuple(leaves((3, 4), (4, 2))))
+    library.opcheck(torch.ops.onelaunch.test_power.default, (x, offset, 3))
+    library.opcheck(torch.ops.onelaunch.test_power.default, (x, None, 3))
+    library.opcheck(torch.ops.onelaunch.test_power_backward.default, (x.detach(), None, x.detach(), 3))
+    library.opcheck(torch.ops.onelaunch.test_product.default, tuple(leaves((3, 4), (4, 2))))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from onelaunch import dispatch
@@ -97,12 +98,12 @@ def test_the_scan_operators_keep_pytorchs_rules(separate, keep):
     arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32")
     given = [arguments[name] for name in ("v", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.gated_scan_forward.default
-    torch.library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)
+    library.opcheck(forward, (*given, None, True, keep, separate), test_utils=UTILITIES)
     plain = [value.detach() for value in given]
     y, _, carries, states = forward(*plain, None, want_final=True, keep=True, separate=separate)
     backward = torch.ops.onelaunch.gated_scan_backward.default
     gradients = (torch.randn_like(y), torch.randn(1, 4))
-    torch.library.opcheck(backward, (*gradients, *plain, None, carries, states, separate), test_utils=UTILITIES)
+    library.opcheck(backward, (*gradients, *plain, None, carries, states, separate), test_utils=UTILITIES)
 
 
 @pytest.mark.interpret
@@ -112,18 +113,18 @@ def test_the_layer_operators_keep_pytorchs_rules(kernel, keep):
     arguments = small(LINEAR_RNN, grad=keep)
     given = [arguments[name] for name in ("x", "weight", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.linear_rnn_forward.default
-    torch.library.opcheck(forward, (*given, None, True, keep, kernel), test_utils=UTILITIES)
+    library.opcheck(forward, (*given, None, True, keep, kernel), test_utils=UTILITIES)
     plain = [value.detach() for value in given]
     y, _, v, carries = forward(*plain, None, want_final=True, keep=True, kernel=kernel)
     backward = torch.ops.onelaunch.linear_rnn_backward.default
     gradients = (torch.randn_like(y), torch.randn(1, 4))
-    torch.library.opcheck(backward, (*gradients, *plain, None, v, carries), test_utils=UTILITIES)
+    library.opcheck(backward, (*gradients, *plain, None, v, carries), test_utils=UTILITIES)
 
 
 @pytest.mark.interpret
 def test_the_matrix_operator_keeps_pytorchs_rules():
     a, b = torch.randn(9, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
-    torch.library.opcheck(torch.ops.onelaunch.matmul.default, (a, b))
+    library.opcheck(torch.ops.onelaunch.matmul.default, (a, b))
 
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import library
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -23,7 +24,7 @@ class Operator:
 
     Args:
         name: of the operator, without the namespace.
-        run: the function, annotated as ``torch.library.custom_op`` asks for: it reads the operator's schema there. It must
+        run: the function, annotated as ``library.custom_op`` asks for: it reads the operator's schema there. It must
             return new tensors, never an input or a view of one.
         fake: from the same inputs to empty tensors of the shapes, dtypes and strides that ``run`` gives back.
         save: ``save(ctx, inputs, output)`` keeps what ``gradients`` needs, as ``setup_context`` of an autograd function does.
@@ -48,7 +49,7 @@ class Operator:
         outputs: int = 1,
     ) -> None:
         self.run = run
-        self.registered = torch.library.custom_op(f"onelaunch::{name}", run, mutates_args=())
+        self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
         self.registered.register_fake(fake)
         self.eager: Callable[..., Any] = run
         if save is None or gradients is None:
