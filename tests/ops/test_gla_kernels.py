@@ -53,6 +53,13 @@ def test_kernels_are_correct(variant, name):
 
 
 @pytest.mark.interpret
+@variants_by_case([name for name in KERNELS if name != "fused"], UNGATED)
+def test_other_forward_passes_are_correct(variant, name):
+    """Their backward pass is that of ``fused``."""
+    assert_one_call_correct(GLA, case_of(GLA, name), variant, "forward")
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @each_layout
 @each_decay

@@ -122,6 +122,25 @@ def test_the_layer_operators_keep_pytorchs_rules(kernel, keep):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("values_first", [False, True])
+@pytest.mark.parametrize("kernel", triton_variants(GLA))
+def test_the_attention_operators_keep_pytorchs_rules(kernel, values_first):
+    """Also where the caller keeps states with their values first: the operator then gets, and may give, a transposed one."""
+    for keep in (False, True):
+        arguments = small(GLA, grad=keep)
+        given = [arguments[name] for name in ("q", "k", "v", "g", "initial_state")]
+        if values_first:
+            given[4] = given[4].detach().mT.contiguous().mT.requires_grad_(keep)
+        forward = torch.ops.onelaunch.gla_forward.default
+        library.opcheck(forward, (*given, None, 0.5, True, kernel), test_utils=UTILITIES)
+    plain = [value.detach() for value in given]
+    o, final = forward(*plain, None, 0.5, want_final=True, kernel=kernel)
+    backward = torch.ops.onelaunch.gla_backward.default
+    gradients = (torch.randn_like(o), torch.randn_like(final))
+    library.opcheck(backward, (*gradients, *plain, None, 0.5), test_utils=UTILITIES)
+
+
+@pytest.mark.interpret
 def test_the_matrix_operator_keeps_pytorchs_rules():
     a, b = torch.randn(9, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     library.opcheck(torch.ops.onelaunch.matmul.default, (a, b))

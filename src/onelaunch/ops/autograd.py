@@ -24,7 +24,7 @@ class Operator:
 
     Args:
         name: of the operator, without the namespace.
-        run: the function, annotated as ``library.custom_op`` asks for: it reads the operator's schema there. It must
+        run: the function, annotated as PyTorch's ``custom_op`` asks for: it reads the operator's schema there. It must
             return new tensors, never an input or a view of one.
         fake: from the same inputs to empty tensors of the shapes, dtypes and strides that ``run`` gives back.
         save: ``save(ctx, inputs, output)`` keeps what ``gradients`` needs, as ``setup_context`` of an autograd function does.
