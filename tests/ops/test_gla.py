@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from onelaunch.errors import ArgumentError
 from onelaunch.ops import gla
-from onelaunch.ops.gla import chunkwise, fla, reference
+from onelaunch.ops.gla import chunkwise, reference
 from onelaunch.ops.gla.reference import DECAYS
 from onelaunch.workbench.verify import judge
 from tests.ops.cases import (
@@ -200,6 +200,16 @@ def test_no_decay_is_too_strong(variant, kind):
         exact = arguments
     assert all(x.isfinite().all() for x in outputs[1].values())
     assert_near(outputs[1], outputs[0], 1e-5)
+
+
+def test_softplus_gates_of_a_model_go_in_as_they_are():
+    """As a layer makes them: logsigmoid over the normaliser, in the model's dtype or float32."""
+    arguments = arguments_of(GLA, dtype="bfloat16", T=70)
+    raw = torch.randn(arguments["g"].shape)
+    for g in (F.logsigmoid(raw) / 16, (F.logsigmoid(raw) / 16).bfloat16()):
+        o, _ = gla(**(arguments | {"g": g}))
+        exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in (arguments | {"g": g}).items()}
+        assert_near({"o": o.float()}, {"o": GLA.reference(**exact)[0].float()}, 4e-3)
 
 
 # What follows from the recurrence
@@ -417,186 +427,3 @@ def test_nan_in_an_incoming_gradient_stays_in_its_sequence(variant):
     outside, others = torch.cat([torch.arange(30), torch.arange(80, 150)]), torch.tensor([0, 2])
     assert_clean(found[1], found[0], lambda name, x: x[others] if "state" in name else x[:, outside], list(leaves))
     assert found[1]["v"][0, 40].isnan().all()
-
-
-# How plain PyTorch goes about it
-
-
-@pytest.mark.parametrize("lengths", [None, (0, 21, 49, 0)])
-@pytest.mark.parametrize("part", [1, 2500, 5000])
-def test_parts_of_a_call_are_the_whole(part, lengths, monkeypatch):
-    arguments = arguments_of(
-        GLA, B=1 if lengths else 3, T=70, H=3, lengths=lengths, initial_state=True, final_state=True, grad=True
-    )  # fmt: skip
-    whole = results(GLA, arguments, "chunked")
-    calls, attend = [], chunkwise.attend
-    monkeypatch.setattr(chunkwise, "attend", lambda *given, **scale: calls.append(1) or attend(*given, **scale))
-    monkeypatch.setitem(chunkwise.PART, "cpu", part)
-    assert_near(results(GLA, arguments, "chunked"), whole, 1e-6)
-    assert len(calls) >= (2 if part > 1 else 6)
-
-
-def test_the_backward_pass_keeps_the_inputs_alone():
-    """Products of decays and scores would be some forty times as much."""
-    arguments = arguments_of(GLA, B=1, T=200, initial_state=True, final_state=True, lengths=(150, 50), grad=True)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        gla(**arguments, variant="chunked")
-    inputs = {x.data_ptr() for x in arguments.values() if isinstance(x, torch.Tensor)}
-    assert {x.data_ptr() for x in kept} == inputs
-
-
-def test_one_tensor_may_be_given_twice():
-    arguments = arguments_of(GLA, T=70, K=16, V=16)
-    shared, g = arguments["q"].requires_grad_(), arguments["g"]
-    found = {}
-    for variant in pytorch_variants(GLA):
-        o, _ = gla(shared, shared, shared, g, variant=variant)
-        (first,) = torch.autograd.grad(o.square().sum(), [shared], create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), [shared])
-        found[variant] = {"first": first.detach(), "second": second}
-    assert_near(found["chunked"], found["recurrent"], 1e-5)
-
-
-@pytest.mark.parametrize("lengths", [None, (0, 30, 0, 40)])
-def test_results_are_the_same_to_the_last_bit(lengths):
-    """Also where PyTorch is told to refuse what is not deterministic."""
-    arguments = arguments_of(GLA, B=1, T=70, lengths=lengths, initial_state=True, final_state=True, grad=True)
-    first = results(GLA, arguments, "chunked")
-    torch.use_deterministic_algorithms(True)  # noqa: FBT003
-    try:
-        again = results(GLA, arguments, "chunked")
-    finally:
-        torch.use_deterministic_algorithms(False)  # noqa: FBT003
-    assert_near(again, first, 0)
-
-
-def test_nothing_is_read_from_the_device(monkeypatch):
-    """On a GPU each of these would wait for it. Only the contract's checks of values read, on a CPU."""
-    monkeypatch.setattr("onelaunch.ops.checks.values_are_checked", lambda value: False)
-    arguments = arguments_of(GLA, B=1, T=70, lengths=(0, 30, 40), initial_state=True, final_state=True, grad=True)
-    expected = results(GLA, arguments, "chunked")
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("read by the host")
-
-    with monkeypatch.context() as patched:
-        for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
-            patched.setattr(torch.Tensor, name, refuse)
-        o, final = gla(**arguments, variant="chunked")
-        loss = (o * weights_like(o)).sum() + (final * weights_like(final)).sum()
-        leaves = differentiable(arguments)
-        gradients = torch.autograd.grad(loss, list(leaves.values()))
-        gla(**arguments_of(GLA, B=1, T=70, initial_state=True), variant="chunked")
-    found = {"o": o.detach(), "final_state": final.detach()}
-    found |= {f"grad {name}": x for name, x in zip(leaves, gradients, strict=True)}
-    assert_near(found, expected, 1e-6)
-
-
-@pytest.mark.parametrize(
-    "lengths", [(1,), (0, 1), (5, 0, 0), (64,), (1,) * 40, (0,) * 20 + (3,), (63, 64, 65, 1), (130, 1, 1, 1)]
-)
-def test_chunks_of_packed_sequences_hold_every_step_once(lengths):
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-    total = sum(lengths)
-    layout = chunkwise.Packed.of(torch.zeros(1, total, 1, 16), None, offsets)
-    assert layout.token[layout.place].tolist() == list(range(total))
-    assert (layout.token != total).sum() == total
-    sequence_of = torch.repeat_interleave(torch.arange(len(lengths)), offsets.diff())
-    for chunk in layout.token.view(-1, layout.chunk):
-        held = sequence_of[chunk[chunk != total]]
-        assert len(held.unique()) <= 1
-    assert int(layout.starts.sum()) == sum(length > 0 for length in lengths)
-
-
-# The peer
-
-
-def test_the_peer_says_what_it_cannot_do(monkeypatch):
-    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(fla, "is_hopper", lambda device: True)
-    variant = GLA.get("fla")
-
-    def reason(triton: tuple[int, ...] = (3, 8, 0), grad: bool = True, **given_options: Any) -> str | None:
-        monkeypatch.setattr(fla, "_triton_version", lambda: triton)
-        sizes = {"B": 1, "T": 100, "H": 2, "K": 32, "V": 32}
-        return variant.why_not(GLA.query(GLA.case("float16", **(sizes | given_options)), "cuda:0", grad=grad))
-
-    assert reason() is None
-    assert reason(value_gate=True) is None
-    assert reason(decay_per="head") is None
-    assert "needs at least one element" in reason(T=0)
-    assert "no gate on values beside one decay per head" in reason(decay_per="head", value_gate=True)
-    assert "backward pass of chunk_simple_gla" in reason((3, 6, 0), decay_per="head")
-    assert "backward pass of chunk_simple_gla" in reason((3, 4, 0), decay_per="head")
-    for known_good in ({"triton": (3, 7, 1)}, {"triton": (3, 3, 9)}, {"grad": False}, {"T": fla.FEW_STEPS}):
-        assert reason(**({"triton": (3, 6, 0), "decay_per": "head"} | known_good)) is None
-
-
-def test_the_peer_is_called_as_its_layers_call_it(monkeypatch):
-    """The argument names and the choice of function; its own results need a GPU."""
-    calls = []
-
-    class Module:
-        def __getattr__(self, name: str) -> Any:
-            return lambda **given_arguments: calls.append((name, given_arguments)) or ("o", "state")
-
-    import sys
-
-    package = type(sys)("fla.ops")
-    package.gla, package.simple_gla = Module(), Module()
-    monkeypatch.setitem(sys.modules, "fla", type(sys)("fla"))
-    monkeypatch.setitem(sys.modules, "fla.ops", package)
-    for options, function, gates in (
-        ({"T": 100}, "chunk_gla", {"g"}),
-        ({"T": 64}, "fused_recurrent_gla", {"gk", "gv"}),
-        ({"T": 100, "value_gate": True}, "fused_recurrent_gla", {"gk", "gv"}),
-        ({"T": 100, "decay_per": "head"}, "chunk_simple_gla", {"g"}),
-        ({"T": 3, "decay_per": "head"}, "fused_recurrent_simple_gla", {"g"}),
-    ):
-        call = GLA.bind(**arguments_of(GLA, initial_state=True, final_state=True, **options))
-        assert GLA.get("fla")(call) == ("o", "state")
-        name, given_arguments = calls.pop()
-        assert name == function
-        shared = {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens"}
-        assert set(given_arguments) == shared | gates
-        assert given_arguments["scale"] == 20**-0.5
-
-
-# The cost
-
-
-def test_the_least_bytes_are_five_passes_and_nine_more():
-    """Per step and head at K = V = 128 in bfloat16: q, k, v, g in and o out; backward those in, do in, four gradients out."""
-    case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
-    rows = 8192 * 96
-    assert GLA.cost(case).bytes == rows * 5 * 256
-    assert GLA.cost(case, direction="forward_backward").bytes == rows * 14 * 256
-    per_head = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128, decay_per="head")
-    assert GLA.cost(per_head).bytes == rows * (4 * 256 + 2)
-    states = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128, initial_state=True, final_state=True)
-    assert GLA.cost(states).bytes == rows * 5 * 256 + 2 * 96 * 128 * 128 * 4
-
-
-def test_variants_add_what_their_launches_hand_on():
-    case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
-    rows, chunked = 8192 * 96, GLA.get("chunked")
-    handed = rows * 2 * 4 * (128 * 128 // 64 + 64)  # a state and a matrix of scores for each 64 steps, out and in
-    assert GLA.cost(case, chunked).bytes == GLA.cost(case).bytes + handed
-    least = GLA.cost(case)
-    assert least.flops == rows * 4 * 128 * 128
-    assert GLA.cost(case, chunked).flops == least.flops + rows * 64 * 256
-    for name, variant in GLA.variants.items():
-        for direction in ("forward", "forward_backward"):
-            assert GLA.cost(case, variant, direction).bytes >= GLA.cost(case, None, direction).bytes, name
-            assert GLA.cost(case, variant, direction).flops >= GLA.cost(case, None, direction).flops, name
-
-
-def test_softplus_gates_of_a_model_go_in_as_they_are():
-    """As a layer makes them: logsigmoid over the normaliser, in the model's dtype or float32."""
-    arguments = arguments_of(GLA, dtype="bfloat16", T=70)
-    raw = torch.randn(arguments["g"].shape)
-    for g in (F.logsigmoid(raw) / 16, (F.logsigmoid(raw) / 16).bfloat16()):
-        o, _ = gla(**(arguments | {"g": g}))
-        exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in (arguments | {"g": g}).items()}
-        assert_near({"o": o.float()}, {"o": GLA.reference(**exact)[0].float()}, 4e-3)

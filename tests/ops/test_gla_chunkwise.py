@@ -1,0 +1,108 @@
+"""``gla`` in plain PyTorch: how it goes about its chunks, what it keeps, what it never reads."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.ops import gla
+from onelaunch.ops.gla import chunkwise
+from tests.ops.cases import (
+    GLA,
+    arguments_of,
+    assert_near,
+    differentiable,
+    pytorch_variants,
+    results,
+    weights_like,
+)
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 21, 49, 0)])
+@pytest.mark.parametrize("part", [1, 2500, 5000])
+def test_parts_of_a_call_are_the_whole(part, lengths, monkeypatch):
+    arguments = arguments_of(
+        GLA, B=1 if lengths else 3, T=70, H=3, lengths=lengths, initial_state=True, final_state=True, grad=True
+    )  # fmt: skip
+    whole = results(GLA, arguments, "chunked")
+    calls, attend = [], chunkwise.attend
+    monkeypatch.setattr(chunkwise, "attend", lambda *given, **scale: calls.append(1) or attend(*given, **scale))
+    monkeypatch.setitem(chunkwise.PART, "cpu", part)
+    assert_near(results(GLA, arguments, "chunked"), whole, 1e-6)
+    assert len(calls) >= (2 if part > 1 else 6)
+
+
+def test_the_backward_pass_keeps_the_inputs_alone():
+    """Products of decays and scores would be some forty times as much."""
+    arguments = arguments_of(GLA, B=1, T=200, initial_state=True, final_state=True, lengths=(150, 50), grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        gla(**arguments, variant="chunked")
+    inputs = {x.data_ptr() for x in arguments.values() if isinstance(x, torch.Tensor)}
+    assert {x.data_ptr() for x in kept} == inputs
+
+
+def test_one_tensor_may_be_given_twice():
+    arguments = arguments_of(GLA, T=70, K=16, V=16)
+    shared, g = arguments["q"].requires_grad_(), arguments["g"]
+    found = {}
+    for variant in pytorch_variants(GLA):
+        o, _ = gla(shared, shared, shared, g, variant=variant)
+        (first,) = torch.autograd.grad(o.square().sum(), [shared], create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), [shared])
+        found[variant] = {"first": first.detach(), "second": second}
+    assert_near(found["chunked"], found["recurrent"], 1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 30, 0, 40)])
+def test_results_are_the_same_to_the_last_bit(lengths):
+    """Also where PyTorch is told to refuse what is not deterministic."""
+    arguments = arguments_of(GLA, B=1, T=70, lengths=lengths, initial_state=True, final_state=True, grad=True)
+    first = results(GLA, arguments, "chunked")
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003
+    try:
+        again = results(GLA, arguments, "chunked")
+    finally:
+        torch.use_deterministic_algorithms(False)  # noqa: FBT003
+    assert_near(again, first, 0)
+
+
+def test_nothing_is_read_from_the_device(monkeypatch):
+    """On a GPU each of these would wait for it. Only the contract's checks of values read, on a CPU."""
+    monkeypatch.setattr("onelaunch.ops.checks.values_are_checked", lambda value: False)
+    arguments = arguments_of(GLA, B=1, T=70, lengths=(0, 30, 40), initial_state=True, final_state=True, grad=True)
+    expected = results(GLA, arguments, "chunked")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("read by the host")
+
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            patched.setattr(torch.Tensor, name, refuse)
+        o, final = gla(**arguments, variant="chunked")
+        loss = (o * weights_like(o)).sum() + (final * weights_like(final)).sum()
+        leaves = differentiable(arguments)
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        gla(**arguments_of(GLA, B=1, T=70, initial_state=True), variant="chunked")
+    found = {"o": o.detach(), "final_state": final.detach()}
+    found |= {f"grad {name}": x for name, x in zip(leaves, gradients, strict=True)}
+    assert_near(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,), (0, 1), (5, 0, 0), (64,), (1,) * 40, (0,) * 20 + (3,), (63, 64, 65, 1), (130, 1, 1, 1)]
+)
+def test_chunks_of_packed_sequences_hold_every_step_once(lengths):
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+    total = sum(lengths)
+    layout = chunkwise.Packed.of(torch.zeros(1, total, 1, 16), None, offsets)
+    assert layout.token[layout.place].tolist() == list(range(total))
+    assert (layout.token != total).sum() == total
+    sequence_of = torch.repeat_interleave(torch.arange(len(lengths)), offsets.diff())
+    for chunk in layout.token.view(-1, layout.chunk):
+        held = sequence_of[chunk[chunk != total]]
+        assert len(held.unique()) <= 1
+    assert int(layout.starts.sum()) == sum(length > 0 for length in lengths)

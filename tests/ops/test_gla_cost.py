@@ -1,0 +1,93 @@
+"""``gla``: what it must move and compute, and the peer it is measured against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onelaunch.ops.gla import fla
+from tests.ops.cases import (
+    GLA,
+    arguments_of,
+)
+
+# The cost
+
+
+def test_the_least_bytes_are_five_passes_and_nine_more():
+    """Per step and head at K = V = 128 in bfloat16: q, k, v, g in and o out; backward those in, do in, four gradients out."""
+    case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
+    rows = 8192 * 96
+    assert GLA.cost(case).bytes == rows * 5 * 256
+    assert GLA.cost(case, direction="forward_backward").bytes == rows * 14 * 256
+    per_head = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128, decay_per="head")
+    assert GLA.cost(per_head).bytes == rows * (4 * 256 + 2)
+    states = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128, initial_state=True, final_state=True)
+    assert GLA.cost(states).bytes == rows * 5 * 256 + 2 * 96 * 128 * 128 * 4
+
+
+def test_variants_add_what_their_launches_hand_on():
+    case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
+    rows, chunked = 8192 * 96, GLA.get("chunked")
+    handed = rows * 2 * 4 * (128 * 128 // 64 + 64)  # a state and a matrix of scores for each 64 steps, out and in
+    assert GLA.cost(case, chunked).bytes == GLA.cost(case).bytes + handed
+    least = GLA.cost(case)
+    assert least.flops == rows * 4 * 128 * 128
+    assert GLA.cost(case, chunked).flops == least.flops + rows * 64 * 256
+    for name, variant in GLA.variants.items():
+        for direction in ("forward", "forward_backward"):
+            assert GLA.cost(case, variant, direction).bytes >= GLA.cost(case, None, direction).bytes, name
+            assert GLA.cost(case, variant, direction).flops >= GLA.cost(case, None, direction).flops, name
+
+
+# The peer
+
+
+def test_the_peer_says_what_it_cannot_do(monkeypatch):
+    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fla, "is_hopper", lambda device: True)
+    variant = GLA.get("fla")
+
+    def reason(triton: tuple[int, ...] = (3, 8, 0), grad: bool = True, **given_options: Any) -> str | None:
+        monkeypatch.setattr(fla, "_triton_version", lambda: triton)
+        sizes = {"B": 1, "T": 100, "H": 2, "K": 32, "V": 32}
+        return variant.why_not(GLA.query(GLA.case("float16", **(sizes | given_options)), "cuda:0", grad=grad))
+
+    assert reason() is None
+    assert reason(value_gate=True) is None
+    assert reason(decay_per="head") is None
+    assert "needs at least one element" in reason(T=0)
+    assert "no gate on values beside one decay per head" in reason(decay_per="head", value_gate=True)
+    assert "backward pass of chunk_simple_gla" in reason((3, 6, 0), decay_per="head")
+    assert "backward pass of chunk_simple_gla" in reason((3, 4, 0), decay_per="head")
+    for known_good in ({"triton": (3, 7, 1)}, {"triton": (3, 3, 9)}, {"grad": False}, {"T": fla.FEW_STEPS}):
+        assert reason(**({"triton": (3, 6, 0), "decay_per": "head"} | known_good)) is None
+
+
+def test_the_peer_is_called_as_its_layers_call_it(monkeypatch):
+    """The argument names and the choice of function; its own results need a GPU."""
+    calls = []
+
+    class Module:
+        def __getattr__(self, name: str) -> Any:
+            return lambda **given_arguments: calls.append((name, given_arguments)) or ("o", "state")
+
+    import sys
+
+    package = type(sys)("fla.ops")
+    package.gla, package.simple_gla = Module(), Module()
+    monkeypatch.setitem(sys.modules, "fla", type(sys)("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", package)
+    for options, function, gates in (
+        ({"T": 100}, "chunk_gla", {"g"}),
+        ({"T": 64}, "fused_recurrent_gla", {"gk", "gv"}),
+        ({"T": 100, "value_gate": True}, "fused_recurrent_gla", {"gk", "gv"}),
+        ({"T": 100, "decay_per": "head"}, "chunk_simple_gla", {"g"}),
+        ({"T": 3, "decay_per": "head"}, "fused_recurrent_simple_gla", {"g"}),
+    ):
+        call = GLA.bind(**arguments_of(GLA, initial_state=True, final_state=True, **options))
+        assert GLA.get("fla")(call) == ("o", "state")
+        name, given_arguments = calls.pop()
+        assert name == function
+        shared = {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens"}
+        assert set(given_arguments) == shared | gates
+        assert given_arguments["scale"] == 20**-0.5
