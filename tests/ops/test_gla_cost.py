@@ -30,6 +30,8 @@ def test_variants_add_what_their_launches_hand_on():
     rows, chunked = 8192 * 96, GLA.get("chunked")
     handed = rows * 2 * 4 * (128 * 128 // 64 + 64)  # a state and a matrix of scores for each 64 steps, out and in
     assert GLA.cost(case, chunked).bytes == GLA.cost(case).bytes + handed
+    fused = GLA.get("fused")
+    assert GLA.cost(case, fused).bytes == GLA.cost(case).bytes + rows * 2 * 2 * 128 * 128 // 64  # the state in 16 bits
     least = GLA.cost(case)
     assert least.flops == rows * 4 * 128 * 128
     assert GLA.cost(case, chunked).flops == least.flops + rows * 64 * 256

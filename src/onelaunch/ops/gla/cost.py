@@ -9,12 +9,14 @@ from onelaunch.operation import Case, Cost, Direction, Variant
 from onelaunch.ops.gated_scan.cost import launch_count
 from onelaunch.ops.gla.contract import gla
 
-HANDED = ("cumulated", "states", "scores", "partial_outputs")
-"""What launches may hand to each other through memory, each written and read once in float32. A variant's tag ``hands`` lists
-what its forward pass does, ``backward_hands`` what its backward pass does again; its tag ``chunk`` is the steps per state.
+HANDED = ("cumulated", "states", "rounded_states", "scores", "partial_outputs")
+"""What launches may hand to each other through memory, each written and read once, in float32 unless it says otherwise. A
+variant's tag ``hands`` lists what its forward pass does, ``backward_hands`` what its backward pass does again; its tag ``chunk``
+is the steps per state.
 
 - ``cumulated``: the log-decays summed within chunks, as large as ``g``;
 - ``states``: a ``[K, V]`` state for every chunk;
+- ``rounded_states``: the same in the inputs' dtype;
 - ``scores``: a ``[chunk, chunk]`` matrix for every chunk;
 - ``partial_outputs``: an ``o``, or in the backward pass the gradients of q and k, before the last addition."""
 
@@ -33,7 +35,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     hands: tuple[str, ...] = tags.get("hands", ())
     if direction == "forward_backward":
         hands += tags.get("backward_hands", hands)
-    moved += sum(2 * 4 * _handed(what, case, rows, chunk) for what in hands)
+    moved += sum(2 * _handed(what, case, rows, chunk) for what in hands)
     flops = rows * _flops_per_row(case.sizes["K"], case.sizes["V"], 0 if variant is None else chunk, direction)
     return Cost(flops, moved, launch_count(variant, direction))
 
@@ -60,13 +62,15 @@ def _end_bytes(case: Case, direction: Direction) -> int:
 
 
 def _handed(what: str, case: Case, rows: int, chunk: int) -> int:
-    """Elements of one thing that launches hand to each other."""
+    """Bytes of one thing that launches hand to each other."""
     keys, values = case.sizes["K"], case.sizes["V"]
+    state = -(-keys * values // chunk)
     per_row = {
-        "cumulated": keys if gla.option(case, "decay_per") == "channel" else 1,
-        "states": -(-keys * values // chunk),
-        "scores": chunk,
-        "partial_outputs": values,
+        "cumulated": 4 * (keys if gla.option(case, "decay_per") == "channel" else 1),
+        "states": 4 * state,
+        "rounded_states": case.dtype.itemsize * state,
+        "scores": 4 * chunk,
+        "partial_outputs": 4 * values,
     }
     return rows * per_row[what]
 

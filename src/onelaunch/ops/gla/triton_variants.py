@@ -111,11 +111,11 @@ def attend(call: GlaCall, kernel: str) -> Results:
     )  # fmt: skip
 
 
-BACKWARD: dict[str, Any] = {"chunk": 64, "backward_launches": 4, "backward_hands": ("states", "states")}
+BACKWARD: dict[str, Any] = {"chunk": 64, "backward_launches": 4, "backward_hands": ("rounded_states", "rounded_states")}
 """The backward pass of all of them: two walks that leave a state per chunk, and two kernels that take all chunks at once."""
 
 
-@gla.variant("fused", launches=2, fuses=("decay", "scores"), hands=("states",), **BACKWARD)
+@gla.variant("fused", launches=2, fuses=("decay", "scores"), hands=("rounded_states",), **BACKWARD)
 def fused(call: GlaCall) -> Results:
     """A walk that leaves a state per chunk, then all chunks at once, for any decay; keeps nothing but the inputs."""
     return attend(call, "fused")
