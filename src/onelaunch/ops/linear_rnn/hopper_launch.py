@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from onelaunch.hardware import is_hopper, processors
+from onelaunch.ops.copy_engine import addressable, described
 from onelaunch.ops.gated_scan.launch import ScanTiles, cdiv, inner_contiguous
 from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
 from onelaunch.ops.workspace import workspace
-
-ALIGNMENT = 16
-"""Bytes: what the copy engine asks of addresses and strides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +51,7 @@ PERSISTENT = PersistentTiles()
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """``[B, T, N]`` as the ``[B T, N]`` that the copy engine can address: copied if strides or address do not allow it."""
-    tensor = tensor.flatten(0, 1)
-    aligned = tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
-    return tensor if aligned and tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How the copy engine lays a box of ``[rows, columns]`` into shared memory."""
-    from onelaunch.ops.gluon_compat import gl
-
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
-
-
-def described(tensor: torch.Tensor, box: list[int]) -> Any:
-    """A descriptor of ``[rows, columns]`` from which the copy engine moves boxes into shared memory."""
-    from onelaunch.ops.gluon_compat import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))
+    return addressable(tensor.flatten(0, 1))
 
 
 def persistent(layer: Layer) -> Results:

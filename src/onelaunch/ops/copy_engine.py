@@ -1,0 +1,33 @@
+"""Tensors as the copy engine of Hopper and later GPUs addresses them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+ALIGNMENT = 16
+"""Bytes: what the copy engine asks of addresses and strides."""
+
+
+def addressable(tensor: torch.Tensor) -> torch.Tensor:
+    """``[rows, columns]`` itself, or a copy where its strides or address do not suit the copy engine."""
+    aligned = tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
+    return tensor if aligned and tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How the copy engine lays a box of ``[rows, columns]`` into shared memory."""
+    from onelaunch.ops.gluon_compat import gl
+
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+
+
+def described(tensor: torch.Tensor, box: list[int]) -> Any:
+    """A descriptor of ``[rows, columns]`` from which the copy engine moves boxes into shared memory."""
+    from onelaunch.ops.gluon_compat import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))

@@ -1,0 +1,314 @@
+"""Gated linear attention on Hopper GPUs: what one group of warps makes of a tile before others multiply with it.
+
+Computes   from queries, keys and log-decays of a chunk of 64 steps: the decayed ones and the scores between its steps.
+Mirrored   forward in time, queries read a state to which keys add; backwards (``REVERSE``), keys read its gradient, to which
+           queries add. So there are *readers* and *adders*: readers are decayed from where the walk enters the chunk, adders to
+           where it leaves it, and a reader sees the adders that the walk met before it, and its own.
+On chip    decayed readers and adders lie where readers and adders lay, what rounding took of the readers where the log-decays did.
+Decay      per channel: anchored in the middle of the chunk, exp(+-LIMIT) at most; where that does not hold, products by levels of
+           halves, whose factors are at most 1 (``by_levels``). Per head: the scores' decays are a matrix [64, 64].
+Rounding   readers as two 16-bit parts, adders as one, scores as one; see kernels.py.
+"""
+
+from onelaunch.ops.gla.hopper_tiles import (
+    LOG2E,
+    PANEL,
+    C,
+    chunk_of,
+    exp,
+    ones_where,
+    place,
+    rows_of,
+    span,
+    zero_of,
+)
+from onelaunch.ops.gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+SHORTEST = gl.constexpr(-120.0)
+"""Log-decay of a step that stands for all below: exp of it is 0 in float32, and sums of 64 are still good to 2^-12."""
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def seen(reader, adder, REVERSE: gl.constexpr):
+    """Whether the walk meets the adder before the reader, or with it."""
+    return reader <= adder if REVERSE else reader >= adder
+
+
+@gluon.jit
+def score(readers, adders, square: gl.constexpr):
+    """Products [C, C] of readers in registers with adders in shared memory."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, square, 2)
+    p = gl.zeros([C, C], gl.float32, layout=square)
+    p = warpgroup_mma(gl.convert_layout(readers, operand), adders.permute((1, 0)), p, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(p,))
+
+
+@gluon.jit
+def weighted(weights, g, rows: gl.constexpr):
+    """weights [C, C] times log-decays [C, PANEL]: sums over parts of a tile."""
+    zero = gl.zeros([C, PANEL], gl.float32, layout=rows)
+    d = warpgroup_mma(weights.to(g.dtype), g, zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(d,))
+
+
+@gluon.jit
+def quarter_sums(g, sums, left, walk: gl.constexpr):
+    """Log-decay summed over each quarter of the tile's steps, into sums [4, K]."""
+    for panel in gl.static_range(g.shape[1] // PANEL):
+        p_g = g.slice(panel * PANEL, PANEL, dim=1).load(walk).to(gl.float32)
+        if left < C:  # what follows belongs to somebody else
+            p_g = gl.where(rows_of(walk, left) < left, p_g, 0.0)
+        total = gl.sum(gl.reshape(p_g, [4, C // 4, PANEL]), 1)
+        sums.slice(panel * PANEL, PANEL, dim=1).store(total)
+
+
+@gluon.jit
+def anchored(readers, adders, g, sums, scores, decayed, taken, turn, left, scale, walk: gl.constexpr,
+             square: gl.constexpr, ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):
+    """Readers and adders decayed from and to the middle of the tile, in place, and their scores.
+
+    ``sums`` holds what has decayed from the middle to the start of each quarter. Where there is a single place for scores
+    (``ALONE``), those of the tile before must have been taken from it.
+    """
+    E: gl.constexpr = adders.dtype
+    for panel in gl.static_range(adders.shape[1] // PANEL):
+        p_r = readers.slice(panel * PANEL, PANEL, dim=1)
+        p_a = adders.slice(panel * PANEL, PANEL, dim=1)
+        p_g = g.slice(panel * PANEL, PANEL, dim=1)
+        quarters = gl.reshape(p_g.load(walk).to(gl.float32), [4, C // 4, PANEL])
+        if left < C:
+            quarters = gl.reshape(gl.where(rows_of(walk, left) < left, p_g.load(walk).to(gl.float32), 0.0), [4, C // 4, PANEL])
+        d = gl.associative_scan(quarters, 1, plus)
+        start = sums.slice(panel * PANEL, PANEL, dim=1).load(gl.SliceLayout(1, d.type.layout))
+        d = gl.convert_layout(gl.reshape((d + gl.expand_dims(start, 1)) * LOG2E, [C, PANEL]), walk)
+        if REVERSE:
+            d = -d
+        b_a = p_a.load(walk).to(gl.float32) * gl.exp2(-d)
+        if REVERSE:
+            b_a *= scale
+        if left < C:
+            b_a = gl.where(rows_of(walk, left) < left, b_a, 0.0)
+        p_a.store(b_a.to(E))
+        if READ:
+            b_r = p_r.load(walk).to(gl.float32) * gl.exp2(d)
+            if not REVERSE:
+                b_r *= scale
+            high = b_r.to(E)
+            p_r.store(high)
+            p_g.store((b_r - high.to(gl.float32)).to(E))
+    fence_async_shared()
+    mbarrier.arrive(decayed, count=1)
+    if READ:
+        p = gl.zeros([C, C], gl.float32, layout=square)
+        p = warpgroup_mma(readers, adders.permute((1, 0)), p, use_acc=False, is_async=True)
+        p = warpgroup_mma(g, adders.permute((1, 0)), p, is_async=True)
+        p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
+        t = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None]
+        s = gl.arange(0, C, layout=gl.SliceLayout(0, square))[None, :]
+        if ALONE:
+            mbarrier.wait(taken, (turn & 1) ^ 1)
+        scores.store(gl.where(seen(t, s, REVERSE), p, 0.0).to(E))
+
+
+@gluon.jit
+def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
+    """What is left of each channel of g [C, PANEL].
+
+    PART "before": from the start of the tile up to each step; "behind": from behind each step to the end of the tile; "block":
+    where the level's bit of a step is 1, from the start of its block of 2^level steps up to it, elsewhere behind it to its
+    block's end.
+    """
+    weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None] + zero
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, weights))[None, :]
+    if PART == "before":
+        within = s <= t
+    elif PART == "behind":
+        within = s > t
+    else:
+        later = (((t >> level) & 1) == 1) & (s <= t)
+        earlier = (((t >> level) & 1) == 0) & (s > t)
+        within = (later | earlier) & ((s >> level) == (t >> level))
+    return exp(weighted(ones_where(within, gl.float32), g, square))
+
+
+@gluon.jit
+def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, left, scale, square: gl.constexpr,
+              ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):
+    """The same for decays of any size: readers decayed from the tile's near end, adders to its far one, PANEL channels at a time."""
+    E: gl.constexpr = adders.dtype
+    FROM_START: gl.constexpr = "behind" if REVERSE else "before"
+    TO_END: gl.constexpr = "before" if REVERSE else "behind"
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    p = gl.zeros([C, C], gl.float32, layout=square)
+    column = gl.arange(0, C, layout=gl.SliceLayout(0, square))[None, :]
+    for panel in gl.static_range(adders.shape[1] // PANEL):
+        p_r = readers.slice(panel * PANEL, PANEL, dim=1)
+        p_a = adders.slice(panel * PANEL, PANEL, dim=1)
+        p_g = g.slice(panel * PANEL, PANEL, dim=1)
+        row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + zero_of(flag, vector)
+        b_a = gl.where(row < left, p_a.load(square).to(gl.float32), 0.0).to(E)
+        if READ:
+            p_a.store(b_a)
+            fence_async_shared()
+            p += gl.where(row == column, score(p_r.load(square), p_a, square), 0.0)
+            for level in range(6):
+                zero = zero_of(flag, vector)
+                d = decay_over(p_g, level, zero, "block", square)
+                row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + zero
+                reads = ((row >> level) & 1) == (0 if REVERSE else 1)
+                p_a.store(gl.where(reads, 0.0, b_a.to(gl.float32) * d).to(E))
+                b_r = gl.where(reads, p_r.load(square).to(gl.float32) * d, 0.0)
+                fence_async_shared()
+                crossing = score(b_r.to(E), p_a, square)
+                p += gl.where((row >> (level + 1)) == (column >> (level + 1)), crossing, 0.0)
+        d = decay_over(p_g, 0, zero_of(flag, vector), TO_END, square)
+        if REVERSE:
+            d *= scale
+        p_a.store((b_a.to(gl.float32) * d).to(E))
+        if READ:
+            d = decay_over(p_g, 0, zero_of(flag, vector), FROM_START, square)
+            if not REVERSE:
+                d *= scale
+            b_r = p_r.load(square).to(gl.float32) * d
+            high = b_r.to(E)
+            p_r.store(high)
+            p_g.store((b_r - high.to(gl.float32)).to(E))
+    if READ:
+        if ALONE:
+            mbarrier.wait(taken, (turn & 1) ^ 1)
+        scores.store((p * scale).to(E))
+    fence_async_shared()
+    mbarrier.arrive(decayed, count=1)
+
+
+@gluon.jit
+def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
+                     SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):
+    """Tile after tile with a decay per channel."""
+    tiles_r, tiles_a, _, tiles_g, tiles_s = tiles
+    sums, ends, strong = vectors
+    arrived, decayed, ready, _, taken = bars
+    K: gl.constexpr = tiles_a.shape[2]
+    E: gl.constexpr = tiles_a.dtype
+    STAGES: gl.constexpr = tiles_a.shape[0]
+    SCORES: gl.constexpr = tiles_s.shape[0]
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    walk: gl.constexpr = gl.BlockedLayout([C // 4, 2], [1, 32], [4, 1], [1, 0])
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
+    flat = sums._reinterpret(gl.float32, [4, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    n, _, _, segment = place(sizes, SLICES)
+    _, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    chunks = gl.cdiv(steps, C)
+    for c in range(chunks):
+        stage = c % STAGES
+        left = steps - chunk_of(c, chunks, REVERSE) * C
+        g = tiles_g.index(stage)
+        mbarrier.wait(arrived.index(stage), (c // STAGES) & 1)
+        quarter_sums(g, sums, left, walk)
+        first = flat.index(0).load(vector)
+        second = flat.index(1).load(vector)
+        third = flat.index(2).load(vector)
+        fourth = flat.index(3).load(vector)
+        wild = gl.where((gl.abs(first + second) <= LIMIT) & (gl.abs(third + fourth) <= LIMIT), 0, 1)
+        if gl.max(wild, 0) == 0:
+            ends_flat.index(2 * stage + (1 if REVERSE else 0)).store(exp(first + second))
+            ends_flat.index(2 * stage + (0 if REVERSE else 1)).store(exp(third + fourth))
+            flat.index(0).store(-(first + second))
+            flat.index(1).store(-second)
+            flat.index(2).store(gl.zeros([K], gl.float32, layout=vector))
+            flat.index(3).store(third)
+            strong.index(stage).store(gl.full([1], 0, gl.int32, layout=vector))
+            anchored(tiles_r.index(stage), tiles_a.index(stage), g, sums, tiles_s.index(stage % SCORES), decayed.index(stage),
+                     taken, c, left, scale, walk, square, SCORES < STAGES, READ, REVERSE)
+        else:
+            strong.index(stage).store(gl.full([1], 1, gl.int32, layout=vector))
+            # what the compiler knows to be the same on both sides it computes on one of them alone: see docs/notebook/gla.md
+            same = stage + zero_of(strong.index(stage), vector)
+            for panel in gl.static_range(K // PANEL):
+                p_g = tiles_g.index(same).slice(panel * PANEL, PANEL, dim=1)
+                b_g = p_g.load(walk).to(gl.float32)
+                b_g = gl.where(rows_of(walk, left) < left, b_g, 0.0)
+                p_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
+            ends_flat.index(2 * stage).store(exp(first + second + third + fourth))
+            ends_flat.index(2 * stage + 1).store(gl.full([K], 1.0, gl.float32, layout=vector))
+            fence_async_shared()
+            by_levels(tiles_r.index(same), tiles_a.index(same), tiles_g.index(same), tiles_s.index(same % SCORES),
+                      decayed.index(stage), strong.index(same), taken, c, left, scale, square, SCORES < STAGES, READ, REVERSE)
+        if READ:
+            fence_async_shared()
+            mbarrier.arrive(ready.index(stage), count=1)
+
+
+@gluon.jit
+def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
+                  SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):
+    """Tile after tile with a decay per head: adders decayed in place, and scores; what has decayed of readers is left to others.
+
+    Of ends [2, K], the first row holds the readers' factors, the second what is left of the state.
+    """
+    tiles_r, tiles_a, _, _, tiles_s = tiles
+    sums, ends, _ = vectors
+    arrived, decayed, ready, _, _ = bars
+    K: gl.constexpr = tiles_a.shape[2]
+    E: gl.constexpr = tiles_a.dtype
+    STAGES: gl.constexpr = tiles_a.shape[0]
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    sums_flat = sums._reinterpret(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    heads, _ = sizes
+    n, head, _, segment = place(sizes, SLICES)
+    row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    chunks = gl.cdiv(steps, C)
+    step = gl.arange(0, C, layout=vector)
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, square))
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, square))
+    at = chunk_of(0, chunks, REVERSE) * C + step
+    coming = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=at < steps, other=0.0)
+    for c in range(chunks):
+        stage = c % STAGES
+        j = chunk_of(c, chunks, REVERSE)
+        left = steps - j * C
+        readers = tiles_r.index(stage)
+        adders = tiles_a.index(stage)
+        g = coming.to(gl.float32)
+        g = gl.where(g < SHORTEST, SHORTEST, g)
+        at = chunk_of(c + 1, chunks, REVERSE) * C + step
+        coming = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=(at < steps) & (at >= 0), other=0.0)
+        before = gl.associative_scan(g, 0, plus)
+        whole = gl.sum(g, 0)
+        behind = whole - before
+        mbarrier.wait(arrived.index(stage), (c // STAGES) & 1)
+        ends_flat.index(2 * stage).slice(0, C, dim=0).store(exp(behind) if REVERSE else exp(before) * scale)
+        ends_flat.index(2 * stage + 1).store(gl.full([K], 1.0, gl.float32, layout=vector) * exp(whole))
+        sums_flat.index(0).store(before)
+        sums_flat.index(1).store(exp(before) * scale if REVERSE else exp(behind))
+        if READ:
+            p = gl.zeros([C, C], gl.float32, layout=square)
+            p = warpgroup_mma(readers, adders.permute((1, 0)), p, use_acc=False, is_async=True)
+            p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
+            of_reader = sums_flat.index(0).load(gl.SliceLayout(1, square))[:, None]
+            of_adder = sums_flat.index(0).load(gl.SliceLayout(0, square))[None, :]
+            d = of_adder - of_reader if REVERSE else of_reader - of_adder
+            met = seen(t[:, None], s[None, :], REVERSE) & (s[None, :] < left)
+            tiles_s.index(stage).store(gl.where(met, p * exp(gl.where(met, d, 0.0)) * scale, 0.0).to(E))
+        factor = sums_flat.index(1).load(gl.SliceLayout(1, rows))[:, None]
+        for panel in gl.static_range(K // PANEL):
+            p_a = adders.slice(panel * PANEL, PANEL, dim=1)
+            b_a = p_a.load(rows).to(gl.float32) * factor
+            if left < C:
+                b_a = gl.where(rows_of(rows, left) < left, b_a, 0.0)
+            p_a.store(b_a.to(E))
+        fence_async_shared()
+        mbarrier.arrive(decayed.index(stage), count=1)
+        if READ:
+            mbarrier.arrive(ready.index(stage), count=1)
