@@ -59,9 +59,12 @@ class GlaCall(NamedTuple):
         return self.g.dim() == 3
 
 
-def gate_flags(per_head: bool, value_gate: bool) -> tuple[str, ...]:
-    """The query's flags that say how the state decays; none for a decay per key channel alone."""
-    return ("scalar_decay",) * per_head + ("value_gate",) * value_gate
+def gate_flags(per_head: bool, value_gate: bool, wide: bool) -> tuple[str, ...]:
+    """The query's flags that say how the state decays; none for a decay per key channel alone, in the dtype of q.
+
+    ``wide``: log-decays in float32 beside 16-bit inputs.
+    """
+    return ("scalar_decay",) * per_head + ("value_gate",) * value_gate + ("float32_decay",) * wide
 
 
 def bind(
@@ -158,7 +161,7 @@ def _key(
         fixed(batch, length, heads, keys, values),
         grad_enabled and checks.grad_wanted(q, k, v, g, gv, initial_state),
         state_flags(cu_seqlens is not None, initial_state is not None, output_final_state)
-        + gate_flags(g is None or len(g.shape) == 3, gv is not None),
+        + gate_flags(g is None or len(g.shape) == 3, gv is not None, g is not None and g.dtype != q.dtype),
     )
 
 

@@ -1,16 +1,17 @@
 """Gradients of gated linear attention on Hopper GPUs with respect to q, k and g, parallel over chunks.
 
-Computes   what backward_kernels.py says, for 64 channels of a chunk, from the states and their gradients that walks left (``KEEP``).
+Computes   what backward_kernels.py says, for 64 channels of a chunk, from the states and their gradients that walks left.
 Grid       a program per chunk, head and panel of 64 channels; values in blocks inside.
 On chip    q, k, g [64, 64]; v and do [64, BV], S and dS [BV, 64] block by block; two programs fit on a processor, so that one
            computes while the other's copies arrive.
 Decay      three products with 0 and 1 sum log-decays: from the middle of the chunk, up to and with each step, and behind it.
            Where the first exceeds LIMIT, pairs of steps are computed by levels of halves (``by_levels``).
-Rounding   dP, decayed queries and keys, S and dS are 16-bit; what is subtracted for dg is the product of what was rounded, and
-           adds up over the chunk as two 16-bit parts.
+Rounding   decayed queries and keys, S and dS are 16-bit, dP a sum of two such numbers: products of three roundings would leave dg
+           no more than its own. What is subtracted for dg is the product of what was rounded, and adds up over the chunk in two
+           parts as well.
 """
 
-from onelaunch.ops.gla.hopper_tiles import PANEL, C, exp, ones_where, rows_of, zero_of
+from onelaunch.ops.gla.hopper_tile_kernels import PANEL, SHORTEST, C, exp, ones_where, plus, rows_of, store_in_parts, zero_of
 from onelaunch.ops.gluon_compat import (
     fence_async_shared,
     gl,
@@ -22,14 +23,6 @@ from onelaunch.ops.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-SHORTEST = gl.constexpr(-120.0)
-"""As in hopper_prepare_kernels.py."""
-
-
-@gluon.jit
-def plus(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -97,9 +90,7 @@ def summed(x, PART: gl.constexpr, level, zero, acc: gl.constexpr):
 @gluon.jit
 def summed_in_parts(x, high, low, PART: gl.constexpr, level, zero, acc: gl.constexpr):
     """The same of float32 x in registers, through two bfloat16 tiles in shared memory."""
-    first = x.to(gl.bfloat16)
-    high.store(first)
-    low.store((x - first.to(gl.float32)).to(gl.bfloat16))
+    store_in_parts(x, high, low)
     fence_async_shared()
     weights = weights_of(PART, level, zero, acc, gl.bfloat16)
     d = gl.zeros([C, PANEL], gl.float32, layout=acc)
@@ -109,31 +100,36 @@ def summed_in_parts(x, high, low, PART: gl.constexpr, level, zero, acc: gl.const
 
 
 @gluon.jit
-def pairs_from_middle(dq, dk, dg, dscores, q, k, g, d_q, d_k, high, low, scale, zero, acc: gl.constexpr):
-    """Add what pairs of different steps give dq, dk and dg; ``dscores`` [C, C] in shared memory, 0 but below its diagonal.
+def pairs_from_middle(dq, dk, dg, dscores, dscores_low, q, k, g, d_q, d_k, high, low, scale, one, acc: gl.constexpr):
+    """Add what pairs of different steps give dq, dk and dg.
+
+    ``dscores`` [C, C], in shared memory in two parts, is 0 but below its diagonal.
 
     ``d_q`` and ``d_k`` are room for decayed queries and keys, ``high`` and ``low`` are the same room.
     """
     E: gl.constexpr = q.dtype
-    d = summed(g, "middle", 0, zero, acc)
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    d = summed(g, "middle", 0, zero_of(one, vector), acc)
     d_q.store((q.load(acc).to(gl.float32) * scale * exp(d)).to(E))
     d_k.store((k.load(acc).to(gl.float32) * exp(-d)).to(E))
     fence_async_shared()
     found = gl.zeros([C, PANEL], gl.float32, layout=acc)
     found = warpgroup_mma(dscores, d_k, found, use_acc=False, is_async=True)
+    found = warpgroup_mma(dscores_low, d_k, found, is_async=True)
     found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
     pairs = d_q.load(acc).to(gl.float32) * found
     dq += found * (exp(d) * scale)
     found = warpgroup_mma(dscores.permute((1, 0)), d_q, found, use_acc=False, is_async=True)
+    found = warpgroup_mma(dscores_low.permute((1, 0)), d_q, found, is_async=True)
     found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
     pairs -= d_k.load(acc).to(gl.float32) * found
     dk += found * exp(-d)
-    dg += summed_in_parts(pairs, high, low, "onward", 0, zero, acc)
+    dg += summed_in_parts(pairs, high, low, "onward", 0, zero_of(one, vector), acc)
     return dq, dk, dg
 
 
 @gluon.jit
-def pairs_by_levels(dq, dk, dg, dscores, q, k, g, x, high, low, scale, flag, acc: gl.constexpr):
+def pairs_by_levels(dq, dk, dg, dscores, dscores_low, q, k, g, x, high, low, scale, flag, acc: gl.constexpr):
     """The same for decays of any size."""
     E: gl.constexpr = q.dtype
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -144,18 +140,19 @@ def pairs_by_levels(dq, dk, dg, dscores, q, k, g, x, high, low, scale, flag, acc
         factor = exp(summed(g, "block", level, zero, acc))
         row = gl.arange(0, C, layout=gl.SliceLayout(1, acc))[:, None] + zero
         right = ((row >> level) & 1) == 1
-        decayed = (factor * gl.where(right, q.load(acc).to(gl.float32) * scale, k.load(acc).to(gl.float32))).to(E)
-        x.store(decayed)
+        x.store((factor * gl.where(right, q.load(acc).to(gl.float32) * scale, k.load(acc).to(gl.float32))).to(E))
         fence_async_shared()
         t = gl.arange(0, C, layout=gl.SliceLayout(1, operand))[:, None] + zero
         s = gl.arange(0, C, layout=gl.SliceLayout(0, operand))[None, :]
         across = ((t >> level) ^ (s >> level)) == 1
-        both = gl.where(t > s, dscores.load(operand), dscores.permute((1, 0)).load(operand))
         found = gl.zeros([C, PANEL], gl.float32, layout=acc)
-        taken = gl.where(across, both.to(gl.float32), 0.0).to(E)
-        found = warpgroup_mma(taken, x, found, use_acc=False, is_async=True)
+        both = gl.where(t > s, dscores.load(operand), dscores.permute((1, 0)).load(operand))
+        found = warpgroup_mma(gl.where(across, both.to(gl.float32), 0.0).to(E), x, found, use_acc=False, is_async=True)
         found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-        dg += summed_in_parts(decayed.to(gl.float32) * found, high, low, "around", level, zero, acc)
+        both = gl.where(t > s, dscores_low.load(operand), dscores_low.permute((1, 0)).load(operand))
+        found = warpgroup_mma(gl.where(across, both.to(gl.float32), 0.0).to(E), x, found, is_async=True)
+        found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
+        dg += summed_in_parts(x.load(acc).to(gl.float32) * found, high, low, "around", level, zero, acc)
         found *= factor
         dq += gl.where(right, found * scale, 0.0)
         dk += gl.where(right, 0.0, found)
@@ -163,11 +160,11 @@ def pairs_by_levels(dq, dk, dg, dscores, q, k, g, x, high, low, scale, flag, acc
 
 
 @gluon.jit
-def through_states(descriptors, tiles, bar, rows, cells, channel, values, BV: gl.constexpr, acc: gl.constexpr):
+def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
     """do S^T, v dS^T [C, PANEL] and do v^T [C, C], and S dS summed over V [PANEL]."""
-    v, do, states, dstates = descriptors
+    v, _, states, _ = descriptors
     t_v, t_do, t_s, t_ds = tiles
-    row, head = rows
+    BV: gl.constexpr = v.block_type.shape[1]
     fine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     of_states = gl.zeros([C, PANEL], gl.float32, layout=acc)
     of_dstates = gl.zeros([C, PANEL], gl.float32, layout=acc)
@@ -221,6 +218,138 @@ def cut(tile, left):
     tile.store(gl.where(rows_of(rows, left) < left, tile.load(rows).to(gl.float32), 0.0).to(tile.dtype))
 
 
+@gluon.jit
+def channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, LIMIT: gl.constexpr, acc: gl.constexpr):
+    """dq, dk and dg of a panel of channels, each with its decay."""
+    row, left, head, cells, channel = at
+    values, width, column = sizes
+    dq, dk, dg, dq_tiles, dk_tiles, dg_tiles = results
+    t_v, t_do, _, _ = blocks
+    E: gl.constexpr = tiles.dtype
+    LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    across: gl.constexpr = gl.SliceLayout(0, acc)
+    square: gl.constexpr = tiles.type.layout
+    t_q = tiles.index(0)
+    t_k = tiles.index(1)
+    t_g = tiles.index(4)
+    flags = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flag = flags.index(0)
+    one = flags.index(1)
+    one.store(gl.full([1], 1, gl.int32, layout=vector))
+    mbarrier.wait(bars.index(0), 0)
+    if left < C:
+        cut(t_q, left)
+        cut(t_k, left)
+        cut(t_g, left)
+        fence_async_shared()
+    d = summed(t_g, "middle", 0, left >> 31, acc)
+    wild = gl.max(gl.max(gl.where(gl.abs(d) <= LIMIT, 0, 1), 1), 0)
+    flag.store(gl.full([1], 0, gl.int32, layout=vector) + wild)
+    if wild > 0:
+        b_g = t_g.load(acc).to(gl.float32)
+        t_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
+        fence_async_shared()
+
+    from_states, from_dstates, dscores, whole = through_states(
+        descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc
+    )
+    whole = gl.convert_layout(whole, across)[None, :]
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, acc))[:, None]
+    s = gl.arange(0, C, layout=across)[None, :]
+    dscores = gl.where((t < left) & (s < left), dscores, 0.0)
+    alone = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None] * scale
+    t_p = t_do.slice(0, PANEL, dim=1)
+    t_low = t_v.slice(0, PANEL, dim=1)
+    store_in_parts(gl.where(t > s, dscores, 0.0), t_p, t_low)
+
+    high = tiles.index(2)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    low = tiles.index(3)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    before = exp(summed(t_g, "before", 0, zero_of(one, vector), acc))
+    b_dq = from_states * (before * scale)
+    b_dg = summed_in_parts(t_q.load(acc).to(gl.float32) * b_dq, high, low, "onward", 0, zero_of(one, vector), acc)
+    behind = exp(summed(t_g, "behind", 0, zero_of(one, vector), acc))
+    b_dk = from_dstates * behind
+    b_dg += whole * (before * behind)
+    b_dg += summed_in_parts(t_k.load(acc).to(gl.float32) * b_dk, high, low, "earlier", 0, zero_of(one, vector), acc)
+    b_dq += alone * t_k.load(acc).to(gl.float32)
+    b_dk += alone * t_q.load(acc).to(gl.float32)
+    if wild == 0:
+        b_dq, b_dk, b_dg = pairs_from_middle(
+            b_dq, b_dk, b_dg, t_p, t_low, t_q, t_k, t_g, tiles.index(2), tiles.index(3), high, low, scale, one, acc
+        )
+    else:
+        # what the compiler knows to be the same on both sides it computes on one of them alone: see docs/notebook/gla.md
+        same = zero_of(flag, vector)
+        high = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        low = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        b_dq, b_dk, b_dg = pairs_by_levels(
+            b_dq, b_dk, b_dg, t_p, t_low, tiles.index(same), tiles.index(1 + same), tiles.index(4 + same),
+            tiles.index(2 + same), high, low, scale, flag, acc,
+        )  # fmt: skip
+    put(t_q, b_dq, dq, dq_tiles, row, column, width, left)
+    put(t_k, b_dk, dk, dk_tiles, row, column, width, left)
+    put(t_g, b_dg, dg, dg_tiles, row, column, width, left)
+
+
+@gluon.jit
+def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc: gl.constexpr):
+    """The same where a head has one decay; what this panel adds to dg goes ``to`` [B, T, H]."""
+    row, left, head, cells, channel = at
+    values, width, column = sizes
+    dq, dk, _, dq_tiles, dk_tiles, _ = results
+    t_v, t_do, _, _ = blocks
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    down: gl.constexpr = gl.SliceLayout(1, acc)
+    across: gl.constexpr = gl.SliceLayout(0, acc)
+    t_q = tiles.index(0)
+    t_k = tiles.index(1)
+    step = gl.arange(0, C, layout=vector)
+    place = (row + step).to(gl.int64) * heads + head
+    b_g = gl.load(log_decay + place, mask=step < left, other=0.0).to(gl.float32)
+    b_g = gl.where(b_g < SHORTEST, SHORTEST, b_g)
+    sums = gl.associative_scan(b_g, 0, plus)
+    total = gl.sum(b_g, 0)
+    before = gl.convert_layout(sums, down)[:, None]
+    mbarrier.wait(bars.index(0), 0)
+    if left < C:
+        cut(t_q, left)
+        cut(t_k, left)
+        fence_async_shared()
+
+    from_states, from_dstates, dscores, whole = through_states(
+        descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc
+    )
+    t = gl.arange(0, C, layout=down)[:, None]
+    s = gl.arange(0, C, layout=across)[None, :]
+    dscores = gl.where((t < left) & (s < left), dscores * scale, 0.0)
+    alone = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None]
+    t_p = t_do.slice(0, PANEL, dim=1)
+    t_low = t_v.slice(0, PANEL, dim=1)
+    between = before - gl.convert_layout(sums, across)[None, :]
+    store_in_parts(gl.where(t > s, dscores * exp(gl.where(t > s, between, 0.0)), 0.0), t_p, t_low)
+    fence_async_shared()
+    of_q = gl.zeros([C, PANEL], gl.float32, layout=acc)
+    of_k = gl.zeros([C, PANEL], gl.float32, layout=acc)
+    of_q = warpgroup_mma(t_p, t_k, of_q, use_acc=False, is_async=True)
+    of_q = warpgroup_mma(t_low, t_k, of_q, is_async=True)
+    of_k = warpgroup_mma(t_p.permute((1, 0)), t_q, of_k, use_acc=False, is_async=True)
+    of_k = warpgroup_mma(t_low.permute((1, 0)), t_q, of_k, is_async=True)
+    from_states = from_states * (exp(before) * scale)
+    from_dstates = from_dstates * exp(total - before)
+    b_q = t_q.load(acc).to(gl.float32)
+    b_k = t_k.load(acc).to(gl.float32)
+    of_q, of_k = warpgroup_mma_wait(num_outstanding=0, deps=(of_q, of_k))
+    onward = gl.convert_layout(gl.sum(b_q * (of_q + from_states) - b_k * of_k, 1), vector)
+    earlier = gl.convert_layout(gl.sum(b_k * from_dstates, 1), vector)
+    put(t_q, from_states + of_q + alone * b_k, dq, dq_tiles, row, column, width, left)
+    put(t_k, from_dstates + of_k + alone * b_q, dk, dk_tiles, row, column, width, left)
+    found = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward
+    found += gl.associative_scan(earlier, 0, plus) - earlier
+    found += gl.sum(whole, 0) * exp(total)
+    gl.store(to + place, found, mask=step < left)
+
+
 @gluon.jit(do_not_specialize=["T", "heads", "sequences"])
 def gradients_kernel(
     q, k, g, v, do, states, dstates, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets, T, heads, sequences,
@@ -233,12 +362,7 @@ def gradients_kernel(
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = q.dtype
-    BV: gl.constexpr = v.block_type.shape[1]
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, gl.num_warps() // 4], [16, PANEL * 4 // gl.num_warps(), 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    down: gl.constexpr = gl.SliceLayout(1, acc)
-    across: gl.constexpr = gl.SliceLayout(0, acc)
     item = gl.program_id(0)
     panel = item % PANELS
     head = (item // PANELS) % heads
@@ -248,126 +372,34 @@ def gradients_kernel(
         return
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)
     tiles = gl.allocate_shared_memory(E, [4 if SCALAR else 5, C, PANEL], square)  # q, k, two of scratch, g
-    t_v = gl.allocate_shared_memory(E, [C, BV], v.layout)
-    t_do = gl.allocate_shared_memory(E, [C, BV], do.layout)
-    t_s = gl.allocate_shared_memory(E, [BV, PANEL], states.layout)
-    t_ds = gl.allocate_shared_memory(E, [BV, PANEL], states.layout)
+    blocks = (
+        gl.allocate_shared_memory(E, v.block_type.shape, v.layout),
+        gl.allocate_shared_memory(E, do.block_type.shape, do.layout),
+        gl.allocate_shared_memory(E, states.block_type.shape, states.layout),
+        gl.allocate_shared_memory(E, dstates.block_type.shape, dstates.layout),
+    )
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    flag = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mbarrier.init(bars.index(0), count=1)
     mbarrier.init(bars.index(1), count=1)
     fence_async_shared()
     channel = panel * PANEL
     width = heads * PANELS * PANEL
     column = head * PANELS * PANEL + channel
-    t_q = tiles.index(0)
-    t_k = tiles.index(1)
-    t_x = tiles.index(2)
-    t_y = tiles.index(3)
     mbarrier.expect(bars.index(0), (2 if SCALAR else 3) * q.block_type.nbytes)
     if not SCALAR:
         tma_load(g, [row, column], bars.index(0), tiles.index(4))
-    tma_load(q, [row, column], bars.index(0), t_q)
-    tma_load(k, [row, column], bars.index(0), t_k)
+    tma_load(q, [row, column], bars.index(0), tiles.index(0))
+    tma_load(k, [row, column], bars.index(0), tiles.index(1))
     mbarrier.expect(bars.index(1), 2 * v.block_type.nbytes + 2 * states.block_type.nbytes)
     descriptors = (v, do, states, dstates)
-    blocks = (t_v, t_do, t_s, t_ds)
     cells = (slot * heads + head) * values
     fetch_values(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
-    t = gl.arange(0, C, layout=down)[:, None]
-    s = gl.arange(0, C, layout=across)[None, :]
-
+    results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)
+    at = (row, left, head, cells, channel)
+    sizes = (values, width, column)
     if SCALAR:
-        step = gl.arange(0, C, layout=vector)
-        b_g = gl.load(log_decay + (row + step).to(gl.int64) * heads + head, mask=step < left, other=0.0).to(gl.float32)
-        b_g = gl.where(b_g < SHORTEST, SHORTEST, b_g)
-        sums = gl.associative_scan(b_g, 0, plus)
-        total = gl.sum(b_g, 0)
-        before = gl.convert_layout(sums, down)[:, None]
-        upto = gl.convert_layout(sums, across)[None, :]
-        mbarrier.wait(bars.index(0), 0)
-        if left < C:
-            cut(t_q, left)
-            cut(t_k, left)
-            fence_async_shared()
+        to = dg + panel.to(gl.int64) * rows * heads
+        head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc)
     else:
-        mbarrier.wait(bars.index(0), 0)
-        if left < C:
-            cut(t_q, left)
-            cut(t_k, left)
-            cut(tiles.index(4), left)
-            fence_async_shared()
-        d = summed(tiles.index(4), "middle", 0, left >> 31, acc)
-        wild = gl.max(gl.max(gl.where(gl.abs(d) <= LIMIT, 0, 1), 1), 0)
-        flag.store(gl.full([1], 0, gl.int32, layout=vector) + wild)
-        if wild > 0:
-            LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
-            b_g = tiles.index(4).load(acc).to(gl.float32)
-            tiles.index(4).store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
-            fence_async_shared()
-
-    from_states, from_dstates, dscores, whole = through_states(
-        descriptors, blocks, bars.index(1), (row, head), cells, channel, values, BV, acc
-    )
-    whole = gl.convert_layout(whole, across)[None, :]
-    t_p = t_do.slice(0, PANEL, dim=1)
-    dscores = gl.where((t < left) & (s < left), dscores, 0.0)
-    alone = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None] * scale
-
-    if SCALAR:
-        below = t > s
-        weights = gl.where(below, exp(gl.where(below, before - upto, 0.0)) * scale, 0.0)
-        rounded = (dscores * weights).to(E)
-        t_p.store(rounded)
-        fence_async_shared()
-        of_q = gl.zeros([C, PANEL], gl.float32, layout=acc)
-        of_k = gl.zeros([C, PANEL], gl.float32, layout=acc)
-        of_q = warpgroup_mma(gl.convert_layout(rounded, operand), t_k, of_q, use_acc=False, is_async=True)
-        of_k = warpgroup_mma(t_p.permute((1, 0)), t_q, of_k, use_acc=False, is_async=True)
-        from_states = from_states * (exp(before) * scale)
-        from_dstates = from_dstates * exp(total - before)
-        b_q = t_q.load(acc).to(gl.float32)
-        b_k = t_k.load(acc).to(gl.float32)
-        of_q, of_k = warpgroup_mma_wait(num_outstanding=0, deps=(of_q, of_k))
-        onward = gl.sum(b_q * (of_q + from_states) - b_k * of_k, 1)
-        earlier = gl.sum(b_k * from_dstates, 1)
-        put(t_q, from_states + of_q + alone * b_k, dq, dq_tiles, row, column, width, left)
-        put(t_k, from_dstates + of_k + alone * b_q, dk, dk_tiles, row, column, width, left)
-        onward = gl.convert_layout(onward, vector)
-        earlier = gl.convert_layout(earlier, vector)
-        found = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward
-        found += gl.associative_scan(earlier, 0, plus) - earlier
-        found += gl.sum(gl.sum(whole, 1), 0) * exp(total)
-        place = dg + (panel * rows + row + step).to(gl.int64) * heads + head
-        gl.store(place, found, mask=step < left)
-    else:
-        t_p.store(gl.where(t > s, dscores, 0.0).to(E))
-        high = t_x._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-        low = t_y._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-        zero = left >> 31
-        before = exp(summed(tiles.index(4 + zero), "before", 0, zero, acc))
-        b_dq = from_states * (before * scale)
-        b_dg = summed_in_parts(t_q.load(acc).to(gl.float32) * b_dq, high, low, "onward", 0, zero, acc)
-        behind = exp(summed(tiles.index(4 + zero), "behind", 0, zero, acc))
-        b_dk = from_dstates * behind
-        b_dg += whole * (before * behind)
-        b_dg += summed_in_parts(t_k.load(acc).to(gl.float32) * b_dk, high, low, "earlier", 0, zero, acc)
-        if wild == 0:
-            b_dq, b_dk, b_dg = pairs_from_middle(
-                b_dq, b_dk, b_dg, t_p, t_q, t_k, tiles.index(4), t_x, t_y, high, low, scale, zero, acc
-            )
-        else:
-            # what the compiler knows to be the same on both sides it computes on one of them alone: see docs/notebook/gla.md
-            same = zero_of(flag, vector)
-            high = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-            low = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-            b_dq, b_dk, b_dg = pairs_by_levels(
-                b_dq, b_dk, b_dg, t_p, tiles.index(same), tiles.index(1 + same), tiles.index(4 + same), tiles.index(2 + same),
-                high, low, scale, flag, acc,
-            )  # fmt: skip
-        b_q = t_q.load(acc).to(gl.float32)
-        b_k = t_k.load(acc).to(gl.float32)
-        put(t_q, b_dq + alone * b_k, dq, dq_tiles, row, column, width, left)
-        put(t_k, b_dk + alone * b_q, dk, dk_tiles, row, column, width, left)
-        put(tiles.index(4), b_dg, dg, dg_tiles, row, column, width, left)
+        channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, LIMIT, acc)
     tma_store_wait(pendings=0)

@@ -1,4 +1,4 @@
-"""Launches of gla's kernels for Hopper GPUs: walks along time in as many parts as fill the chip, and gradients of all chunks at once."""
+"""Launches of gla's kernels for Hopper GPUs: walks along time, in parts that fill the chip, and gradients of all chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from onelaunch.hardware import processors
 from onelaunch.ops.copy_engine import addressable, described
 from onelaunch.ops.gated_scan.launch import cdiv
-from onelaunch.ops.gla.launch import CHUNK, Attention
+from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, empty_final, inner_contiguous
 
 PANEL = 64
 """Channels that are copied at once."""
@@ -36,11 +36,18 @@ class WalkTiles:
     attend_registers: int = 152
     prepare_registers: int = 200
 
+    def options(self) -> dict[str, int]:
+        """Constants of the kernel."""
+        return {
+            "GROUPS": self.groups, "STAGES": self.stages, "SCORES": self.scores,
+            "ATTEND_REGISTERS": self.attend_registers, "PREPARE_REGISTERS": self.prepare_registers,
+        }  # fmt: skip
+
 
 @functools.cache
 def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool, read: bool) -> WalkTiles:
     """Two groups where values allow it: they share what is prepared. Registers: as many as leave no products waiting."""
-    if keys == 256:
+    if keys > 2 * PANEL:
         return WalkTiles(1, stages=2, scores=1, prepare_registers=240)
     if values % (2 * PANEL):
         return WalkTiles(1, prepare_registers=232)
@@ -75,44 +82,47 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
     return addressable(tensor.flatten(0, 1).flatten(1))
 
 
+def boxes(box: list[int], *tensors: torch.Tensor) -> list[Any]:
+    """Descriptors of ``[B, T, H, X]`` tensors, each moved in boxes of this size."""
+    return [described(matrix(tensor), box) for tensor in tensors]
+
+
 def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: torch.Tensor | None) -> None:
     """Fill ``out`` (what readers see) and ``states`` (what enters each chunk, ``[slots, H, V, K]``), whichever is given."""
     from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
 
-    batch, length, heads, keys, values = call.sizes
-    sequences = call.sequence_count
+    _, length, heads, keys, values = call.sizes
+    sequences, offsets = call.sequence_count, call.sequences.offsets
+    first = None if way.reverse else call.sequences.initial
     tiles = walk_tiles(keys, values, scalar=call.scalar, keep=states is not None, read=out is not None)
     slices = values // (PANEL * tiles.groups)
-    offsets, initial = call.sequences.offsets, None if way.reverse else call.sequences.initial
     mean_length = length if offsets is None else cdiv(length, sequences)
     parts = parts_of(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(way.adders.device))
-    steps = cdiv(cdiv(length, CHUNK), parts) * CHUNK if parts > 1 else WHOLE
-    adders, taken = described(matrix(way.adders), [CHUNK, keys]), described(matrix(way.values), [CHUNK, PANEL])
-    decays = None if call.scalar else described(matrix(call.g), [CHUNK, keys])
-    log_decay = call.g.contiguous() if call.scalar else None
+    sources = (*boxes([CHUNK, keys], way.adders), *boxes([CHUNK, PANEL], way.values))
+    decays = (None, call.g.contiguous()) if call.scalar else (*boxes([CHUNK, keys], call.g), None)
+    sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    flags: dict[str, Any] = {
+        "SLICES": slices, "SEGMENT_STEPS": cdiv(cdiv(length, CHUNK), parts) * CHUNK if parts > 1 else WHOLE,
+        "LIMIT": LIMITS[call.q.dtype], "PACKED": offsets is not None, "REVERSE": way.reverse,
+        "EXACT": not call.scalar or states is not None, "num_warps": 4,
+    }  # fmt: skip
 
-    def launch(tiles: WalkTiles, out: torch.Tensor | None, states: torch.Tensor | None, first: torch.Tensor | None, *, split: bool) -> None:
-        read = out is not None
-        readers = described(matrix(way.readers), [CHUNK, keys]) if read and way.readers is not None else None
-        target = described(matrix(out), [CHUNK, PANEL]) if out is not None else None
+    def launch(tiles: WalkTiles, initial: torch.Tensor | None, out: torch.Tensor | None, states: torch.Tensor | None) -> None:
+        readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
+        target = None if out is None else boxes([CHUNK, PANEL], out)[0]
         walk_kernel[(sequences * heads * slices * parts,)](
-            readers, adders, taken, decays, log_decay, out, target, first, states, *sums, offsets, length, heads, parts,
-            call.scale, values,
-            SLICES=slices, SEGMENT_STEPS=steps, LIMIT=LIMITS[call.q.dtype], PACKED=offsets is not None, READ=read,
-            REVERSE=way.reverse, KEEP=states is not None, INITIAL=first is not None, PARTS=split, GROUPS=tiles.groups,
-            STAGES=tiles.stages, SCORES=tiles.scores, ATTEND_REGISTERS=tiles.attend_registers,
-            PREPARE_REGISTERS=tiles.prepare_registers, num_warps=4,
+            readers, *sources, *decays, out, target, initial, states, *sums, offsets, length, heads, parts, call.scale, values,
+            READ=out is not None, KEEP=states is not None, INITIAL=initial is not None,
+            PARTS=parts > 1 and (out is not None or states is not None), **tiles.options(), **flags,
         )  # fmt: skip
 
-    sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if parts > 1:
-        device = way.adders.device
         sums = (
-            torch.empty((sequences, heads, parts, values, keys), device=device),
-            torch.empty((sequences, heads, parts, keys), device=device),
+            torch.empty((sequences, heads, parts, values, keys), device=way.adders.device),
+            torch.empty((sequences, heads, parts, keys), device=way.adders.device),
         )
-        launch(walk_tiles(keys, values, scalar=call.scalar, keep=False, read=False), None, None, None, split=False)
-    launch(tiles, out, states, initial, split=parts > 1)
+        launch(walk_tiles(keys, values, scalar=call.scalar, keep=False, read=False), None, None, None)
+    launch(tiles, first, out, states)
 
 
 def forward(call: Attention) -> torch.Tensor:
@@ -122,42 +132,37 @@ def forward(call: Attention) -> torch.Tensor:
     return out
 
 
-class Gradients(NamedTuple):
-    """Of the call's tensors, in their dtypes and shapes."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
+GRADIENT_WARPS = 4
+"""Of a program that computes gradients of a chunk: one warpgroup, so that a processor holds two programs."""
 
 
-def backward(call: Attention, do: torch.Tensor, *, warps: int = 8) -> Gradients:
+def backward(call: Attention, do: torch.Tensor) -> Gradients:
     """Gradients of q, k, v and g from that of ``o``; nothing was kept but the inputs."""
     from onelaunch.ops.gla.hopper_gradient_kernels import gradients_kernel
 
     batch, length, heads, keys, values = call.sizes
-    q, k, v = call.q, call.k, call.v
+    q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
     device, dtype = q.device, q.dtype
     states, dstates = (torch.empty((call.slots, heads, values, keys), dtype=dtype, device=device) for _ in range(2))
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in (q, k, v))
     walk(call, Walk(None, k, v, reverse=False), None, states)
     walk(call, Walk(k, q, do, reverse=True), dv, dstates)
-    panels, block = keys // PANEL, min(values, 2 * PANEL)
-    dg = torch.empty((panels, batch, length, heads), device=device) if call.scalar else torch.empty(call.g.shape, dtype=dtype, device=device)
+    panels, block = keys // PANEL, PANEL if values % (2 * PANEL) else 2 * PANEL
     square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block, PANEL]
+    if call.scalar:  # a part for each panel
+        dg = torch.empty((panels, batch, length, heads), device=device)
+        log_decay, decays, targets = call.g.contiguous(), None, (*boxes(square, dq, dk), None)
+    else:
+        dg = torch.empty(call.g.shape, dtype=dtype, device=device)
+        log_decay, decays, targets = None, boxes(square, call.g)[0], boxes(square, dq, dk, dg)
+    held = (described(x.flatten(0, 2), tall) for x in (states, dstates))
     offsets = call.sequences.offsets
-
-    def boxes(box: list[int], *tensors: torch.Tensor) -> list[Any]:
-        return [described(matrix(tensor), box) for tensor in tensors]
-
-    held = [described(x.flatten(0, 2), tall) for x in (states, dstates)]
-    decays = None if call.scalar else boxes(square, call.g)[0]
-    targets = [*boxes(square, dq, dk), None if call.scalar else boxes(square, dg)[0]]
     gradients_kernel[(call.slots * heads * panels,)](
-        *boxes(square, q, k), decays, *boxes(wide, v, do), *held, call.g.contiguous() if call.scalar else None, dq, dk, dg, *targets, offsets,
+        *boxes(square, q, k), decays, *boxes(wide, v, do), *held, log_decay, dq, dk, dg, *targets, offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values,
-        PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[dtype], PACKED=offsets is not None, num_warps=warps,
+        PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[dtype], PACKED=offsets is not None,
+        num_warps=GRADIENT_WARPS,
     )  # fmt: skip
     if call.scalar:
         dg = dg.sum(0).to(call.g.dtype)
-    return Gradients(dq, dk, dv, dg)
+    return Gradients(dq, dk, dv, dg, empty_final(call, wanted=False))

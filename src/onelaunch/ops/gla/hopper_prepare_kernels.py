@@ -4,33 +4,29 @@ Computes   from queries, keys and log-decays of a chunk of 64 steps: the decayed
 Mirrored   forward in time, queries read a state to which keys add; backwards (``REVERSE``), keys read its gradient, to which
            queries add. So there are *readers* and *adders*: readers are decayed from where the walk enters the chunk, adders to
            where it leaves it, and a reader sees the adders that the walk met before it, and its own.
-On chip    decayed readers and adders lie where readers and adders lay, what rounding took of the readers where the log-decays did.
+On chip    decayed readers and adders lie where readers and adders lay, what rounding took of the adders where the log-decays did.
 Decay      per channel: anchored in the middle of the chunk, exp(+-LIMIT) at most; where that does not hold, products by levels of
            halves, whose factors are at most 1 (``by_levels``). Per head: the scores' decays are a matrix [64, 64].
-Rounding   readers as two 16-bit parts, adders as one, scores as one; see kernels.py.
+Rounding   readers as one 16-bit number, adders as a sum of two, scores as one. What is read has two roundings beside its own, a
+           state only that of being an operand: the gradient of g hangs on products of two states.
 """
 
-from onelaunch.ops.gla.hopper_tiles import (
+from onelaunch.ops.gla.hopper_tile_kernels import (
     LOG2E,
     PANEL,
+    SHORTEST,
     C,
     chunk_of,
     exp,
     ones_where,
     place,
+    plus,
     rows_of,
     span,
+    store_in_parts,
     zero_of,
 )
 from onelaunch.ops.gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-
-SHORTEST = gl.constexpr(-120.0)
-"""Log-decay of a step that stands for all below: exp of it is 0 in float32, and sums of 64 are still good to 2^-12."""
-
-
-@gluon.jit
-def plus(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -69,7 +65,7 @@ def quarter_sums(g, sums, left, walk: gl.constexpr):
 
 @gluon.jit
 def anchored(readers, adders, g, sums, scores, decayed, taken, turn, left, scale, walk: gl.constexpr,
-             square: gl.constexpr, ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):
+             square: gl.constexpr, ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Readers and adders decayed from and to the middle of the tile, in place, and their scores.
 
     ``sums`` holds what has decayed from the middle to the start of each quarter. Where there is a single place for scores
@@ -93,20 +89,18 @@ def anchored(readers, adders, g, sums, scores, decayed, taken, turn, left, scale
             b_a *= scale
         if left < C:
             b_a = gl.where(rows_of(walk, left) < left, b_a, 0.0)
-        p_a.store(b_a.to(E))
+        store_in_parts(b_a, p_a, p_g)
         if READ:
             b_r = p_r.load(walk).to(gl.float32) * gl.exp2(d)
             if not REVERSE:
                 b_r *= scale
-            high = b_r.to(E)
-            p_r.store(high)
-            p_g.store((b_r - high.to(gl.float32)).to(E))
+            p_r.store(b_r.to(E))
     fence_async_shared()
     mbarrier.arrive(decayed, count=1)
     if READ:
         p = gl.zeros([C, C], gl.float32, layout=square)
         p = warpgroup_mma(readers, adders.permute((1, 0)), p, use_acc=False, is_async=True)
-        p = warpgroup_mma(g, adders.permute((1, 0)), p, is_async=True)
+        p = warpgroup_mma(readers, g.permute((1, 0)), p, is_async=True)
         p = warpgroup_mma_wait(num_outstanding=0, deps=(p,))
         t = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None]
         s = gl.arange(0, C, layout=gl.SliceLayout(0, square))[None, :]
@@ -139,8 +133,8 @@ def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
 
 @gluon.jit
 def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, left, scale, square: gl.constexpr,
-              ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):
-    """The same for decays of any size: readers decayed from the tile's near end, adders to its far one, PANEL channels at a time."""
+              ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+    """The same for decays of any size: readers decayed from the tile's near end, adders to its far one, panel by panel."""
     E: gl.constexpr = adders.dtype
     FROM_START: gl.constexpr = "behind" if REVERSE else "before"
     TO_END: gl.constexpr = "before" if REVERSE else "behind"
@@ -167,18 +161,15 @@ def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, left, scal
                 fence_async_shared()
                 crossing = score(b_r.to(E), p_a, square)
                 p += gl.where((row >> (level + 1)) == (column >> (level + 1)), crossing, 0.0)
-        d = decay_over(p_g, 0, zero_of(flag, vector), TO_END, square)
-        if REVERSE:
-            d *= scale
-        p_a.store((b_a.to(gl.float32) * d).to(E))
         if READ:
             d = decay_over(p_g, 0, zero_of(flag, vector), FROM_START, square)
             if not REVERSE:
                 d *= scale
-            b_r = p_r.load(square).to(gl.float32) * d
-            high = b_r.to(E)
-            p_r.store(high)
-            p_g.store((b_r - high.to(gl.float32)).to(E))
+            p_r.store((p_r.load(square).to(gl.float32) * d).to(E))
+        d = decay_over(p_g, 0, zero_of(flag, vector), TO_END, square)
+        if REVERSE:
+            d *= scale
+        store_in_parts(b_a.to(gl.float32) * d, p_a, p_g)
     if READ:
         if ALONE:
             mbarrier.wait(taken, (turn & 1) ^ 1)
@@ -189,7 +180,7 @@ def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, left, scal
 
 @gluon.jit
 def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
-                     SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):
+                     SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per channel."""
     tiles_r, tiles_a, _, tiles_g, tiles_s = tiles
     sums, ends, strong = vectors
@@ -226,8 +217,23 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
             flat.index(2).store(gl.zeros([K], gl.float32, layout=vector))
             flat.index(3).store(third)
             strong.index(stage).store(gl.full([1], 0, gl.int32, layout=vector))
-            anchored(tiles_r.index(stage), tiles_a.index(stage), g, sums, tiles_s.index(stage % SCORES), decayed.index(stage),
-                     taken, c, left, scale, walk, square, SCORES < STAGES, READ, REVERSE)
+            anchored(
+                tiles_r.index(stage),
+                tiles_a.index(stage),
+                g,
+                sums,
+                tiles_s.index(stage % SCORES),
+                decayed.index(stage),
+                taken,
+                c,
+                left,
+                scale,
+                walk,
+                square,
+                SCORES < STAGES,
+                READ,
+                REVERSE,
+            )
         else:
             strong.index(stage).store(gl.full([1], 1, gl.int32, layout=vector))
             # what the compiler knows to be the same on both sides it computes on one of them alone: see docs/notebook/gla.md
@@ -240,8 +246,22 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
             ends_flat.index(2 * stage).store(exp(first + second + third + fourth))
             ends_flat.index(2 * stage + 1).store(gl.full([K], 1.0, gl.float32, layout=vector))
             fence_async_shared()
-            by_levels(tiles_r.index(same), tiles_a.index(same), tiles_g.index(same), tiles_s.index(same % SCORES),
-                      decayed.index(stage), strong.index(same), taken, c, left, scale, square, SCORES < STAGES, READ, REVERSE)
+            by_levels(
+                tiles_r.index(same),
+                tiles_a.index(same),
+                tiles_g.index(same),
+                tiles_s.index(same % SCORES),
+                decayed.index(stage),
+                strong.index(same),
+                taken,
+                c,
+                left,
+                scale,
+                square,
+                SCORES < STAGES,
+                READ,
+                REVERSE,
+            )
         if READ:
             fence_async_shared()
             mbarrier.arrive(ready.index(stage), count=1)
@@ -249,17 +269,19 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
 
 @gluon.jit
 def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                  SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):
+                  SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr,
+                  EXACT: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per head: adders decayed in place, and scores; what has decayed of readers is left to others.
 
     Of ends [2, K], the first row holds the readers' factors, the second what is left of the state.
     """
-    tiles_r, tiles_a, _, _, tiles_s = tiles
+    tiles_r, tiles_a, _, tiles_low, tiles_s = tiles
     sums, ends, _ = vectors
-    arrived, decayed, ready, _, _ = bars
+    arrived, decayed, ready, _, taken = bars
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
     STAGES: gl.constexpr = tiles_a.shape[0]
+    SCORES: gl.constexpr = tiles_s.shape[0]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -300,14 +322,19 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
             of_adder = sums_flat.index(0).load(gl.SliceLayout(0, square))[None, :]
             d = of_adder - of_reader if REVERSE else of_reader - of_adder
             met = seen(t[:, None], s[None, :], REVERSE) & (s[None, :] < left)
-            tiles_s.index(stage).store(gl.where(met, p * exp(gl.where(met, d, 0.0)) * scale, 0.0).to(E))
+            if SCORES < STAGES:
+                mbarrier.wait(taken, (c & 1) ^ 1)
+            tiles_s.index(stage % SCORES).store(gl.where(met, p * exp(gl.where(met, d, 0.0)) * scale, 0.0).to(E))
         factor = sums_flat.index(1).load(gl.SliceLayout(1, rows))[:, None]
         for panel in gl.static_range(K // PANEL):
             p_a = adders.slice(panel * PANEL, PANEL, dim=1)
             b_a = p_a.load(rows).to(gl.float32) * factor
             if left < C:
                 b_a = gl.where(rows_of(rows, left) < left, b_a, 0.0)
-            p_a.store(b_a.to(E))
+            if EXACT:
+                store_in_parts(b_a, p_a, tiles_low.index(stage).slice(panel * PANEL, PANEL, dim=1))
+            else:
+                p_a.store(b_a.to(E))
         fence_async_shared()
         mbarrier.arrive(decayed.index(stage), count=1)
         if READ:

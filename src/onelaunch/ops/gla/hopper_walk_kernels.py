@@ -6,7 +6,8 @@ Computes   per head and 64 values, chunk after chunk: what readers see of the st
 Grid       a program per part of T, sequence, head and slice of values.
 Warps      ``attend``: a warpgroup per 64 values holds states [V, K] in registers and multiplies; the first copies tiles in.
            ``prepare_*``: a warpgroup decays readers and adders where they lie, and multiplies them to scores.
-On chip    STAGES tiles of readers, adders, values and log-decays; outputs replace the values and leave from there.
+On chip    STAGES tiles of readers, adders, values and log-decays; what rounding took of the adders replaces the log-decays, and
+           outputs the values: they leave from there.
 Order      arrived (copies), decayed (readers, adders), ready (scores), taken (scores), free (products done, the output before
            has left).
 Memory     every tensor once; with ``KEEP`` the state that enters each chunk goes out as well, 16-bit, [V, K].
@@ -15,7 +16,7 @@ Source     Yang et al., Gated Linear Attention Transformers with Hardware-Effici
 """
 
 from onelaunch.ops.gla.hopper_prepare_kernels import prepare_channels, prepare_heads
-from onelaunch.ops.gla.hopper_tiles import PANEL, C, bounds, chunk_of, place, rows_of, span
+from onelaunch.ops.gla.hopper_tile_kernels import PANEL, C, bounds, chunk_of, place, rows_of, span
 from onelaunch.ops.gluon_compat import (
     fence_async_shared,
     gl,
@@ -31,7 +32,7 @@ from onelaunch.ops.gluon_compat import (
 
 @gluon.jit
 def fetch(descriptors, tiles, arrived, at, head, panel, stage, wanted, GROUPS: gl.constexpr, READ: gl.constexpr,
-          SCALAR: gl.constexpr):
+          SCALAR: gl.constexpr):  # fmt: skip
     """Copy a tile of everything into a stage."""
     readers, adders, values, g = descriptors
     tiles_r, tiles_a, tiles_v, tiles_g, _ = tiles
@@ -55,24 +56,22 @@ def halves(x):
 
 
 @gluon.jit
-def read_panel(out, state, readers, low, operand: gl.constexpr, FIRST: gl.constexpr, LOW: gl.constexpr):
+def read_panel(out, state, readers, operand: gl.constexpr, FIRST: gl.constexpr):
     """Add what readers see of a state [V, PANEL] to out [V, C]; waited for, since more in flight takes too many registers."""
     state = gl.convert_layout(state.to(readers.dtype), operand)
     out = warpgroup_mma(state, readers.slice(FIRST, PANEL, dim=1).permute((1, 0)), out, is_async=True)
-    if LOW:
-        out = warpgroup_mma(state, low.slice(FIRST, PANEL, dim=1).permute((1, 0)), out, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(out,))
 
 
 @gluon.jit
-def read_state(out, state, readers, low, operand: gl.constexpr, FIRST: gl.constexpr, LOW: gl.constexpr):
+def read_state(out, state, readers, operand: gl.constexpr, FIRST: gl.constexpr):
     """The same of a state of any number of panels."""
     if state.shape[1] == PANEL:
-        out = read_panel(out, state, readers, low, operand, FIRST, LOW)
+        out = read_panel(out, state, readers, operand, FIRST)
     else:
         left, right = halves(state)
-        out = read_state(out, left, readers, low, operand, FIRST, LOW)
-        out = read_state(out, right, readers, low, operand, FIRST + state.shape[1] // 2, LOW)
+        out = read_state(out, left, readers, operand, FIRST)
+        out = read_state(out, right, readers, operand, FIRST + state.shape[1] // 2)
     return out
 
 
@@ -99,9 +98,10 @@ def store_state(to, state, turn, K: gl.constexpr):
 @gluon.jit
 def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
            GROUPS: gl.constexpr, SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
-           REVERSE: gl.constexpr, KEEP: gl.constexpr, SCALAR: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr):
+           REVERSE: gl.constexpr, KEEP: gl.constexpr, SCALAR: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr,
+           EXACT: gl.constexpr):  # fmt: skip
     """States [V, K] in registers, for PANEL values; what readers see of them, and of the values in their tile."""
-    tiles_r, tiles_a, tiles_v, tiles_g, tiles_s = tiles
+    tiles_r, tiles_a, tiles_v, tiles_low, tiles_s = tiles
     _, ends, strong = vectors
     arrived, decayed, ready, free, taken = bars
     out_values, out_tiles = outputs
@@ -165,9 +165,9 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         if not SCALAR:
             if flag == 0:
                 state = state * near[None, :]
+        out = gl.zeros([PANEL, C], gl.float32, layout=outs)
         if READ:
-            out = gl.zeros([PANEL, C], gl.float32, layout=outs)
-            out = read_state(out, state, tiles_r.index(stage), tiles_g.index(stage), operand, 0, not SCALAR)
+            out = read_state(out, state, tiles_r.index(stage), operand, 0)
         if SCALAR:
             state = state * far[None, :]
             if READ:
@@ -177,6 +177,8 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
             if flag > 0:
                 state = state * near[None, :]
         state = warpgroup_mma(b_v.permute((1, 0)), b_a, state, is_async=True)
+        if EXACT:
+            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
         if READ:
             mbarrier.wait(ready.index(stage), phase)
             out = warpgroup_mma(b_v.permute((1, 0)), tiles_s.index(stage % SCORES).permute((1, 0)), out, is_async=True)
@@ -229,10 +231,14 @@ def walk_kernel(
     readers, adders, v, g, log_decay, o, out_tiles, initial, states, part_states, part_decays, offsets, T, heads, segments,
     scale, values,
     SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
-    REVERSE: gl.constexpr, KEEP: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, SCORES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    REVERSE: gl.constexpr, KEEP: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr, EXACT: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
+    PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``g`` describes log-decays per channel; without it, ``log_decay`` [B, T, H] has one per head."""
+    """``g`` describes log-decays per channel; without it, ``log_decay`` [B, T, H] has one per head.
+
+    ``EXACT``: adders in two 16-bit parts, always so where a channel has its decay.
+    """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = adders.block_type.shape[1]
     E: gl.constexpr = adders.dtype
@@ -244,7 +250,7 @@ def walk_kernel(
     tiles_g = tiles_a
     tiles_r = tiles_a
     tiles_s = tiles_v
-    if not SCALAR:
+    if EXACT:
         tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], adders.layout)
     if READ:
         tiles_r = gl.allocate_shared_memory(E, [STAGES, C, K], adders.layout)
@@ -275,11 +281,11 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS)),
+                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS, EXACT)),
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS)),
+                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS, EXACT)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, SEGMENT_STEPS, PACKED,
-                           READ, REVERSE, SCALAR)),
+                           READ, REVERSE, SCALAR, EXACT)),
             ],
             [4, 4],
             [ATTEND_REGISTERS, PREPARE_REGISTERS],
@@ -288,9 +294,9 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS)),
+                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS, EXACT)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, SEGMENT_STEPS, PACKED,
-                           READ, REVERSE, SCALAR)),
+                           READ, REVERSE, SCALAR, EXACT)),
             ],
             [4],
             [PREPARE_REGISTERS],
@@ -300,9 +306,11 @@ def walk_kernel(
 @gluon.jit
 def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
             SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr,
-            SCALAR: gl.constexpr):
+            SCALAR: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """Decayed readers and adders and their scores, for every tile."""
     if SCALAR:
-        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, READ, REVERSE)
+        prepare_heads(
+            tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, READ, REVERSE, EXACT
+        )
     else:
         prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, SEGMENT_STEPS, PACKED, READ, REVERSE)

@@ -165,5 +165,6 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
     batch, length, heads, keys, values = sizes
     check_head_sizes((batch, length, heads, keys), (batch, length, heads, values))
     per_head, value_gate = gla.option(case, "decay_per") == "head", bool(gla.option(case, "value_gate"))
-    flags = case_flags(case, gla.options) + gate_flags(per_head, value_gate)
+    wide = gla.option(case, "log_decay_dtype") == "float32" and case.dtype is not torch.float32
+    flags = case_flags(case, gla.options) + gate_flags(per_head, value_gate, wide)
     return Query("gla", device, case.dtype, sizes, grad, flags)

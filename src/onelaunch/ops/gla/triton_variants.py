@@ -31,13 +31,15 @@ def run_forward(
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o, and the final state (no elements if it is not wanted), by the variant of this name."""
-    from onelaunch.ops.gla import launch
+    from onelaunch.ops.gla import hopper_launch, launch
 
     if kernel == "stepwise":
         call = launch.Attention.of(q, k, v, g, None, offsets, scale)
         sequences = call.sequences._replace(initial=launch.in_either_order(initial))
         return launch.step(call._replace(sequences=sequences), want_final=want_final)
     call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
+    if kernel == "hopper":
+        return hopper_launch.forward(call), launch.empty_final(call, wanted=False)
     if kernel == "fused":
         return launch.forward(call, want_final=want_final)
     return launch.walk(call, want_final=want_final, ahead=kernel == "pipelined")
@@ -53,11 +55,13 @@ def run_backward(
     initial: torch.Tensor | None,
     offsets: torch.Tensor | None,
     scale: float,
+    kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v, g and the initial state (no elements where there is none)."""
-    from onelaunch.ops.gla import launch
+    """Gradients of q, k, v, g and the initial state (no elements where there is none), by the variant of this name."""
+    from onelaunch.ops.gla import hopper_launch, launch
 
-    return launch.backward(launch.Attention.of(q, k, v, g, initial, offsets, scale), do, dfinal)
+    call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
+    return hopper_launch.backward(call, do) if kernel == "hopper" else launch.backward(call, do, dfinal)
 
 
 def fake_forward(
@@ -75,7 +79,7 @@ def fake_forward(
 
 
 def fake_backward(
-    do: Any, dfinal: Any, q: Any, k: Any, v: Any, g: Any, initial: Any, offsets: Any, scale: Any
+    do: Any, dfinal: Any, q: Any, k: Any, v: Any, g: Any, initial: Any, offsets: Any, scale: Any, kernel: Any
 ) -> tuple[torch.Tensor, ...]:
     """Room for the results of :func:`run_backward`."""
     gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, g)]
@@ -85,7 +89,7 @@ def fake_backward(
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """The tensors among the inputs."""
-    *tensors, ctx.scale, ctx.want_final, _ = inputs
+    *tensors, ctx.scale, ctx.want_final, ctx.kernel = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -95,7 +99,7 @@ def gradients(ctx: Any, backward: Any, do: Optional, dfinal: Optional) -> tuple[
     q, k, v, g, initial, offsets = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do
     dfinal = dfinal if ctx.want_final else None
-    *found, dinitial = backward(do, dfinal, q, k, v, g, initial, offsets, ctx.scale)
+    *found, dinitial = backward(do, dfinal, q, k, v, g, initial, offsets, ctx.scale, ctx.kernel)
     return *found, None if initial is None else dinitial, None, None, None, None
 
 

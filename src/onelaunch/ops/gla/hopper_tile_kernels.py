@@ -9,6 +9,15 @@ PANEL = gl.constexpr(64)
 """Channels that are copied or worked on at once."""
 
 
+SHORTEST = gl.constexpr(-120.0)
+"""Log-decay of a step that stands for all below: exp of it is 0 in float32, and sums of 64 are still good to 2^-12."""
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
 @gluon.jit
 def exp(x):
     return gl.exp2(x * LOG2E)
@@ -66,3 +75,11 @@ def rows_of(layout: gl.constexpr, left):
 def zero_of(flag, layout: gl.constexpr):
     """0, from a flag in shared memory that is 1: constants that depend on it are computed where they are used, not kept."""
     return gl.max(flag.load(layout), 0) - 1
+
+
+@gluon.jit
+def store_in_parts(x, high, low):
+    """x as the sum of two numbers of the tiles' dtype."""
+    first = x.to(high.dtype)
+    high.store(first)
+    low.store((x - first.to(gl.float32)).to(low.dtype))

@@ -1,0 +1,135 @@
+"""The variant ``hopper`` of ``gla``: walks along time with the state in registers, and decays under matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onelaunch.hardware import is_hopper
+from onelaunch.operation import KernelBuild, Query
+from onelaunch.ops.gated_scan.triton_variants import needs_triton
+from onelaunch.ops.gla.contract import GlaCall, gla
+from onelaunch.ops.gla.triton_variants import Results, attend, no_value_gate
+
+KEYS = (64, 128, 256)
+"""Sizes K of heads: a warpgroup's registers hold at most 64 values of 256 channels."""
+
+
+@gla.variant(
+    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=(), chunk=64,
+    backward_hands=("rounded_states", "rounded_states"), gemm="gluon", architectures=("sm_90a",),
+)  # fmt: skip
+def hopper(call: GlaCall) -> Results:
+    """One launch along time, or two where T is cut into parts to fill the chip: decays under products, states in registers."""
+    return attend(call, "hopper")
+
+
+hopper.supports(needs_triton)
+hopper.supports(no_value_gate)
+
+
+@hopper.supports
+def fits(query: Query) -> str | None:
+    """What the copy engine, the registers and the gate allow."""
+    if not is_hopper(torch.device(query.device)):
+        return "needs a Hopper GPU (compute capability 9.x)"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return "needs float16 or bfloat16"
+    batch, length, heads, keys, values = query.sizes
+    if keys not in KEYS or values % 64:
+        return "needs K of 64, 128 or 256 and V that is a multiple of 64"
+    if not batch * length * heads:
+        return "needs at least one step"
+    if "final_state" in query.flags:
+        return "returns no final state: float32 is more than its products of 16-bit numbers are good for"
+    if "float32_decay" in query.flags and "scalar_decay" not in query.flags:
+        return "needs log-decays per channel in the dtype of q"
+    return why_no_gradients(query) if query.grad else None
+
+
+def why_no_gradients(query: Query) -> str | None:
+    """What the backward pass leaves to others: float32 results, and a dtype whose range is too narrow for its products."""
+    if query.dtype is torch.float16:
+        return "trains in bfloat16 alone: products of gradients leave the range of float16"
+    if "initial_state" in query.flags:
+        return "has no gradient of an initial state"
+    if "float32_decay" in query.flags:
+        return "has no gradient of float32 log-decays"
+    return None
+
+
+def described(keys: int, columns: int | None = None) -> str:
+    """The type of a descriptor of bfloat16 boxes [64, columns]; [keys, 64] without columns."""
+    from onelaunch.ops.gluon_compat import gl
+
+    box = [keys, 64] if columns is None else [64, columns]
+    return f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+
+
+def build(name: str, kernel: Any, boxes: dict[str, str], constants: dict[str, Any], warps: int) -> KernelBuild:
+    """A kernel as an unpacked call in bfloat16 launches it."""
+    numbers = dict.fromkeys(("T", "heads", "segments", "sequences", "rows", "values"), "i32") | {"scale": "fp32"}
+    wide = dict.fromkeys(("part_states", "part_decays"), "*fp32")
+    known = {**numbers, **wide, **boxes}
+    signature = {
+        argument: "constexpr" if argument in constants else known.get(argument, "*bf16") for argument in kernel.arg_names
+    }
+    return KernelBuild(name, kernel, signature, constants, num_warps=warps, matrix=True)
+
+
+def walk_build(name: str, keys: int, values: int, *, scalar: bool, read: bool, reverse: bool, keep: bool) -> KernelBuild:
+    """A walk along all of T."""
+    from onelaunch.ops.gla import hopper_launch
+    from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
+
+    tiles = hopper_launch.walk_tiles(keys, values, scalar=scalar, keep=keep, read=read)
+    boxes = {"adders": described(64, keys), "v": described(64, 64)}
+    absent = ["initial", "part_states", "part_decays", "offsets", *(["g"] if scalar else ["log_decay"])]
+    boxes |= {} if scalar else {"g": described(64, keys)}
+    if read:
+        boxes |= {"readers": described(64, keys), "out_tiles": described(64, 64)}
+    else:
+        absent += ["readers", "o", "out_tiles"]
+    constants = {
+        "SLICES": values // (64 * tiles.groups), "SEGMENT_STEPS": hopper_launch.WHOLE, "LIMIT": 40.0, "PACKED": False,
+        "READ": read, "REVERSE": reverse, "KEEP": keep, "INITIAL": False, "PARTS": False, "EXACT": keep or not scalar,
+        **tiles.options(), **dict.fromkeys(absent if keep else [*absent, "states"]),
+    }  # fmt: skip
+    return build(name, walk_kernel, boxes, constants, 4)
+
+
+def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> KernelBuild:
+    """Gradients of q, k and g."""
+    from onelaunch.ops.gla import hopper_launch
+    from onelaunch.ops.gla.hopper_gradient_kernels import gradients_kernel
+
+    block = min(values, 128)
+    square = dict.fromkeys(("q", "k", "g", "dq_tiles", "dk_tiles", "dg_tiles"), described(64, 64))
+    boxes = {
+        **square,
+        **dict.fromkeys(("v", "do"), described(64, block)),
+        **dict.fromkeys(("states", "dstates"), described(block)),
+    }
+    absent = ["offsets", *(["g", "dg_tiles"] if scalar else ["log_decay"])]
+    boxes |= {"dg": "*fp32"} if scalar else {}
+    constants = {"PANELS": keys // 64, "STEPS": 0, "LIMIT": 40.0, "PACKED": False, **dict.fromkeys(absent)}
+    return build(name, gradients_kernel, boxes, constants, hopper_launch.GRADIENT_WARPS)
+
+
+@hopper.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    if architecture not in hopper.tags["architectures"]:
+        return []
+    builds = []
+    for scalar in (False, True):
+        per = "head" if scalar else "channel"
+        for keys, values in ((64, 64), (128, 128), (256, 256)):
+            said = f"K = {keys}, V = {values}, decay per {per}"
+            builds += [
+                walk_build(f"walk, {said}", keys, values, scalar=scalar, read=True, reverse=False, keep=False),
+                walk_build(f"walk for states, {said}", keys, values, scalar=scalar, read=False, reverse=False, keep=True),
+                walk_build(f"walk back, {said}", keys, values, scalar=scalar, read=True, reverse=True, keep=True),
+                gradients_build(f"gradients, {said}", keys, values, scalar=scalar),
+            ]
+    return builds
