@@ -11,7 +11,7 @@ Rounding   decayed queries and keys, S and dS are 16-bit, dP a sum of two such n
            parts as well.
 """
 
-from onelaunch.ops.gla.hopper_tile_kernels import PANEL, SHORTEST, C, exp, ones_where, plus, rows_of, store_in_parts, zero_of
+from onelaunch.ops.gla.hopper_tile_kernels import PANEL, SHORTEST, C, cut, exp, ones_where, plus, rows_of, store_in_parts, zero_of
 from onelaunch.ops.gluon_compat import (
     fence_async_shared,
     gl,
@@ -212,13 +212,6 @@ def put(tile, values, out, out_tiles, row, column, width, left):
 
 
 @gluon.jit
-def cut(tile, left):
-    """0 in what belongs to somebody else."""
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    tile.store(gl.where(rows_of(rows, left) < left, tile.load(rows).to(gl.float32), 0.0).to(tile.dtype))
-
-
-@gluon.jit
 def channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, LIMIT: gl.constexpr, acc: gl.constexpr):
     """dq, dk and dg of a panel of channels, each with its decay."""
     row, left, head, cells, channel = at
@@ -239,9 +232,10 @@ def channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scal
     one.store(gl.full([1], 1, gl.int32, layout=vector))
     mbarrier.wait(bars.index(0), 0)
     if left < C:
-        cut(t_q, left)
-        cut(t_k, left)
-        cut(t_g, left)
+        rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        cut(t_q, left, rows)
+        cut(t_k, left, rows)
+        cut(t_g, left, rows)
         fence_async_shared()
     d = summed(t_g, "middle", 0, left >> 31, acc)
     wild = gl.max(gl.max(gl.where(gl.abs(d) <= LIMIT, 0, 1), 1), 0)
@@ -313,8 +307,9 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     before = gl.convert_layout(sums, down)[:, None]
     mbarrier.wait(bars.index(0), 0)
     if left < C:
-        cut(t_q, left)
-        cut(t_k, left)
+        rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        cut(t_q, left, rows)
+        cut(t_k, left, rows)
         fence_async_shared()
 
     from_states, from_dstates, dscores, whole = through_states(

@@ -17,7 +17,9 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
     SHORTEST,
     C,
     chunk_of,
+    cut,
     exp,
+    exp2_flushed,
     ones_where,
     place,
     plus,
@@ -53,45 +55,52 @@ def weighted(weights, g, rows: gl.constexpr):
 
 
 @gluon.jit
-def quarter_sums(g, sums, left, walk: gl.constexpr):
-    """Log-decay summed over each quarter of the tile's steps, into sums [4, K]."""
-    for panel in gl.static_range(g.shape[1] // PANEL):
-        p_g = g.slice(panel * PANEL, PANEL, dim=1).load(walk).to(gl.float32)
-        if left < C:  # what follows belongs to somebody else
-            p_g = gl.where(rows_of(walk, left) < left, p_g, 0.0)
-        total = gl.sum(gl.reshape(p_g, [4, C // 4, PANEL]), 1)
-        sums.slice(panel * PANEL, PANEL, dim=1).store(total)
+def halves_of(g, ones, panel: gl.constexpr):
+    """Log-decay summed over the first and over the second half of the steps, for a panel of channels [PANEL]; ``ones`` [8, C]."""
+    few: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    total = gl.zeros([PANEL, 8], gl.float32, layout=few)
+    part = g.slice(panel * PANEL, PANEL, dim=1)
+    total = warpgroup_mma(part.permute((1, 0)), ones.permute((1, 0)), total, use_acc=False, is_async=True)
+    total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+    first, second = gl.split(gl.reshape(total, [PANEL, 4, 2]))
+    return gl.sum(first, 1), gl.sum(second, 1)  # all but the first of the four are 0
 
 
 @gluon.jit
-def anchored(readers, adders, g, sums, scores, decayed, taken, turn, left, scale, walk: gl.constexpr,
-             square: gl.constexpr, ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+def fill_halves(ones):
+    """[8, C] of ones over the first half of the steps, over the second half, and zeros."""
+    E: gl.constexpr = ones.dtype
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    which = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))[:, None]
+    half = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :] // (C // 2)
+    ones.store(ones_where(which == half, E))
+    fence_async_shared()
+
+
+@gluon.jit
+def anchored(readers, adders, g, scores, decayed, taken, turn, scale, square: gl.constexpr,
+             ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Readers and adders decayed from and to the middle of the tile, in place, and their scores.
 
-    ``sums`` holds what has decayed from the middle to the start of each quarter. Where there is a single place for scores
-    (``ALONE``), those of the tile before must have been taken from it.
+    Where there is a single place for scores (``ALONE``), those of the tile before must have been taken from it.
     """
     E: gl.constexpr = adders.dtype
+    weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None]
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, weights))[None, :]
+    later = ones_where((s <= t) & (s >= C // 2), gl.float32)
+    around = later - ones_where((s > t) & (s < C // 2), gl.float32)
     for panel in gl.static_range(adders.shape[1] // PANEL):
         p_r = readers.slice(panel * PANEL, PANEL, dim=1)
         p_a = adders.slice(panel * PANEL, PANEL, dim=1)
         p_g = g.slice(panel * PANEL, PANEL, dim=1)
-        quarters = gl.reshape(p_g.load(walk).to(gl.float32), [4, C // 4, PANEL])
-        if left < C:
-            quarters = gl.reshape(gl.where(rows_of(walk, left) < left, p_g.load(walk).to(gl.float32), 0.0), [4, C // 4, PANEL])
-        d = gl.associative_scan(quarters, 1, plus)
-        start = sums.slice(panel * PANEL, PANEL, dim=1).load(gl.SliceLayout(1, d.type.layout))
-        d = gl.convert_layout(gl.reshape((d + gl.expand_dims(start, 1)) * LOG2E, [C, PANEL]), walk)
-        if REVERSE:
-            d = -d
-        b_a = p_a.load(walk).to(gl.float32) * gl.exp2(-d)
+        d = weighted(around, p_g, square) * (-LOG2E if REVERSE else LOG2E)
+        b_a = p_a.load(square).to(gl.float32) * exp2_flushed(-d)
         if REVERSE:
             b_a *= scale
-        if left < C:
-            b_a = gl.where(rows_of(walk, left) < left, b_a, 0.0)
         store_in_parts(b_a, p_a, p_g)
         if READ:
-            b_r = p_r.load(walk).to(gl.float32) * gl.exp2(d)
+            b_r = p_r.load(square).to(gl.float32) * exp2_flushed(d)
             if not REVERSE:
                 b_r *= scale
             p_r.store(b_r.to(E))
@@ -132,7 +141,7 @@ def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
 
 
 @gluon.jit
-def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, left, scale, square: gl.constexpr,
+def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, scale, square: gl.constexpr,
               ALONE: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """The same for decays of any size: readers decayed from the tile's near end, adders to its far one, panel by panel."""
     E: gl.constexpr = adders.dtype
@@ -146,10 +155,8 @@ def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, left, scal
         p_a = adders.slice(panel * PANEL, PANEL, dim=1)
         p_g = g.slice(panel * PANEL, PANEL, dim=1)
         row = gl.arange(0, C, layout=gl.SliceLayout(1, square))[:, None] + zero_of(flag, vector)
-        b_a = gl.where(row < left, p_a.load(square).to(gl.float32), 0.0).to(E)
+        b_a = p_a.load(square)
         if READ:
-            p_a.store(b_a)
-            fence_async_shared()
             p += gl.where(row == column, score(p_r.load(square), p_a, square), 0.0)
             for level in range(6):
                 zero = zero_of(flag, vector)
@@ -183,85 +190,62 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
                      SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per channel."""
     tiles_r, tiles_a, _, tiles_g, tiles_s = tiles
-    sums, ends, strong = vectors
+    ones, ends, strong = vectors
     arrived, decayed, ready, _, taken = bars
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
     STAGES: gl.constexpr = tiles_a.shape[0]
     SCORES: gl.constexpr = tiles_s.shape[0]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    walk: gl.constexpr = gl.BlockedLayout([C // 4, 2], [1, 32], [4, 1], [1, 0])
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
-    flat = sums._reinterpret(gl.float32, [4, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    NEAR: gl.constexpr = 1 if REVERSE else 0
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     n, _, _, segment = place(sizes, SLICES)
     _, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
     chunks = gl.cdiv(steps, C)
+    fill_halves(ones)
     for c in range(chunks):
         stage = c % STAGES
         left = steps - chunk_of(c, chunks, REVERSE) * C
         g = tiles_g.index(stage)
         mbarrier.wait(arrived.index(stage), (c // STAGES) & 1)
-        quarter_sums(g, sums, left, walk)
-        first = flat.index(0).load(vector)
-        second = flat.index(1).load(vector)
-        third = flat.index(2).load(vector)
-        fourth = flat.index(3).load(vector)
-        wild = gl.where((gl.abs(first + second) <= LIMIT) & (gl.abs(third + fourth) <= LIMIT), 0, 1)
-        if gl.max(wild, 0) == 0:
-            ends_flat.index(2 * stage + (1 if REVERSE else 0)).store(exp(first + second))
-            ends_flat.index(2 * stage + (0 if REVERSE else 1)).store(exp(third + fourth))
-            flat.index(0).store(-(first + second))
-            flat.index(1).store(-second)
-            flat.index(2).store(gl.zeros([K], gl.float32, layout=vector))
-            flat.index(3).store(third)
+        if left < C:  # what follows belongs to somebody else
+            cut(g, left, rows)
+            cut(tiles_a.index(stage), left, rows)
+            fence_async_shared()
+        wild = 0
+        for panel in gl.static_range(K // PANEL):
+            first, second = halves_of(g, ones, panel)
+            ends_flat.index(2 * stage + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
+            ends_flat.index(2 * stage + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
+            wild += gl.max(gl.where((gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT), 0, 1), 0)
+        if wild == 0:
             strong.index(stage).store(gl.full([1], 0, gl.int32, layout=vector))
             anchored(
-                tiles_r.index(stage),
-                tiles_a.index(stage),
-                g,
-                sums,
-                tiles_s.index(stage % SCORES),
-                decayed.index(stage),
-                taken,
-                c,
-                left,
-                scale,
-                walk,
-                square,
-                SCORES < STAGES,
-                READ,
-                REVERSE,
-            )
+                tiles_r.index(stage), tiles_a.index(stage), g, tiles_s.index(stage % SCORES), decayed.index(stage), taken, c,
+                scale, square, SCORES < STAGES, READ, REVERSE,
+            )  # fmt: skip
         else:
             strong.index(stage).store(gl.full([1], 1, gl.int32, layout=vector))
             # what the compiler knows to be the same on both sides it computes on one of them alone: see docs/notebook/gla.md
             same = stage + zero_of(strong.index(stage), vector)
             for panel in gl.static_range(K // PANEL):
                 p_g = tiles_g.index(same).slice(panel * PANEL, PANEL, dim=1)
-                b_g = p_g.load(walk).to(gl.float32)
-                b_g = gl.where(rows_of(walk, left) < left, b_g, 0.0)
+                b_g = p_g.load(rows).to(gl.float32)
                 p_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
-            ends_flat.index(2 * stage).store(exp(first + second + third + fourth))
-            ends_flat.index(2 * stage + 1).store(gl.full([K], 1.0, gl.float32, layout=vector))
             fence_async_shared()
+            for panel in gl.static_range(K // PANEL):
+                first, second = halves_of(tiles_g.index(same), ones, panel)
+                near = ends_flat.index(2 * stage).slice(panel * PANEL, PANEL, dim=0)
+                far = ends_flat.index(2 * stage + 1).slice(panel * PANEL, PANEL, dim=0)
+                near.store(exp(first + second))
+                far.store(first * 0.0 + 1.0)
             by_levels(
-                tiles_r.index(same),
-                tiles_a.index(same),
-                tiles_g.index(same),
-                tiles_s.index(same % SCORES),
-                decayed.index(stage),
-                strong.index(same),
-                taken,
-                c,
-                left,
-                scale,
-                square,
-                SCORES < STAGES,
-                READ,
-                REVERSE,
-            )
+                tiles_r.index(same), tiles_a.index(same), tiles_g.index(same), tiles_s.index(same % SCORES),
+                decayed.index(stage), strong.index(same), taken, c, scale, square, SCORES < STAGES, READ, REVERSE,
+            )  # fmt: skip
         if READ:
             fence_async_shared()
             mbarrier.arrive(ready.index(stage), count=1)

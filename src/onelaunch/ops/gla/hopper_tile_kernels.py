@@ -77,9 +77,61 @@ def zero_of(flag, layout: gl.constexpr):
     return gl.max(flag.load(layout), 0) - 1
 
 
+PARTS_BF16 = gl.constexpr("""
+{
+    .reg .b32 c, d;
+    .reg .f32 a, b;
+    cvt.rn.bf16x2.f32 $0, $3, $2;
+    shl.b32 c, $0, 16;
+    and.b32 d, $0, 0xffff0000;
+    mov.b32 a, c;
+    mov.b32 b, d;
+    sub.f32 a, $2, a;
+    sub.f32 b, $3, b;
+    cvt.rn.bf16x2.f32 $1, b, a;
+}
+""")
+PARTS_FP16 = gl.constexpr("""
+{
+    .reg .b16 c, d;
+    .reg .f32 a, b;
+    cvt.rn.f16x2.f32 $0, $3, $2;
+    mov.b32 {c, d}, $0;
+    cvt.f32.f16 a, c;
+    cvt.f32.f16 b, d;
+    sub.f32 a, $2, a;
+    sub.f32 b, $3, b;
+    cvt.rn.f16x2.f32 $1, b, a;
+}
+""")
+
+
 @gluon.jit
 def store_in_parts(x, high, low):
-    """x as the sum of two numbers of the tiles' dtype."""
-    first = x.to(high.dtype)
+    """x as the sum of two numbers of the tiles' dtype, two elements at a time."""
+    E: gl.constexpr = high.dtype
+    if gl.bfloat16 == E:
+        first, second = gl.inline_asm_elementwise(
+            PARTS_BF16, "=r,=r,f,f", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        first, second = gl.inline_asm_elementwise(
+            PARTS_FP16, "=r,=r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        )
     high.store(first)
-    low.store((x - first.to(gl.float32)).to(low.dtype))
+    low.store(second)
+
+
+@gluon.jit
+def exp2_flushed(x):
+    """2^x, 0 where that is not a normal number: a third of the instructions."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def cut(tile, left, layout: gl.constexpr):
+    """Make 0 of what belongs to somebody else: the rows from ``left`` on."""
+    for panel in gl.static_range(tile.shape[1] // PANEL):
+        part = tile.slice(panel * PANEL, PANEL, dim=1)
+        kept = gl.where(rows_of(layout, left) < left, part.load(layout).to(gl.float32), 0.0)
+        part.store(kept.to(tile.dtype))

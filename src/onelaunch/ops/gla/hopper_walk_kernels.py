@@ -157,25 +157,23 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
             b_v.store(gl.where(t < left, b_v.load(rows), 0.0).to(E))
             fence_async_shared()
         mbarrier.wait(decayed.index(stage), phase)
-        near = ends_flat.index(2 * stage).load(across)
-        far = ends_flat.index(2 * stage + 1).load(across)
         flag = gl.max(strong.index(stage).load(scalar), 0)
         if not READ:
-            total *= near * far
+            total *= ends_flat.index(2 * stage).load(across) * ends_flat.index(2 * stage + 1).load(across)
         if not SCALAR:
             if flag == 0:
-                state = state * near[None, :]
+                state = state * ends_flat.index(2 * stage).load(across)[None, :]
         out = gl.zeros([PANEL, C], gl.float32, layout=outs)
         if READ:
             out = read_state(out, state, tiles_r.index(stage), operand, 0)
         if SCALAR:
-            state = state * far[None, :]
+            state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
             if READ:
                 seen = ends_flat.index(2 * stage).slice(0, C, dim=0).load(gl.SliceLayout(0, outs))
                 out = out * seen[None, :]
         else:
             if flag > 0:
-                state = state * near[None, :]
+                state = state * ends_flat.index(2 * stage).load(across)[None, :]
         state = warpgroup_mma(b_v.permute((1, 0)), b_a, state, is_async=True)
         if EXACT:
             state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
@@ -255,7 +253,10 @@ def walk_kernel(
     if READ:
         tiles_r = gl.allocate_shared_memory(E, [STAGES, C, K], adders.layout)
         tiles_s = gl.allocate_shared_memory(E, [SCORES, C, C], scores_layout)
-    sums = gl.allocate_shared_memory(gl.float32, [2, C] if SCALAR else [4, K], lines)
+    if SCALAR:
+        sums = gl.allocate_shared_memory(gl.float32, [2, C], lines)
+    else:
+        sums = gl.allocate_shared_memory(E, [8, C], gl.NVMMASharedLayout.get_default_for([8, C], E))
     ends = gl.allocate_shared_memory(gl.float32, [STAGES, 2, K], lines)
     strong = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
