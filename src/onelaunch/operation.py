@@ -126,6 +126,8 @@ class KernelBuild:
     num_stages: int = 3
     matrix: bool = False
     """Whether matrix instructions must be in the machine code."""
+    by_warps: bool = False
+    """Whether they are those of single warps on every NVIDIA architecture but Blackwell, see ``ops/warp_products.py``."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from onelaunch.errors import InspectionError, did_you_mean, listing
 from onelaunch.operation import KernelBuild, Operation
+from onelaunch.ops.warp_products import products_by_warps
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,9 @@ def inspect_build(build: KernelBuild, architecture: str, *, variant: str = "") -
 def _problems(build: KernelBuild, target: Architecture, machine: _Machine, shared: int) -> Iterable[str]:
     if machine.spills:
         yield f"spills registers: {machine.spills} accesses to local memory, {machine.stack_bytes} bytes of stack per thread"
-    if build.matrix and not any(name.startswith(target.matrix) for name in machine.matrix):
-        yield f"has no {listing(target.matrix)}; its matrix products became {listing(machine.matrix)}"
+    wanted = ARCHITECTURES["sm_80"].matrix if build.by_warps and target.name == "sm_90a" else target.matrix
+    if build.matrix and not any(name.startswith(wanted) for name in machine.matrix):
+        yield f"has no {listing(wanted)}; its matrix products became {listing(machine.matrix)}"
     if shared > target.shared_bytes:
         yield f"needs {shared} bytes of shared memory; {target.name} has {target.shared_bytes}"
 
@@ -194,11 +197,12 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
         },
     )
     try:
-        return triton.compile(
-            source,
-            target=GPUTarget(target.backend, target.target, target.warp),
-            options={"num_warps": build.num_warps, "num_stages": build.num_stages},
-        )
+        with products_by_warps() if build.by_warps else nullcontext():
+            return triton.compile(
+                source,
+                target=GPUTarget(target.backend, target.target, target.warp),
+                options={"num_warps": build.num_warps, "num_stages": build.num_stages},
+            )
     except Exception as error:  # the compiler raises anything, from its own errors to those of ptxas
         raise InspectionError(
             f"Kernel {build.name!r} does not compile for {target.name}: {_first_line(error)}. "

@@ -10,6 +10,7 @@ import torch
 
 from onelaunch.ops.gated_scan.launch import Sequences, cdiv, inner_contiguous
 from onelaunch.ops.gla import backward_kernels, kernels, step_kernels, walk_kernels
+from onelaunch.ops.warp_products import products_by_warps
 
 CHUNK = 64
 """Steps per chunk, as the kernels have it."""
@@ -40,30 +41,30 @@ def block(size: int, most: int = 64) -> int:
 
 @functools.cache
 def family(device: torch.device) -> str:
-    """Which tiles a device takes: ``hopper``, ``ampere`` (NVIDIA before that), ``cpu`` (the interpreter), or ``other``."""
+    """Which tiles a device takes: ``warps`` (NVIDIA up to Hopper), ``cpu`` (the interpreter), or ``other``."""
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda" or torch.version.hip:
         return "other"
-    major = torch.cuda.get_device_capability(device)[0]
-    return "ampere" if major < 9 else "hopper" if major == 9 else "other"
+    return "warps" if torch.cuda.get_device_capability(device)[0] <= 9 else "other"
 
 
 def carry_tiles(keys: int, values: int, family: str) -> Tiles:
     """Tiles of the walk of the states: the largest that spill no registers; not measured yet."""
-    most = 32 if family == "ampere" else 64
+    most = 32 if family == "warps" else 64
     return Tiles(block(keys, most), block(values, most), warps=8, stages=2)
 
 
 def read_tiles(keys: int, values: int, family: str) -> Tiles:
     """Tiles of the outputs: the largest that spill no registers; not measured yet."""
-    return Tiles(block(keys, 64 if family == "cpu" else 32), block(values))
+    most = {"cpu": 64, "warps": 16}.get(family, 32)
+    return Tiles(block(keys, most), block(values), warps=8 if family == "warps" else 4)
 
 
 def gradient_tiles(keys: int, values: int, family: str) -> Tiles:
     """Tiles of the gradients of q, k and g: the largest that spill no registers; not measured yet."""
     most = 64 if family == "cpu" else 16  # the interpreter takes as long for small ones as for large ones
-    return Tiles(block(keys, most), block(values, most), warps=4 if family == "hopper" else 8)
+    return Tiles(block(keys, most), block(values, most), warps=4 if family == "warps" else 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
     return call.q.new_empty((call.sequence_count, heads, keys, values) if wanted else (0,), dtype=torch.float32)
 
 
+@products_by_warps()
 def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The state that enters each chunk, and the final one ``[N, H, K, V]`` or no elements.
 
@@ -196,6 +198,7 @@ def carry_grid(call: Attention, tiles: Tiles) -> tuple[int]:
     return (call.sequence_count * heads * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
 
 
+@products_by_warps()
 def read(call: Attention, values: torch.Tensor, states: torch.Tensor, *, transposed: bool) -> torch.Tensor:
     """o from v and the states that enter the chunks, or, ``transposed``, dv from do and the gradients of those behind them."""
     _, _, heads, keys, width = call.sizes
@@ -226,6 +229,7 @@ def walk_tiles(keys: int, values: int) -> Tiles:
     return Tiles(block(keys, WALKED_KEYS), block(values, 32), warps=8)
 
 
+@products_by_warps()
 def walk(call: Attention, *, want_final: bool, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of :func:`forward` by one launch, which loads a chunk ``ahead`` of the one it works on or not."""
     _, _, heads, keys, values = call.sizes
@@ -300,6 +304,7 @@ def exact_gradients(call: Attention) -> bool:
     return call.g.dtype is torch.float32 or call.q.dtype is torch.float16
 
 
+@products_by_warps()
 def carry_back(
     call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,6 +320,7 @@ def carry_back(
     return dstates, dinitial
 
 
+@products_by_warps()
 def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None) -> Gradients:
     """Gradients of all inputs, from those of ``o`` and of the final state; nothing was kept but the inputs."""
     do, dfinal = inner_contiguous(do), None if dfinal is None else dfinal.contiguous()

@@ -185,14 +185,16 @@ def build(name: str, kernel: Any, tiles: Any, *, matrix: bool = True, **flags: A
         wide = argument in ("K", "V") or "stride" in argument
         found = "i32:16" if wide else numbers.get(argument, "*bf16")
         signature[argument] = "constexpr" if argument in constants else found
-    return KernelBuild(name, kernel, signature, constants, num_warps=tiles.warps, num_stages=tiles.stages, matrix=matrix)
+    return KernelBuild(
+        name, kernel, signature, constants, num_warps=tiles.warps, num_stages=tiles.stages, matrix=matrix, by_warps=matrix
+    )
 
 
 @fused.kernels
 def _(architecture: str) -> list[KernelBuild]:
     from onelaunch.ops.gla import backward_kernels, kernels, launch
 
-    family = "hopper" if architecture.startswith("sm_9") else "ampere" if architecture.startswith("sm_8") else "other"
+    family = "warps" if architecture.startswith(("sm_8", "sm_9")) else "other"
     carry, read = launch.carry_tiles(128, 128, family), launch.read_tiles(128, 128, family)
     return [
         build("carry", kernels.carry_kernel, carry, REVERSE=False),

@@ -1,0 +1,246 @@
+"""``gla`` on Hopper GPUs: every size, decay, packing and cut of T that its kernels take; what they leave to others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.errors import VariantUnsupported
+from onelaunch.ops.gla.reference import DECAYS
+from onelaunch.workbench.verify import judge
+from tests.ops.cases import GLA, arguments_of, assert_correct, assert_near, assert_ok, differentiable, results, weights_like
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+gpu = pytest.mark.gpu
+
+CASES: dict[str, dict[str, Any]] = {
+    "one_step": {"B": 3, "T": 1, "H": 2, "K": 64, "V": 64},
+    "one_step_less_than_a_chunk": {"B": 2, "T": 63, "H": 2, "K": 128, "V": 128},
+    "exactly_a_chunk": {"B": 1, "T": 64, "H": 8, "K": 128, "V": 128},
+    "one_step_over_a_chunk": {"B": 2, "T": 65, "H": 3, "K": 64, "V": 128, "decay": "weak"},
+    "several_chunks": {"B": 2, "T": 500, "H": 3, "K": 128, "V": 128, "decay": "mixed"},
+    "as_many_chunks_as_stages": {"B": 1, "T": 192, "H": 5, "K": 128, "V": 64},
+    "negative_scale": {"B": 1, "T": 130, "H": 2, "K": 64, "V": 64, "scale": -0.7},
+    "decay_per_head": {"B": 2, "T": 300, "H": 3, "K": 128, "V": 128, "decay_per": "head"},
+    "forgets_at_some_steps": {"B": 1, "T": 300, "H": 4, "K": 128, "V": 128, "decay": "forget"},
+    "packed_with_empty_sequences": {
+        "B": 1, "T": 330, "H": 2, "K": 128, "V": 128, "decay": "mixed", "lengths": (0, 50, 0, 0, 79, 1, 200, 0),
+    },
+    "packed_many_short": {"B": 1, "T": 70, "H": 2, "K": 64, "V": 64, "lengths": (1,) * 30 + (2,) * 20},
+    "packed_decay_per_head": {"B": 1, "T": 400, "H": 2, "K": 128, "V": 64, "decay_per": "head", "lengths": (3, 0, 265, 132)},
+    "long_and_weak": {"B": 1, "T": 2500, "H": 2, "K": 64, "V": 64, "decay": "weak"},
+    "parts_of_T": {"B": 1, "T": 3000, "H": 1, "K": 128, "V": 128},
+    "parts_of_packed_sequences": {"B": 1, "T": 3000, "H": 1, "K": 128, "V": 128, "lengths": (1900, 0, 700, 400)},
+    "parts_and_decay_per_head": {"B": 1, "T": 2000, "H": 1, "K": 64, "V": 128, "decay_per": "head", "decay": "weak"},
+}  # fmt: skip
+
+each_case = pytest.mark.parametrize("name", CASES)
+each_layout = pytest.mark.parametrize("per", ["channel", "head"])
+
+
+def made(device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
+    """Arguments on the GPU; several chunks and heads unless sizes are given."""
+    chosen = {"B": 2, "T": 500, "H": 3, "K": 128, "V": 128, "dtype": "bfloat16", **given}
+    reading = GLA.make_inputs(GLA.case(**chosen), device, seed)
+    for name in reading.differentiable if grad else ():
+        reading.arguments[name].requires_grad_()
+    return reading.arguments
+
+
+@gpu
+@on_hopper
+@each_case
+def test_results_and_gradients_are_correct(name, device):
+    assert_correct(GLA, GLA.case("bfloat16", name=name, **CASES[name]), "hopper", device)
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@each_case
+def test_results_are_correct_from_an_initial_state(name, dtype, device):
+    case = GLA.case(dtype, name=name, initial_state=True, **CASES[name])
+    assert_ok(judge(GLA, case, variant="hopper", device=device, directions=("forward",)), GLA, case, "hopper")
+
+
+@gpu
+@on_hopper
+@each_layout
+@pytest.mark.parametrize("decay", DECAYS)
+def test_every_kind_of_decay(decay, per, device):
+    case = GLA.case("bfloat16", B=2, T=400, H=4, K=128, V=128, decay=decay, decay_per=per)
+    assert_correct(GLA, case, "hopper", device)
+
+
+@gpu
+@on_hopper
+@each_layout
+@pytest.mark.parametrize("values", [64, 128, 192, 256, 512])
+@pytest.mark.parametrize("keys", [64, 128, 256])
+def test_every_size_of_head(keys, values, per, device):
+    case = GLA.case("bfloat16", B=1, T=200, H=2, K=keys, V=values, decay_per=per)
+    assert_correct(GLA, case, "hopper", device)
+
+
+@gpu
+@on_hopper
+@each_layout
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_any_number_of_parts(parts, per, device, monkeypatch):
+    """More parts than there are chunks leave some of them empty."""
+    from onelaunch.ops.gla import hopper_launch
+
+    monkeypatch.setattr(hopper_launch, "parts_of", lambda *_: parts)
+    for lengths in (None, (5, 0, 290, 30)):
+        case = GLA.case("bfloat16", B=1, T=325, H=2, K=128, V=128, decay_per=per, lengths=lengths)
+        assert_correct(GLA, case, "hopper", device)
+
+
+@gpu
+@on_hopper
+@each_layout
+@pytest.mark.parametrize("lengths", [None, (0, 3000, 1, 0, 999)])
+def test_results_are_the_same_to_the_last_bit(lengths, per, device):
+    given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
+    arguments = made(device, T=4000, decay_per=per, decay="mixed", grad=True, **given)
+    first = results(GLA, arguments, "hopper")
+    for _ in range(20):
+        again = results(GLA, arguments, "hopper")
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("least", [-20.0, -1000.0, -math.inf])
+@each_layout
+def test_states_forget_as_much_as_they_are_told(per, least, device):
+    arguments = made(device, decay_per=per, grad=True)
+    arguments["g"] = torch.full_like(arguments["g"], least).requires_grad_()
+    found, expected = (results(GLA, arguments, name) for name in ("hopper", "recurrent"))
+    assert_near(found, expected, 1e-2)
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+@each_layout
+def test_nan_stays_in_its_head_and_is_not_lost(name, per, device):
+    arguments = made(device, T=300, decay_per=per)
+    if arguments[name].dim() == 3:
+        arguments[name][0, 130, 1] = math.nan
+    else:
+        arguments[name][0, 130, 1, 3] = math.nan
+    o, _ = GLA(**arguments, variant="hopper")
+    seen = o[0, 130 : 131 if name == "q" else None, 1].isnan()
+    assert (seen[..., 3] if name == "v" else seen.all(-1)).all()
+    assert not o[0, :128, 1].isnan().any()
+    assert not o[1].isnan().any()
+    assert not o[:, :, 0].isnan().any()
+    assert not o[:, :, 2].isnan().any()
+
+
+@gpu
+@on_hopper
+def test_inputs_may_be_strided(device):
+    arguments = made(device, B=1, T=300, lengths=(0, 100, 200), grad=True)
+    expected = results(GLA, arguments, "hopper")
+    wide = {**arguments, "cu_seqlens": arguments["cu_seqlens"].long()}
+    for name in "qkvg":
+        spread = torch.full((*arguments[name].shape[:3], 200), math.nan, dtype=torch.bfloat16, device=device)
+        wide[name] = spread[..., 13:141].copy_(arguments[name].detach()).requires_grad_()
+    assert_near(results(GLA, wide, "hopper"), expected, 0)
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("lengths", [None, (0, 300, 0, 200)])
+def test_a_captured_training_step_follows_its_inputs(lengths, device):
+    given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
+    arguments = made(device, grad=True, **given)
+    leaves = differentiable(arguments)
+
+    def step() -> dict[str, torch.Tensor]:
+        o, _ = GLA(**arguments, variant="hopper")
+        loss = (o.float() * weights).sum()
+        return {"o": o.detach(), **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
+
+    weights = weights_like(GLA(**arguments, variant="hopper")[0])
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(1, 4):
+        fresh = made(device, seed=seed, **given)
+        with torch.no_grad():
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor):
+                    value.copy_(fresh[name])
+        graph.replay()
+        torch.cuda.synchronize(device)
+        assert_near({name: value.clone() for name, value in captured.items()}, step(), 0)
+
+
+@gpu
+@on_hopper
+def test_a_call_never_waits_for_the_device(device):
+    arguments = made(device, B=1, lengths=(0, 300, 0, 200), grad=True)
+    o, _ = GLA(**arguments, variant="hopper")
+    torch.autograd.grad(o, list(differentiable(arguments).values()), torch.randn_like(o))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        o, _ = GLA(**arguments, variant="hopper")
+        torch.autograd.grad(o, list(differentiable(arguments).values()), torch.randn_like(o))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "float32": ({"dtype": "float32"}, False, "needs float16 or bfloat16"),
+    "odd_keys": ({"K": 96}, False, "needs K of 64, 128 or 256"),
+    "odd_values": ({"V": 72}, False, "V that is a multiple of 64"),
+    "no_steps": ({"T": 0}, False, "at least one step"),
+    "final_state": ({"final_state": True}, False, "returns no final state"),
+    "float32_decay": ({"log_decay_dtype": "float32"}, False, "log-decays per channel in the dtype of q"),
+    "value_gate": ({"value_gate": True}, False, "no gate on values"),
+    "training_in_float16": ({"dtype": "float16"}, True, "trains in bfloat16 alone"),
+    "gradient_of_a_state": ({"initial_state": True}, True, "no gradient of an initial state"),
+    "gradient_of_float32_decays": (
+        {"log_decay_dtype": "float32", "decay_per": "head"},
+        True,
+        "no gradient of float32 log-decays",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_OTHERS)
+def test_what_is_left_to_others_is_said(name, monkeypatch):
+    from onelaunch.ops.gla import hopper
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    given, grad, said = LEFT_TO_OTHERS[name]
+    case = GLA.case(**{"dtype": "bfloat16", "B": 1, "T": 70, "H": 1, "K": 64, "V": 64, **given})
+    assert said in str(GLA.get("hopper").why_not(GLA.query(case, "cuda:0", grad=grad)))
+
+
+def test_elsewhere_it_is_refused():
+    with pytest.raises(VariantUnsupported, match="needs a Hopper GPU|needs a GPU|Triton"):
+        GLA(**arguments_of(GLA, B=1, T=70, H=1, K=64, V=64, dtype="bfloat16"), variant="hopper")
+
+
+@pytest.mark.parametrize(
+    ("programs", "chunks", "parts"), [(96, 128, 1), (32, 256, 4), (16, 512, 8), (256, 64, 1), (1, 1, 1), (1, 3, 1), (64, 2, 1)]
+)
+def test_parts_fill_the_chip(programs, chunks, parts):
+    pytest.importorskip("triton")
+    from onelaunch.ops.gla.hopper_launch import parts_of
+
+    assert parts_of(programs, chunks, 132) == parts
