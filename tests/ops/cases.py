@@ -238,7 +238,8 @@ def differentiable(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 def results(operation: Operation[..., Any], arguments: dict[str, Any], variant: str) -> dict[str, torch.Tensor]:
     """Results by name, and gradients where arguments take them, of a loss that weighs every element differently."""
     outputs = operation(**arguments, variant=variant)
-    named = dict(zip(operation.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=False))
+    given = zip(operation.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=False)
+    named = {name: value for name, value in given if value is not None}
     leaves = differentiable(arguments)
     if leaves:
         loss = torch.stack([(value.float() * weights_like(value)).sum() for value in named.values()]).sum()

@@ -83,9 +83,11 @@ def walk_build(name: str, keys: int, values: int, *, scalar: bool, read: bool, r
     from onelaunch.ops.gla import hopper_launch
     from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
 
-    tiles = hopper_launch.walk_tiles(keys, values, scalar=scalar, keep=keep, read=read)
+    tiles = hopper_launch.walk_tiles(keys, values, scalar=scalar, keep=keep)
     boxes = {"adders": described(64, keys), "v": described(64, 64)}
     absent = ["initial", "part_states", "part_decays", "offsets", *(["g"] if scalar else ["log_decay"])]
+    absent += [] if keep else ["states"]
+    absent += [] if keep and scalar and not reverse else ["states_low"]
     boxes |= {} if scalar else {"g": described(64, keys)}
     if read:
         boxes |= {"readers": described(64, keys), "out_tiles": described(64, 64)}
@@ -94,9 +96,23 @@ def walk_build(name: str, keys: int, values: int, *, scalar: bool, read: bool, r
     constants = {
         "SLICES": values // (64 * tiles.groups), "SEGMENT_STEPS": hopper_launch.WHOLE, "LIMIT": 40.0, "PACKED": False,
         "READ": read, "REVERSE": reverse, "KEEP": keep, "INITIAL": False, "PARTS": False, "EXACT": keep or not scalar,
-        **tiles.options(), **dict.fromkeys(absent if keep else [*absent, "states"]),
+        "SCORES": tiles.scores, **tiles.options("ATTEND", "PREPARE"), **dict.fromkeys(absent),
     }  # fmt: skip
     return build(name, walk_kernel, boxes, constants, 4)
+
+
+def sum_build(name: str, keys: int, values: int, *, scalar: bool, reverse: bool) -> KernelBuild:
+    """What parts of T add to the state."""
+    from onelaunch.ops.gla import hopper_launch
+    from onelaunch.ops.gla.hopper_sum_kernels import sum_kernel
+
+    tiles = hopper_launch.sum_tiles(keys, values)
+    boxes = {"adders": described(64, keys), "v": described(64, 64), "g": described(64, keys)}
+    constants = {
+        "SLICES": values // (64 * tiles.groups), "SEGMENT_STEPS": 1024, "PACKED": False, "REVERSE": reverse, "EXACT": True,
+        **tiles.options("ADD", "FADE"), **dict.fromkeys(["offsets", "g" if scalar else "log_decay"]),
+    }  # fmt: skip
+    return build(name, sum_kernel, boxes, constants, 4)
 
 
 def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> KernelBuild:
@@ -109,9 +125,9 @@ def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> Kerne
     boxes = {
         **square,
         **dict.fromkeys(("v", "do"), described(64, block)),
-        **dict.fromkeys(("states", "dstates"), described(block)),
+        **dict.fromkeys(("states", "dstates", "states_low"), described(block)),
     }
-    absent = ["offsets", *(["g", "dg_tiles"] if scalar else ["log_decay"])]
+    absent = ["offsets", *(["g", "dg_tiles"] if scalar else ["log_decay", "states_low"])]
     boxes |= {"dg": "*fp32"} if scalar else {}
     constants = {"PANELS": keys // 64, "STEPS": 0, "LIMIT": 40.0, "PACKED": False, **dict.fromkeys(absent)}
     return build(name, gradients_kernel, boxes, constants, hopper_launch.GRADIENT_WARPS)
@@ -130,6 +146,8 @@ def _(architecture: str) -> list[KernelBuild]:
                 walk_build(f"walk, {said}", keys, values, scalar=scalar, read=True, reverse=False, keep=False),
                 walk_build(f"walk for states, {said}", keys, values, scalar=scalar, read=False, reverse=False, keep=True),
                 walk_build(f"walk back, {said}", keys, values, scalar=scalar, read=True, reverse=True, keep=True),
+                sum_build(f"sums, {said}", keys, values, scalar=scalar, reverse=False),
+                sum_build(f"sums back, {said}", keys, values, scalar=scalar, reverse=True),
                 gradients_build(f"gradients, {said}", keys, values, scalar=scalar),
             ]
     return builds

@@ -6,7 +6,8 @@ On chip    q, k, g [64, 64]; v and do [64, BV], S and dS [BV, 64] block by block
            computes while the other's copies arrive.
 Decay      three products with 0 and 1 sum log-decays: from the middle of the chunk, up to and with each step, and behind it.
            Where the first exceeds LIMIT, pairs of steps are computed by levels of halves (``by_levels``).
-Rounding   decayed queries and keys, S and dS are 16-bit, dP a sum of two such numbers: products of three roundings would leave dg
+Rounding   decayed queries and keys, S and dS are 16-bit, dP a sum of two such numbers (so is S where a head has one decay, whose
+           gradient is a sum over all of a state): products of three roundings would leave dg
            no more than its own. What is subtracted for dg is the product of what was rounded, and adds up over the chunk in two
            parts as well.
 """
@@ -162,8 +163,8 @@ def pairs_by_levels(dq, dk, dg, dscores, dscores_low, q, k, g, x, high, low, sca
 @gluon.jit
 def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
     """do S^T, v dS^T [C, PANEL] and do v^T [C, C], and S dS summed over V [PANEL]."""
-    v, _, states, _ = descriptors
-    t_v, t_do, t_s, t_ds = tiles
+    v, _, _, _, states_low = descriptors
+    t_v, t_do, t_s, t_ds, t_low = tiles
     BV: gl.constexpr = v.block_type.shape[1]
     fine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     of_states = gl.zeros([C, PANEL], gl.float32, layout=acc)
@@ -173,28 +174,40 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     phase = 0
     for first in range(0, values, BV):
         if first > 0:
-            mbarrier.expect(bar, 2 * v.block_type.nbytes + 2 * states.block_type.nbytes)
+            mbarrier.expect(bar, bytes_of_values(descriptors))
             fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first)
         mbarrier.wait(bar, phase)
         phase ^= 1
         of_states = warpgroup_mma(t_do, t_s, of_states, is_async=True)
         dscores = warpgroup_mma(t_do, t_v.permute((1, 0)), dscores, is_async=True)
         of_dstates = warpgroup_mma(t_v, t_ds, of_dstates, is_async=True)
-        whole += gl.sum(t_s.load(fine).to(gl.float32) * t_ds.load(fine).to(gl.float32), 0)
+        state = t_s.load(fine).to(gl.float32)
+        if states_low is not None:
+            of_states = warpgroup_mma(t_do, t_low, of_states, is_async=True)
+            state += t_low.load(fine).to(gl.float32)
+        whole += gl.sum(state * t_ds.load(fine).to(gl.float32), 0)
         of_states, dscores, of_dstates = warpgroup_mma_wait(num_outstanding=0, deps=(of_states, dscores, of_dstates))
     return of_states, of_dstates, dscores, whole
 
 
 @gluon.jit
+def bytes_of_values(descriptors):
+    v, _, states, _, states_low = descriptors
+    return 2 * v.block_type.nbytes + (2 if states_low is None else 3) * states.block_type.nbytes
+
+
+@gluon.jit
 def fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first):
     """Copy a block of v, do, S and dS."""
-    v, do, states, dstates = descriptors
-    t_v, t_do, t_s, t_ds = tiles
+    v, do, states, dstates, states_low = descriptors
+    t_v, t_do, t_s, t_ds, t_low = tiles
     row, head = rows
     tma_load(v, [row, head * values + first], bar, t_v)
     tma_load(do, [row, head * values + first], bar, t_do)
     tma_load(states, [cells + first, channel], bar, t_s)
     tma_load(dstates, [cells + first, channel], bar, t_ds)
+    if states_low is not None:
+        tma_load(states_low, [cells + first, channel], bar, t_low)
 
 
 @gluon.jit
@@ -217,7 +230,7 @@ def channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scal
     row, left, head, cells, channel = at
     values, width, column = sizes
     dq, dk, dg, dq_tiles, dk_tiles, dg_tiles = results
-    t_v, t_do, _, _ = blocks
+    t_v, t_do, _, _, _ = blocks
     E: gl.constexpr = tiles.dtype
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -292,7 +305,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     row, left, head, cells, channel = at
     values, width, column = sizes
     dq, dk, _, dq_tiles, dk_tiles, _ = results
-    t_v, t_do, _, _ = blocks
+    t_v, t_do, _, _, _ = blocks
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     down: gl.constexpr = gl.SliceLayout(1, acc)
     across: gl.constexpr = gl.SliceLayout(0, acc)
@@ -347,8 +360,8 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
 
 @gluon.jit(do_not_specialize=["T", "heads", "sequences"])
 def gradients_kernel(
-    q, k, g, v, do, states, dstates, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets, T, heads, sequences,
-    rows, scale, values,
+    q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
+    T, heads, sequences, rows, scale, values,
     PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg [B, T, H, K]; with a decay per head ``dg`` has float32 parts [PANELS, B, T, H] of it.
@@ -366,12 +379,13 @@ def gradients_kernel(
     if left <= 0:
         return
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)
-    tiles = gl.allocate_shared_memory(E, [4 if SCALAR else 5, C, PANEL], square)  # q, k, two of scratch, g
+    tiles = gl.allocate_shared_memory(E, [2 if SCALAR else 5, C, PANEL], square)  # q, k, two of scratch, g
     blocks = (
         gl.allocate_shared_memory(E, v.block_type.shape, v.layout),
         gl.allocate_shared_memory(E, do.block_type.shape, do.layout),
         gl.allocate_shared_memory(E, states.block_type.shape, states.layout),
         gl.allocate_shared_memory(E, dstates.block_type.shape, dstates.layout),
+        gl.allocate_shared_memory(E, states.block_type.shape, states.layout) if SCALAR else tiles,
     )
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(0), count=1)
@@ -385,8 +399,8 @@ def gradients_kernel(
         tma_load(g, [row, column], bars.index(0), tiles.index(4))
     tma_load(q, [row, column], bars.index(0), tiles.index(0))
     tma_load(k, [row, column], bars.index(0), tiles.index(1))
-    mbarrier.expect(bars.index(1), 2 * v.block_type.nbytes + 2 * states.block_type.nbytes)
-    descriptors = (v, do, states, dstates)
+    descriptors = (v, do, states, dstates, states_low)
+    mbarrier.expect(bars.index(1), bytes_of_values(descriptors))
     cells = (slot * heads + head) * values
     fetch_values(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
     results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,28 +33,35 @@ class WalkTiles:
     groups: int
     stages: int = 3
     scores: int = 3
-    attend_registers: int = 152
-    prepare_registers: int = 200
+    multiply_registers: int = 152
+    decay_registers: int = 200
 
-    def options(self) -> dict[str, int]:
-        """Constants of the kernel."""
+    def options(self, multiply: str, decay: str) -> dict[str, int]:
+        """Constants of a kernel that calls the two kinds of warps so."""
         return {
-            "GROUPS": self.groups, "STAGES": self.stages, "SCORES": self.scores,
-            "ATTEND_REGISTERS": self.attend_registers, "PREPARE_REGISTERS": self.prepare_registers,
+            "GROUPS": self.groups, "STAGES": self.stages,
+            f"{multiply}_REGISTERS": self.multiply_registers, f"{decay}_REGISTERS": self.decay_registers,
         }  # fmt: skip
 
 
 @functools.cache
-def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool, read: bool) -> WalkTiles:
+def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool) -> WalkTiles:
     """Two groups where values allow it: they share what is prepared. Registers: as many as leave no products waiting."""
     if keys > 2 * PANEL:
-        return WalkTiles(1, stages=2, scores=1, prepare_registers=240)
+        return WalkTiles(1, stages=2, scores=1, decay_registers=240)
     if values % (2 * PANEL):
-        return WalkTiles(1, prepare_registers=232)
-    tiles = WalkTiles(2)
+        return WalkTiles(1, decay_registers=232)
     if scalar:
-        return replace(tiles, attend_registers=184, prepare_registers=136)
-    return replace(tiles, attend_registers=168, prepare_registers=168) if keep or not read else tiles
+        return WalkTiles(2, multiply_registers=184, decay_registers=136)
+    return WalkTiles(2, multiply_registers=168, decay_registers=168) if keep else WalkTiles(2)
+
+
+@functools.cache
+def sum_tiles(keys: int, values: int) -> WalkTiles:
+    """The same where parts are only summed: nothing is read, so more tiles fit."""
+    if keys > 2 * PANEL:
+        return WalkTiles(1, stages=3, decay_registers=240)
+    return WalkTiles(1, stages=4, decay_registers=232) if values % (2 * PANEL) else WalkTiles(2, stages=4)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,48 +94,53 @@ def boxes(box: list[int], *tensors: torch.Tensor) -> list[Any]:
     return [described(matrix(tensor), box) for tensor in tensors]
 
 
-def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: torch.Tensor | None) -> None:
-    """Fill ``out`` (what readers see) and ``states`` (what enters each chunk, ``[slots, H, V, K]``), whichever is given."""
+def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torch.Tensor]) -> None:
+    """Fill ``out`` (what readers see) and ``states`` (what enters each chunk, ``[slots, H, V, K]``), whichever is given.
+
+    A second tensor of states takes what rounding took of the first.
+    """
+    from onelaunch.ops.gla.hopper_sum_kernels import sum_kernel
     from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
 
     _, length, heads, keys, values = call.sizes
     sequences, offsets = call.sequence_count, call.sequences.offsets
     first = None if way.reverse else call.sequences.initial
-    tiles = walk_tiles(keys, values, scalar=call.scalar, keep=states is not None, read=out is not None)
+    tiles = walk_tiles(keys, values, scalar=call.scalar, keep=bool(states))
     slices = values // (PANEL * tiles.groups)
     mean_length = length if offsets is None else cdiv(length, sequences)
     parts = parts_of(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(way.adders.device))
     sources = (*boxes([CHUNK, keys], way.adders), *boxes([CHUNK, PANEL], way.values))
     decays = (None, call.g.contiguous()) if call.scalar else (*boxes([CHUNK, keys], call.g), None)
-    sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    flags: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "SLICES": slices, "SEGMENT_STEPS": cdiv(cdiv(length, CHUNK), parts) * CHUNK if parts > 1 else WHOLE,
-        "LIMIT": LIMITS[call.q.dtype], "PACKED": offsets is not None, "REVERSE": way.reverse,
-        "EXACT": not call.scalar or states is not None, "num_warps": 4,
+        "PACKED": offsets is not None, "REVERSE": way.reverse, "EXACT": not call.scalar or bool(states), "num_warps": 4,
     }  # fmt: skip
-
-    def launch(tiles: WalkTiles, initial: torch.Tensor | None, out: torch.Tensor | None, states: torch.Tensor | None) -> None:
-        readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
-        target = None if out is None else boxes([CHUNK, PANEL], out)[0]
-        walk_kernel[(sequences * heads * slices * parts,)](
-            readers, *sources, *decays, out, target, initial, states, *sums, offsets, length, heads, parts, call.scale, values,
-            READ=out is not None, KEEP=states is not None, INITIAL=initial is not None,
-            PARTS=parts > 1 and (out is not None or states is not None), **tiles.options(), **flags,
-        )  # fmt: skip
-
+    grid = (sequences * heads * slices * parts,)
+    sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if parts > 1:
+        device = way.adders.device
         sums = (
-            torch.empty((sequences, heads, parts, values, keys), device=way.adders.device),
-            torch.empty((sequences, heads, parts, keys), device=way.adders.device),
+            torch.empty((sequences, heads, parts, values, keys), device=device),
+            torch.empty((sequences, heads, parts, keys), device=device),
         )
-        launch(walk_tiles(keys, values, scalar=call.scalar, keep=False, read=False), None, None, None)
-    launch(tiles, first, out, states)
+        sum_kernel[grid](
+            *sources, *decays, *sums, offsets, length, heads, parts, call.scale, values,
+            **sum_tiles(keys, values).options("ADD", "FADE"), **shared,
+        )  # fmt: skip
+    readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
+    target = None if out is None else boxes([CHUNK, PANEL], out)[0]
+    walk_kernel[grid](
+        readers, *sources, *decays, out, target, first, *(*states, None, None)[:2], *sums, offsets, length, heads, parts,
+        call.scale, values,
+        LIMIT=LIMITS[call.q.dtype], READ=out is not None, KEEP=bool(states), INITIAL=first is not None, PARTS=parts > 1,
+        SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"), **shared,
+    )  # fmt: skip
 
 
 def forward(call: Attention) -> torch.Tensor:
     """``o [B, T, H, V]``."""
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
-    walk(call, Walk(call.q, call.k, call.v, reverse=False), out, None)
+    walk(call, Walk(call.q, call.k, call.v, reverse=False), out, [])
     return out
 
 
@@ -143,10 +155,12 @@ def backward(call: Attention, do: torch.Tensor) -> Gradients:
     batch, length, heads, keys, values = call.sizes
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
     device, dtype = q.device, q.dtype
-    states, dstates = (torch.empty((call.slots, heads, values, keys), dtype=dtype, device=device) for _ in range(2))
+    # one decay of a head sums over all of a state: its rounding would show, see hopper_gradient_kernels.py
+    count = 3 if call.scalar else 2
+    dstates, *states = (torch.empty((call.slots, heads, values, keys), dtype=dtype, device=device) for _ in range(count))
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in (q, k, v))
     walk(call, Walk(None, k, v, reverse=False), None, states)
-    walk(call, Walk(k, q, do, reverse=True), dv, dstates)
+    walk(call, Walk(k, q, do, reverse=True), dv, [dstates])
     panels, block = keys // PANEL, PANEL if values % (2 * PANEL) else 2 * PANEL
     square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block, PANEL]
     if call.scalar:  # a part for each panel
@@ -155,10 +169,10 @@ def backward(call: Attention, do: torch.Tensor) -> Gradients:
     else:
         dg = torch.empty(call.g.shape, dtype=dtype, device=device)
         log_decay, decays, targets = None, boxes(square, call.g)[0], boxes(square, dq, dk, dg)
-    held = (described(x.flatten(0, 2), tall) for x in (states, dstates))
+    held = [described(x.flatten(0, 2), tall) for x in (*states[:1], dstates, *states[1:])]
     offsets = call.sequences.offsets
     gradients_kernel[(call.slots * heads * panels,)](
-        *boxes(square, q, k), decays, *boxes(wide, v, do), *held, log_decay, dq, dk, dg, *targets, offsets,
+        *boxes(square, q, k), decays, *boxes(wide, v, do), *(*held, None)[:3], log_decay, dq, dk, dg, *targets, offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values,
         PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[dtype], PACKED=offsets is not None,
         num_warps=GRADIENT_WARPS,

@@ -135,3 +135,22 @@ def cut(tile, left, layout: gl.constexpr):
         part = tile.slice(panel * PANEL, PANEL, dim=1)
         kept = gl.where(rows_of(layout, left) < left, part.load(layout).to(gl.float32), 0.0)
         part.store(kept.to(tile.dtype))
+
+
+@gluon.jit
+def raise_to(tile, layout: gl.constexpr):
+    """Make log-decays at least what the dtype holds, since -inf times 0 is NaN; NaN stays."""
+    E: gl.constexpr = tile.dtype
+    for panel in gl.static_range(tile.shape[1] // PANEL):
+        part = tile.slice(panel * PANEL, PANEL, dim=1)
+        if gl.bfloat16 == E:
+            raised = gl.inline_asm_elementwise(
+                "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [part.load(layout), gl.full([C, PANEL], -1e30, E, layout=layout)],
+                dtype=gl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            raised = gl.inline_asm_elementwise(
+                "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [part.load(layout), gl.full([C, PANEL], -65504.0, E, layout=layout)],
+                dtype=gl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        part.store(raised)

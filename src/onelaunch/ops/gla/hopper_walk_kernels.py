@@ -10,8 +10,9 @@ On chip    STAGES tiles of readers, adders, values and log-decays; what rounding
            outputs the values: they leave from there.
 Order      arrived (copies), decayed (readers, adders), ready (scores), taken (scores), free (products done, the output before
            has left).
-Memory     every tensor once; with ``KEEP`` the state that enters each chunk goes out as well, 16-bit, [V, K].
-Parts      a first launch without ``READ`` leaves what each part of T adds to the state; the second starts from their sum.
+Memory     every tensor once; with ``KEEP`` the state that enters each chunk goes out as well, 16-bit, [V, K], and what rounding
+           took of it where ``states_low`` is given.
+Parts      hopper_sum_kernels.py leaves what each part of T adds to the state; a walk of parts starts from their sum.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); experiment 039.
 """
 
@@ -105,7 +106,7 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
     _, ends, strong = vectors
     arrived, decayed, ready, free, taken = bars
     out_values, out_tiles = outputs
-    initial, states, part_states, part_decays = memory
+    initial, states, states_low, part_states, part_decays = memory
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
     STAGES: gl.constexpr = tiles_a.shape[0]
@@ -134,7 +135,6 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
             before = pair * segments + (segments - 1 - turn if REVERSE else turn)
             state = state * gl.load(part_decays + before * K + gl.arange(0, K, layout=across))[None, :]
             state += gl.load(part_states + before * K * values + cell_of(first_value, turn, held, K, K))
-    total = gl.full([K], 1.0, gl.float32, layout=across)
     panel = (head * SLICES + part) * GROUPS
     chunks = gl.cdiv(steps, C)
     if GROUP == 0:
@@ -151,6 +151,9 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         if KEEP:
             to = states + (((slot + j).to(gl.int64) * heads + head) * values + first_value) * K
             store_state(to, state, left, K)
+            if states_low is not None:
+                rest = state - state.to(E).to(gl.float32)
+                store_state(states_low + (((slot + j).to(gl.int64) * heads + head) * values + first_value) * K, rest, left, K)
         mbarrier.wait(arrived.index(stage), phase)
         if left < C:
             t = rows_of(rows, left)
@@ -158,8 +161,6 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
             fence_async_shared()
         mbarrier.wait(decayed.index(stage), phase)
         flag = gl.max(strong.index(stage).load(scalar), 0)
-        if not READ:
-            total *= ends_flat.index(2 * stage).load(across) * ends_flat.index(2 * stage + 1).load(across)
         if not SCALAR:
             if flag == 0:
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
@@ -217,17 +218,12 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
             phase ^= 1
     if READ:
         tma_store_wait(pendings=0)
-    elif not KEEP:
-        before = pair * segments + segment
-        store_state(part_states + (before * values + first_value) * K, state, steps, K)
-        if GROUP == 0:
-            gl.store(part_decays + before * K + gl.arange(0, K, layout=across), total)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "segments"])
 def walk_kernel(
-    readers, adders, v, g, log_decay, o, out_tiles, initial, states, part_states, part_decays, offsets, T, heads, segments,
-    scale, values,
+    readers, adders, v, g, log_decay, o, out_tiles, initial, states, states_low, part_states, part_decays, offsets,
+    T, heads, segments, scale, values,
     SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
     REVERSE: gl.constexpr, KEEP: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr, EXACT: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
@@ -274,7 +270,7 @@ def walk_kernel(
     sizes = (heads, segments)
     descriptors = (readers, adders, v, g)
     outputs = (o, out_tiles)
-    memory = (initial, states, part_states, part_decays)
+    memory = (initial, states, states_low, part_states, part_decays)
     tiles = (tiles_r, tiles_a, tiles_v, tiles_g, tiles_s)
     vectors = (sums, ends, strong)
     bars = (arrived, decayed, ready, free, taken)

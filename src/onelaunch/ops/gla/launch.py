@@ -16,12 +16,14 @@ CHUNK = 64
 """Steps per chunk, as the kernels have it."""
 
 
-@functools.cache
-def product_precision() -> str:
-    """How float32 operands are multiplied, see ``split_product``."""
+def product_precision(exact: bool) -> str:
+    """How float32 operands are multiplied, see ``split_product``.
+
+    ``exact``: as accurately as step by step, which matrix units are not (they cut off what they add): 2 to 3 times its error.
+    """
     from onelaunch.ops.gated_scan.triton_variants import interpreting
 
-    return "ieee" if interpreting() else "bf16x6"
+    return "ieee" if exact or interpreting() else "bf16x6"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,7 @@ class Rounding:
     """Into how many 16-bit parts float32 factors are split, and from where on pairs of steps are computed block by block."""
 
     parts: int = 2
-    exact_parts: int = 3
-    """Where a float32 result hangs on it; 0 for a product of float32."""
+    """1 for a product of float32."""
     limit: float = 40.0
     """Sums of log-decays from a chunk's middle up to which one product serves all pairs: exp(2 * limit) times products of inputs
     must stay finite, and in float32 the sums' own rounding must not show."""
@@ -83,8 +84,8 @@ class Rounding:
 
 ROUNDINGS = {
     torch.bfloat16: Rounding(),
-    torch.float16: Rounding(exact_parts=0, limit=6.0, largest=128.0),
-    torch.float32: Rounding(parts=1, exact_parts=1, limit=8.0),
+    torch.float16: Rounding(limit=6.0, largest=128.0),
+    torch.float32: Rounding(parts=1, limit=8.0),
 }
 
 
@@ -145,14 +146,18 @@ class Attention(NamedTuple):
         """T, H, K, V, N."""
         return (*self.sizes[1:], self.sequence_count)
 
-    def flags(self, tiles: Tiles) -> dict[str, Any]:
-        """Constants that all kernels have."""
+    def parts(self, exact: bool) -> int:
+        """Into how many parts float32 factors beside the inputs are split; 0 for a product of float32."""
+        return 0 if exact and self.q.dtype is not torch.float32 else self.rounding.parts
+
+    def flags(self, tiles: Tiles, *, exact: bool = False) -> dict[str, Any]:
+        """Constants that all kernels have; ``exact`` where a float32 result hangs on the products."""
         _, length, _, keys, values = self.sizes
         packed = self.sequences.offsets is not None
         even = not packed and length % CHUNK == 0 and keys % tiles.keys == 0 and values % tiles.values == 0
         return {
-            "BK": tiles.keys, "BV": tiles.values, "PRECISION": product_precision(), "EVEN": even, "SCALAR": self.scalar,
-            "PACKED": packed, "num_warps": tiles.warps,
+            "BK": tiles.keys, "BV": tiles.values, "PRECISION": product_precision(exact or self.q.dtype is torch.float32),
+            "EVEN": even, "SCALAR": self.scalar, "PACKED": packed, "num_warps": tiles.warps,
         }  # fmt: skip
 
 
@@ -182,12 +187,11 @@ def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[to
     """
     tiles = carry_tiles(*call.sizes[3:], family(call.q.device))
     states, final = empty_states(call, exact=exact), empty_final(call, wanted=want_final)
-    parts = call.rounding.exact_parts if want_final or exact else call.rounding.parts
     kernels.carry_kernel[carry_grid(call, tiles)](
         call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, states, final, call.scale,
         *call.numbers(), *strides(call.k, call.v, call.g),
-        STAGES=tiles.stages, PARTS=parts, FIRST=call.sequences.initial is not None, LAST=want_final, REVERSE=False,
-        **call.flags(tiles),
+        STAGES=tiles.stages, PARTS=call.parts(want_final or exact), FIRST=call.sequences.initial is not None, LAST=want_final,
+        REVERSE=False, **call.flags(tiles, exact=want_final or exact),
     )  # fmt: skip
     return states, final
 
@@ -239,9 +243,9 @@ def walk(call: Attention, *, want_final: bool, ahead: bool) -> tuple[torch.Tenso
     walk_kernels.walk_kernel[(call.sequence_count * heads * cdiv(values, tiles.values),)](
         call.q, call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, out, final, call.scale,
         *call.numbers(), *strides(call.q, call.k, call.v, call.g),
-        BS=min(tiles.keys, 16), PARTS=rounding.parts, STATE_PARTS=rounding.exact_parts if want_final else rounding.parts,
+        BS=min(tiles.keys, 16), PARTS=rounding.parts, STATE_PARTS=call.parts(want_final),
         LIMIT=rounding.limit, LARGEST=rounding.largest, FIRST=call.sequences.initial is not None, LAST=want_final, AHEAD=ahead,
-        num_stages=tiles.stages, **call.flags(tiles),
+        num_stages=tiles.stages, **call.flags(tiles, exact=want_final),
     )  # fmt: skip
     return out, final
 
@@ -314,8 +318,8 @@ def carry_back(
     kernels.carry_kernel[carry_grid(call, tiles)](
         call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
         *call.numbers(), *strides(call.q, do, call.g),
-        STAGES=tiles.stages, PARTS=call.rounding.exact_parts if wanted or exact else call.rounding.parts,
-        FIRST=dfinal is not None, LAST=wanted, REVERSE=True, **call.flags(tiles),
+        STAGES=tiles.stages, PARTS=call.parts(wanted or exact), FIRST=dfinal is not None, LAST=wanted, REVERSE=True,
+        **call.flags(tiles, exact=wanted or exact),
     )  # fmt: skip
     return dstates, dinitial
 
@@ -334,9 +338,8 @@ def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None) -> 
     backward_kernels.gradients_kernel[(call.slots * call.sizes[2],)](
         call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, dq, dk, dg, call.scale,
         *call.numbers(), *strides(call.q, call.k, call.v, call.g, do),
-        STEPS=call.sequences.bisection_steps(), EXACT=exact,
-        PARTS=rounding.exact_parts if exact else rounding.parts,
+        STEPS=call.sequences.bisection_steps(), EXACT=exact, PARTS=call.parts(exact),
         LIMIT=ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
-        num_stages=tiles.stages, **call.flags(tiles),
+        num_stages=tiles.stages, **call.flags(tiles, exact=exact),
     )  # fmt: skip
     return Gradients(dq, dk, dv, dg.squeeze(-1) if call.scalar else dg, dinitial)

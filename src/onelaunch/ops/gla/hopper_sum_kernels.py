@@ -1,0 +1,258 @@
+"""Gated linear attention on Hopper GPUs: what a part of T adds to the state, so that parts can be walked side by side.
+
+Computes   the sum over the part of decay(step to the part's far end) adder^T value, and what the part leaves of a state; adders
+           and ends as in hopper_prepare_kernels.py.
+Order      from the far end of the part to its near end: then each step's decay is a sum of log-decays that only grows, its factor
+           is at most 1 whatever the decays are, and no state has to be decayed.
+Grid       a program per part of T, sequence, head and slice of values.
+Warps      ``add``: a warpgroup per 64 values holds the sum [V, K] in registers; the first copies tiles in.
+           ``fade_*``: a warpgroup decays adders where they lie.
+"""
+
+from onelaunch.ops.gla.hopper_tile_kernels import (
+    LOG2E,
+    PANEL,
+    SHORTEST,
+    C,
+    chunk_of,
+    cut,
+    exp,
+    exp2_flushed,
+    ones_where,
+    place,
+    plus,
+    raise_to,
+    span,
+    store_in_parts,
+)
+from onelaunch.ops.gla.hopper_walk_kernels import fetch, halves, store_state
+from onelaunch.ops.gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+        SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
+        EXACT: gl.constexpr):  # fmt: skip
+    """The sum for PANEL values."""
+    _, tiles_a, tiles_v, tiles_low, _ = tiles
+    arrived, faded, free = bars
+    K: gl.constexpr = tiles_a.shape[2]
+    STAGES: gl.constexpr = tiles_a.shape[0]
+    held: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    heads, segments = sizes
+    n, head, part, segment = place(sizes, SLICES)
+    row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    state = gl.zeros([PANEL, K], gl.float32, layout=held)
+    panel = (head * SLICES + part) * GROUPS
+    chunks = gl.cdiv(steps, C)
+    if GROUP == 0:
+        for i in gl.static_range(STAGES):
+            at = row + chunk_of(i, chunks, not REVERSE) * C
+            fetch(descriptors, tiles, arrived, at, head, panel, i, i < chunks, GROUPS, False, SCALAR)
+    stage = 0
+    phase = 0
+    for c in range(chunks):
+        left = steps - chunk_of(c, chunks, not REVERSE) * C
+        b_v = tiles_v.index(stage * GROUPS + GROUP)
+        mbarrier.wait(arrived.index(stage), phase)
+        if left < C:
+            cut(b_v, left, rows)
+            fence_async_shared()
+        mbarrier.wait(faded.index(stage), phase)
+        state = warpgroup_mma(b_v.permute((1, 0)), tiles_a.index(stage), state, is_async=True)
+        if EXACT:
+            state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
+        state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
+        mbarrier.arrive(free.index(stage), count=1)
+        if GROUP == 0:
+            more = c + STAGES < chunks
+            mbarrier.wait(free.index(stage), phase, pred=more)
+            at = row + chunk_of(c + STAGES, chunks, not REVERSE) * C
+            fetch(descriptors, tiles, arrived, at, head, panel, stage, more, GROUPS, False, SCALAR)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    first_value = (part * GROUPS + GROUP) * PANEL
+    before = (n.to(gl.int64) * heads + head) * segments + segment
+    store_state(part_states + (before * values + first_value) * K, state, steps, K)
+
+
+@gluon.jit
+def fade_panels(adders, g, carry, beyond, everything, scale, FIRST: gl.constexpr, REVERSE: gl.constexpr):
+    """Decay a tile's panels from FIRST on. Each row of ``carry`` [C, channels] sums the log-decays of the tiles before."""
+    if carry.shape[1] == PANEL:
+        p_a = adders.slice(FIRST, PANEL, dim=1)
+        p_g = g.slice(FIRST, PANEL, dim=1)
+        d = warpgroup_mma(beyond, p_g, carry, is_async=True)
+        d = warpgroup_mma_wait(num_outstanding=0, deps=(d,))
+        carry = warpgroup_mma(everything, p_g, carry, is_async=True)
+        carry = warpgroup_mma_wait(num_outstanding=0, deps=(carry,))
+        square: gl.constexpr = d.type.layout
+        b_a = p_a.load(square).to(gl.float32) * exp2_flushed(d * LOG2E)
+        if REVERSE:
+            b_a *= scale
+        store_in_parts(b_a, p_a, p_g)
+    else:
+        square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, carry.shape[1] // 2, 16])
+        whole: gl.constexpr = carry.type.layout
+        K: gl.constexpr = carry.shape[1]
+        left, right = halves(carry)
+        left = fade_panels(adders, g, gl.convert_layout(left, square), beyond, everything, scale, FIRST, REVERSE)
+        right = fade_panels(adders, g, gl.convert_layout(right, square), beyond, everything, scale, FIRST + K // 2, REVERSE)
+        carry = gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C, K]), whole)
+    return carry
+
+
+@gluon.jit
+def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr,
+                  PACKED: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+    """Tile after tile with a decay per channel."""
+    _, tiles_a, _, tiles_g, _ = tiles
+    arrived, faded, _ = bars
+    K: gl.constexpr = tiles_a.shape[2]
+    E: gl.constexpr = tiles_a.dtype
+    STAGES: gl.constexpr = tiles_a.shape[0]
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    heads, segments = sizes
+    n, head, part, segment = place(sizes, SLICES)
+    _, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    chunks = gl.cdiv(steps, C)
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None]
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, weights))[None, :]
+    beyond = ones_where(s <= t if REVERSE else s > t, gl.float32)
+    everything = ones_where((s >= 0) & (t >= 0), gl.float32)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    carry = gl.zeros([C, K], gl.float32, layout=wide)
+    for c in range(chunks):
+        stage = c % STAGES
+        left = steps - chunk_of(c, chunks, not REVERSE) * C
+        g = tiles_g.index(stage)
+        mbarrier.wait(arrived.index(stage), (c // STAGES) & 1)
+        if left < C:  # what follows belongs to somebody else
+            cut(g, left, rows)
+            cut(tiles_a.index(stage), left, rows)
+        raise_to(g, rows)
+        fence_async_shared()
+        carry = fade_panels(tiles_a.index(stage), g, carry, beyond.to(E), everything.to(E), scale, 0, REVERSE)
+        fence_async_shared()
+        mbarrier.arrive(faded.index(stage), count=1)
+    if part == 0:
+        before = (n.to(gl.int64) * heads + head) * segments + segment
+        row = gl.arange(0, C, layout=gl.SliceLayout(1, wide))[:, None]
+        channel = gl.arange(0, K, layout=gl.SliceLayout(0, wide))[None, :]
+        gl.store(part_decays + before * K + channel + 0 * row, exp(carry), mask=(row == 0) & (channel >= 0))
+
+
+@gluon.jit
+def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
+               SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
+    """Tile after tile with a decay per head."""
+    _, tiles_a, _, tiles_low, _ = tiles
+    arrived, faded, _ = bars
+    K: gl.constexpr = tiles_a.shape[2]
+    E: gl.constexpr = tiles_a.dtype
+    STAGES: gl.constexpr = tiles_a.shape[0]
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    down: gl.constexpr = gl.SliceLayout(1, rows)
+    heads, segments = sizes
+    n, head, part, segment = place(sizes, SLICES)
+    row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    chunks = gl.cdiv(steps, C)
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    step = gl.arange(0, C, layout=vector)
+    carry = 0.0
+    for c in range(chunks):
+        stage = c % STAGES
+        j = chunk_of(c, chunks, not REVERSE)
+        left = steps - j * C
+        at = (row + j * C + step).to(gl.int64) * heads + head
+        g = gl.load(log_decay + at, mask=step < left, other=0.0).to(gl.float32)
+        g = gl.where(g < SHORTEST, SHORTEST, g)
+        before = gl.associative_scan(g, 0, plus)
+        whole = gl.sum(g, 0)
+        factor = exp(carry + before) * scale if REVERSE else exp(carry + whole - before)
+        factor = gl.convert_layout(factor, down)[:, None]
+        carry += whole
+        adders = tiles_a.index(stage)
+        mbarrier.wait(arrived.index(stage), (c // STAGES) & 1)
+        if left < C:
+            cut(adders, left, rows)
+        for panel in gl.static_range(K // PANEL):
+            p_a = adders.slice(panel * PANEL, PANEL, dim=1)
+            b_a = p_a.load(rows).to(gl.float32) * factor
+            if EXACT:
+                store_in_parts(b_a, p_a, tiles_low.index(stage).slice(panel * PANEL, PANEL, dim=1))
+            else:
+                p_a.store(b_a.to(E))
+        fence_async_shared()
+        mbarrier.arrive(faded.index(stage), count=1)
+    if part == 0:
+        before = (n.to(gl.int64) * heads + head) * segments + segment
+        left_over = gl.full([K], 1.0, gl.float32, layout=vector) * exp(carry)
+        gl.store(part_decays + before * K + gl.arange(0, K, layout=vector), left_over)
+
+
+@gluon.jit
+def fade(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr,
+         PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
+    """Adders decayed to the far end of the part."""
+    if SCALAR:
+        fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE, EXACT)
+    else:
+        fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE)
+
+
+@gluon.jit(do_not_specialize=["T", "heads", "segments"])
+def sum_kernel(
+    adders, v, g, log_decay, part_states, part_decays, offsets, T, heads, segments, scale, values,
+    SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, EXACT: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, FADE_REGISTERS: gl.constexpr, ADD_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """part_states [N, H, parts, V, K] and part_decays [N, H, parts, K], float32."""
+    SCALAR: gl.constexpr = g is None
+    K: gl.constexpr = adders.block_type.shape[1]
+    E: gl.constexpr = adders.dtype
+    tiles_a = gl.allocate_shared_memory(E, [STAGES, C, K], adders.layout)
+    tiles_v = gl.allocate_shared_memory(E, [STAGES * GROUPS, C, PANEL], v.layout)
+    tiles_g = tiles_a
+    if EXACT:
+        tiles_g = gl.allocate_shared_memory(E, [STAGES, C, K], adders.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    faded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(i), count=1)
+        mbarrier.init(faded.index(i), count=1)
+        mbarrier.init(free.index(i), count=GROUPS)
+    sizes = (heads, segments)
+    descriptors = (adders, adders, v, g)
+    tiles = (tiles_a, tiles_a, tiles_v, tiles_g, tiles_a)
+    bars = (arrived, faded, free)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES, SEGMENT_STEPS,
+                       PACKED, REVERSE, SCALAR, EXACT)),
+                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES, SEGMENT_STEPS,
+                       PACKED, REVERSE, SCALAR, EXACT)),
+                (fade, (tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE,
+                        SCALAR, EXACT)),
+            ],
+            [4, 4],
+            [ADD_REGISTERS, FADE_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES, SEGMENT_STEPS,
+                       PACKED, REVERSE, SCALAR, EXACT)),
+                (fade, (tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE,
+                        SCALAR, EXACT)),
+            ],
+            [4],
+            [FADE_REGISTERS],
+        )  # fmt: skip
