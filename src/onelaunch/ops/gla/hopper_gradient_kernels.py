@@ -163,7 +163,7 @@ def pairs_by_levels(dq, dk, dg, dscores, dscores_low, q, k, g, x, high, low, sca
 @gluon.jit
 def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
     """do S^T, v dS^T [C, PANEL] and do v^T [C, C], and S dS summed over V [PANEL]."""
-    v, _, _, _, states_low = descriptors
+    v, _, states, _, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
     BV: gl.constexpr = v.block_type.shape[1]
     fine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -174,7 +174,7 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     phase = 0
     for first in range(0, values, BV):
         if first > 0:
-            mbarrier.expect(bar, bytes_of_values(descriptors))
+            mbarrier.expect(bar, 2 * v.block_type.nbytes + (2 if states_low is None else 3) * states.block_type.nbytes)
             fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first)
         mbarrier.wait(bar, phase)
         phase ^= 1
@@ -188,12 +188,6 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
         whole += gl.sum(state * t_ds.load(fine).to(gl.float32), 0)
         of_states, dscores, of_dstates = warpgroup_mma_wait(num_outstanding=0, deps=(of_states, dscores, of_dstates))
     return of_states, of_dstates, dscores, whole
-
-
-@gluon.jit
-def bytes_of_values(descriptors):
-    v, _, states, _, states_low = descriptors
-    return 2 * v.block_type.nbytes + (2 if states_low is None else 3) * states.block_type.nbytes
 
 
 @gluon.jit
@@ -400,7 +394,7 @@ def gradients_kernel(
     tma_load(q, [row, column], bars.index(0), tiles.index(0))
     tma_load(k, [row, column], bars.index(0), tiles.index(1))
     descriptors = (v, do, states, dstates, states_low)
-    mbarrier.expect(bars.index(1), bytes_of_values(descriptors))
+    mbarrier.expect(bars.index(1), 2 * v.block_type.nbytes + (3 if SCALAR else 2) * states.block_type.nbytes)
     cells = (slot * heads + head) * values
     fetch_values(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
     results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)

@@ -3,7 +3,7 @@
 Computes   the sum over the part of decay(step to the part's far end) adder^T value, and what the part leaves of a state; adders
            and ends as in hopper_prepare_kernels.py.
 Order      from the far end of the part to its near end: then each step's decay is a sum of log-decays that only grows, its factor
-           is at most 1 whatever the decays are, and no state has to be decayed.
+           is at most 1 whatever the decays are, no state has to be decayed, and the walk may stop where every factor is 0.
 Grid       a program per part of T, sequence, head and slice of values.
 Warps      ``add``: a warpgroup per 64 values holds the sum [V, K] in registers; the first copies tiles in.
            ``fade_*``: a warpgroup decays adders where they lie.
@@ -28,6 +28,16 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
 from onelaunch.ops.gla.hopper_walk_kernels import fetch, halves, store_state
 from onelaunch.ops.gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+NOTHING = gl.constexpr(-88.0)
+"""Log-decay behind which factors are 0, as ``exp2_flushed`` has them."""
+
+
+@gluon.jit
+def chunks_of(steps, segment, segments, REVERSE: gl.constexpr):
+    """Chunks of a part; none of the one that the walk meets last, since nobody starts from its sum."""
+    last = segment == (0 if REVERSE else segments - 1)
+    return gl.where(last, 0, gl.cdiv(steps, C))
+
 
 @gluon.jit
 def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
@@ -35,7 +45,7 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
         EXACT: gl.constexpr):  # fmt: skip
     """The sum for PANEL values."""
     _, tiles_a, tiles_v, tiles_low, _ = tiles
-    arrived, faded, free = bars
+    arrived, faded, free, stop = bars
     K: gl.constexpr = tiles_a.shape[2]
     STAGES: gl.constexpr = tiles_a.shape[0]
     held: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
@@ -45,14 +55,17 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
     row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
     state = gl.zeros([PANEL, K], gl.float32, layout=held)
     panel = (head * SLICES + part) * GROUPS
-    chunks = gl.cdiv(steps, C)
+    chunks = chunks_of(steps, segment, segments, REVERSE)
+    limit = chunks
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if GROUP == 0:
         for i in gl.static_range(STAGES):
             at = row + chunk_of(i, chunks, not REVERSE) * C
             fetch(descriptors, tiles, arrived, at, head, panel, i, i < chunks, GROUPS, False, SCALAR)
     stage = 0
     phase = 0
-    for c in range(chunks):
+    c = 0
+    while c < limit:
         left = steps - chunk_of(c, chunks, not REVERSE) * C
         b_v = tiles_v.index(stage * GROUPS + GROUP)
         mbarrier.wait(arrived.index(stage), phase)
@@ -60,13 +73,14 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
             cut(b_v, left, rows)
             fence_async_shared()
         mbarrier.wait(faded.index(stage), phase)
+        limit = gl.minimum(limit, gl.max(stop.load(vector), 0))
         state = warpgroup_mma(b_v.permute((1, 0)), tiles_a.index(stage), state, is_async=True)
         if EXACT:
             state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
         state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
         mbarrier.arrive(free.index(stage), count=1)
         if GROUP == 0:
-            more = c + STAGES < chunks
+            more = c + STAGES < limit
             mbarrier.wait(free.index(stage), phase, pred=more)
             at = row + chunk_of(c + STAGES, chunks, not REVERSE) * C
             fetch(descriptors, tiles, arrived, at, head, panel, stage, more, GROUPS, False, SCALAR)
@@ -74,6 +88,11 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
         if stage == STAGES:
             stage = 0
             phase ^= 1
+        c += 1
+    if GROUP == 0:  # what was on its way when the walk stopped has to arrive
+        for i in gl.static_range(STAGES - 1):
+            at = c + i
+            mbarrier.wait(arrived.index(at % STAGES), (at // STAGES) & 1, pred=(at < chunks) & (limit < chunks))
     first_value = (part * GROUPS + GROUP) * PANEL
     before = (n.to(gl.int64) * heads + head) * segments + segment
     store_state(part_states + (before * values + first_value) * K, state, steps, K)
@@ -110,7 +129,7 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
                   PACKED: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per channel."""
     _, tiles_a, _, tiles_g, _ = tiles
-    arrived, faded, _ = bars
+    arrived, faded, _, stop = bars
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
     STAGES: gl.constexpr = tiles_a.shape[0]
@@ -120,14 +139,17 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
     heads, segments = sizes
     n, head, part, segment = place(sizes, SLICES)
     _, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
-    chunks = gl.cdiv(steps, C)
+    chunks = chunks_of(steps, segment, segments, REVERSE)
+    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None]
     s = gl.arange(0, C, layout=gl.SliceLayout(0, weights))[None, :]
     beyond = ones_where(s <= t if REVERSE else s > t, gl.float32)
     everything = ones_where((s >= 0) & (t >= 0), gl.float32)
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     carry = gl.zeros([C, K], gl.float32, layout=wide)
-    for c in range(chunks):
+    limit = chunks
+    c = 0
+    while c < limit:
         stage = c % STAGES
         left = steps - chunk_of(c, chunks, not REVERSE) * C
         g = tiles_g.index(stage)
@@ -138,8 +160,13 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
         raise_to(g, rows)
         fence_async_shared()
         carry = fade_panels(tiles_a.index(stage), g, carry, beyond.to(E), everything.to(E), scale, 0, REVERSE)
+        if c & 3 == 3:
+            if gl.max(gl.max(carry, 1), 0) < NOTHING:
+                limit = gl.minimum(limit, c + 1)
+                stop.store(gl.full([1], 0, gl.int32, layout=vector) + limit)
         fence_async_shared()
         mbarrier.arrive(faded.index(stage), count=1)
+        c += 1
     if part == 0:
         before = (n.to(gl.int64) * heads + head) * segments + segment
         row = gl.arange(0, C, layout=gl.SliceLayout(1, wide))[:, None]
@@ -152,7 +179,7 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
                SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per head."""
     _, tiles_a, _, tiles_low, _ = tiles
-    arrived, faded, _ = bars
+    arrived, faded, _, stop = bars
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
     STAGES: gl.constexpr = tiles_a.shape[0]
@@ -161,11 +188,13 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
     heads, segments = sizes
     n, head, part, segment = place(sizes, SLICES)
     row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
-    chunks = gl.cdiv(steps, C)
+    chunks = chunks_of(steps, segment, segments, REVERSE)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     step = gl.arange(0, C, layout=vector)
     carry = 0.0
-    for c in range(chunks):
+    limit = chunks
+    c = 0
+    while c < limit:
         stage = c % STAGES
         j = chunk_of(c, chunks, not REVERSE)
         left = steps - j * C
@@ -188,8 +217,12 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
                 store_in_parts(b_a, p_a, tiles_low.index(stage).slice(panel * PANEL, PANEL, dim=1))
             else:
                 p_a.store(b_a.to(E))
+        if carry < NOTHING:
+            limit = gl.minimum(limit, c + 1)
+            stop.store(gl.full([1], 0, gl.int32, layout=vector) + limit)
         fence_async_shared()
         mbarrier.arrive(faded.index(stage), count=1)
+        c += 1
     if part == 0:
         before = (n.to(gl.int64) * heads + head) * segments + segment
         left_over = gl.full([K], 1.0, gl.float32, layout=vector) * exp(carry)
@@ -197,8 +230,8 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
 
 
 @gluon.jit
-def fade(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr,
-         PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
+def fade(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
+         SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """Adders decayed to the far end of the part."""
     if SCALAR:
         fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE, EXACT)
@@ -228,10 +261,12 @@ def sum_kernel(
         mbarrier.init(arrived.index(i), count=1)
         mbarrier.init(faded.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
+    stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stop.store(gl.full([1], 1 << 30, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
     sizes = (heads, segments)
     descriptors = (adders, adders, v, g)
     tiles = (tiles_a, tiles_a, tiles_v, tiles_g, tiles_a)
-    bars = (arrived, faded, free)
+    bars = (arrived, faded, free, stop)
     if GROUPS == 2:
         gl.warp_specialize(
             [
