@@ -83,9 +83,10 @@ def walk_build(name: str, keys: int, values: int, *, scalar: bool, read: bool, r
     from onelaunch.ops.gla import hopper_launch
     from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
 
-    tiles = hopper_launch.walk_tiles(keys, values, scalar=scalar, keep=keep)
+    tiles = hopper_launch.walk_tiles(keys, values, scalar=scalar, keep=keep, read=read)
     boxes = {"adders": described(64, keys), "v": described(64, 64)}
     absent = ["initial", "part_states", "part_decays", "offsets", *(["g"] if scalar else ["log_decay"])]
+    boxes |= dict.fromkeys(("states", "states_low"), described(64, keys)) if tiles.staged else {}
     absent += [] if keep else ["states"]
     absent += [] if keep and scalar and not reverse else ["states_low"]
     boxes |= {} if scalar else {"g": described(64, keys)}
@@ -95,8 +96,9 @@ def walk_build(name: str, keys: int, values: int, *, scalar: bool, read: bool, r
         absent += ["readers", "o", "out_tiles"]
     constants = {
         "SLICES": values // (64 * tiles.groups), "SEGMENT_STEPS": hopper_launch.WHOLE, "LIMIT": 40.0, "PACKED": False,
-        "READ": read, "REVERSE": reverse, "KEEP": keep, "INITIAL": False, "PARTS": False, "EXACT": keep or not scalar,
-        "SCORES": tiles.scores, **tiles.options("ATTEND", "PREPARE"), **dict.fromkeys(absent),
+        "READ": read, "REVERSE": reverse, "KEEP": keep, "STAGED": keep and tiles.staged, "INITIAL": False,
+        "PARTS": False, "EXACT": keep or not scalar, "SCORES": tiles.scores,
+        **tiles.options("ATTEND", "PREPARE"), **dict.fromkeys(absent),
     }  # fmt: skip
     return build(name, walk_kernel, boxes, constants, 4)
 

@@ -28,11 +28,14 @@ PART_COST = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WalkTiles:
-    """How a program walks: warpgroups of 64 values each, tiles in flight, places for scores, registers of its groups of warps."""
+    """How a program walks: warpgroups of 64 values each, tiles in flight, places for scores, whether kept states leave through
+    shared memory, registers of its groups of warps.
+    """
 
     groups: int
     stages: int = 3
     scores: int = 3
+    staged: bool = True
     multiply_registers: int = 152
     decay_registers: int = 200
 
@@ -45,15 +48,19 @@ class WalkTiles:
 
 
 @functools.cache
-def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool) -> WalkTiles:
-    """Two groups where values allow it: they share what is prepared. Registers: as many as leave no products waiting."""
+def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool, read: bool) -> WalkTiles:
+    """Two groups where values allow it: they share what is prepared. Registers: as many as leave no products waiting.
+
+    Kept states leave through shared memory, for which a walk that reads as well gives up a stage.
+    """
+    stages = 2 if keep and read else 3
     if keys > 2 * PANEL:
-        return WalkTiles(1, stages=2, scores=1, decay_registers=240)
+        return WalkTiles(1, stages=2, scores=1, staged=not read, decay_registers=240)
     if values % (2 * PANEL):
-        return WalkTiles(1, decay_registers=232)
+        return WalkTiles(1, stages, stages, decay_registers=232)
     if scalar:
-        return WalkTiles(2, multiply_registers=184, decay_registers=136)
-    return WalkTiles(2, multiply_registers=168, decay_registers=168) if keep else WalkTiles(2)
+        return WalkTiles(2, stages, stages, multiply_registers=184, decay_registers=136)
+    return WalkTiles(2, stages, stages, multiply_registers=168, decay_registers=168) if keep else WalkTiles(2)
 
 
 @functools.cache
@@ -105,7 +112,7 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
     _, length, heads, keys, values = call.sizes
     sequences, offsets = call.sequence_count, call.sequences.offsets
     first = None if way.reverse else call.sequences.initial
-    tiles = walk_tiles(keys, values, scalar=call.scalar, keep=bool(states))
+    tiles = walk_tiles(keys, values, scalar=call.scalar, keep=bool(states), read=out is not None)
     slices = values // (PANEL * tiles.groups)
     mean_length = length if offsets is None else cdiv(length, sequences)
     parts = parts_of(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(way.adders.device))
@@ -129,11 +136,12 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
         )  # fmt: skip
     readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
     target = None if out is None else boxes([CHUNK, PANEL], out)[0]
+    kept = [described(each.flatten(0, 2), [PANEL, keys]) for each in states] if tiles.staged else states
     walk_kernel[grid](
-        readers, *sources, *decays, out, target, first, *(*states, None, None)[:2], *sums, offsets, length, heads, parts,
+        readers, *sources, *decays, out, target, first, *(*kept, None, None)[:2], *sums, offsets, length, heads, parts,
         call.scale, values,
-        LIMIT=LIMITS[call.q.dtype], READ=out is not None, KEEP=bool(states), INITIAL=first is not None, PARTS=parts > 1,
-        SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"), **shared,
+        LIMIT=LIMITS[call.q.dtype], READ=out is not None, KEEP=bool(states), STAGED=bool(states) and tiles.staged,
+        INITIAL=first is not None, PARTS=parts > 1, SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"), **shared,
     )  # fmt: skip
 
 

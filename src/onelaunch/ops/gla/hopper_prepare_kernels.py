@@ -189,7 +189,7 @@ def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, scale, squ
 def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
                      SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per channel."""
-    tiles_r, tiles_a, _, tiles_g, tiles_s = tiles
+    tiles_r, tiles_a, _, tiles_g, tiles_s, _ = tiles
     ones, ends, strong = vectors
     arrived, decayed, ready, _, taken = bars
     K: gl.constexpr = tiles_a.shape[2]
@@ -259,7 +259,7 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
 
     Of ends [2, K], the first row holds the readers' factors, the second what is left of the state.
     """
-    tiles_r, tiles_a, _, tiles_low, tiles_s = tiles
+    tiles_r, tiles_a, _, tiles_low, tiles_s, _ = tiles
     sums, ends, _ = vectors
     arrived, decayed, ready, _, taken = bars
     K: gl.constexpr = tiles_a.shape[2]

@@ -44,7 +44,7 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
         SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
         EXACT: gl.constexpr):  # fmt: skip
     """The sum for PANEL values."""
-    _, tiles_a, tiles_v, tiles_low, _ = tiles
+    _, tiles_a, tiles_v, tiles_low, _, _ = tiles
     arrived, faded, free, stop = bars
     K: gl.constexpr = tiles_a.shape[2]
     STAGES: gl.constexpr = tiles_a.shape[0]
@@ -128,7 +128,7 @@ def fade_panels(adders, g, carry, beyond, everything, scale, FIRST: gl.constexpr
 def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr,
                   PACKED: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per channel."""
-    _, tiles_a, _, tiles_g, _ = tiles
+    _, tiles_a, _, tiles_g, _, _ = tiles
     arrived, faded, _, stop = bars
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
@@ -178,7 +178,7 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
 def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per head."""
-    _, tiles_a, _, tiles_low, _ = tiles
+    _, tiles_a, _, tiles_low, _, _ = tiles
     arrived, faded, _, stop = bars
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
@@ -231,7 +231,8 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
 
 @gluon.jit
 def fade(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-         SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
+         SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
+         EXACT: gl.constexpr):  # fmt: skip
     """Adders decayed to the far end of the part."""
     if SCALAR:
         fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE, EXACT)
@@ -265,7 +266,7 @@ def sum_kernel(
     stop.store(gl.full([1], 1 << 30, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
     sizes = (heads, segments)
     descriptors = (adders, adders, v, g)
-    tiles = (tiles_a, tiles_a, tiles_v, tiles_g, tiles_a)
+    tiles = (tiles_a, tiles_a, tiles_v, tiles_g, tiles_a, tiles_a)
     bars = (arrived, faded, free, stop)
     if GROUPS == 2:
         gl.warp_specialize(

@@ -17,7 +17,7 @@ Source     Yang et al., Gated Linear Attention Transformers with Hardware-Effici
 """
 
 from onelaunch.ops.gla.hopper_prepare_kernels import prepare_channels, prepare_heads
-from onelaunch.ops.gla.hopper_tile_kernels import PANEL, C, bounds, chunk_of, place, rows_of, span
+from onelaunch.ops.gla.hopper_tile_kernels import PANEL, C, bounds, chunk_of, place, rows_of, span, store_in_parts
 from onelaunch.ops.gluon_compat import (
     fence_async_shared,
     gl,
@@ -36,7 +36,7 @@ def fetch(descriptors, tiles, arrived, at, head, panel, stage, wanted, GROUPS: g
           SCALAR: gl.constexpr):  # fmt: skip
     """Copy a tile of everything into a stage."""
     readers, adders, values, g = descriptors
-    tiles_r, tiles_a, tiles_v, tiles_g, _ = tiles
+    tiles_r, tiles_a, tiles_v, tiles_g, _, _ = tiles
     K: gl.constexpr = adders.block_type.shape[1]
     TILES: gl.constexpr = 1 + (1 if READ else 0) + (0 if SCALAR else 1)
     bar = arrived.index(stage)
@@ -99,10 +99,10 @@ def store_state(to, state, turn, K: gl.constexpr):
 @gluon.jit
 def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
            GROUPS: gl.constexpr, SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
-           REVERSE: gl.constexpr, KEEP: gl.constexpr, SCALAR: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr,
-           EXACT: gl.constexpr):  # fmt: skip
+           REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, SCALAR: gl.constexpr, INITIAL: gl.constexpr,
+           PARTS: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """States [V, K] in registers, for PANEL values; what readers see of them, and of the values in their tile."""
-    tiles_r, tiles_a, tiles_v, tiles_low, tiles_s = tiles
+    tiles_r, tiles_a, tiles_v, tiles_low, tiles_s, tiles_kept = tiles
     _, ends, strong = vectors
     arrived, decayed, ready, free, taken = bars
     out_values, out_tiles = outputs
@@ -149,11 +149,20 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         b_v = tiles_v.index(stage * GROUPS + GROUP)
         b_a = tiles_a.index(stage)
         if KEEP:
-            to = states + (((slot + j).to(gl.int64) * heads + head) * values + first_value) * K
-            store_state(to, state, left, K)
-            if states_low is not None:
-                rest = state - state.to(E).to(gl.float32)
-                store_state(states_low + (((slot + j).to(gl.int64) * heads + head) * values + first_value) * K, rest, left, K)
+            cell = ((slot + j).to(gl.int64) * heads + head) * values + first_value
+            if STAGED:
+                kept = tiles_kept.index(GROUP)
+                tma_store_wait(pendings=0)  # the state before has left
+                if states_low is None:
+                    kept.store(state.to(E))
+                else:
+                    store_in_parts(state, kept, tiles_kept.index(GROUPS + GROUP))
+                fence_async_shared()
+                tma_store(states, [cell.to(gl.int32), 0], kept)
+                if states_low is not None:
+                    tma_store(states_low, [cell.to(gl.int32), 0], tiles_kept.index(GROUPS + GROUP))
+            else:
+                store_state(states + cell * K, state, left, K)
         mbarrier.wait(arrived.index(stage), phase)
         if left < C:
             t = rows_of(rows, left)
@@ -216,7 +225,7 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if READ:
+    if READ or STAGED:
         tma_store_wait(pendings=0)
 
 
@@ -225,13 +234,14 @@ def walk_kernel(
     readers, adders, v, g, log_decay, o, out_tiles, initial, states, states_low, part_states, part_decays, offsets,
     T, heads, segments, scale, values,
     SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
-    REVERSE: gl.constexpr, KEEP: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr, EXACT: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
+    REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr,
+    EXACT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
     PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``g`` describes log-decays per channel; without it, ``log_decay`` [B, T, H] has one per head.
 
-    ``EXACT``: adders in two 16-bit parts, always so where a channel has its decay.
+    ``EXACT``: adders in two 16-bit parts, always so where a channel has its decay. ``STAGED``: ``states`` are described and
+    leave through shared memory; else they are a pointer.
     """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = adders.block_type.shape[1]
@@ -249,6 +259,10 @@ def walk_kernel(
     if READ:
         tiles_r = gl.allocate_shared_memory(E, [STAGES, C, K], adders.layout)
         tiles_s = gl.allocate_shared_memory(E, [SCORES, C, C], scores_layout)
+    tiles_kept = tiles_a
+    if STAGED:
+        PARTS_KEPT: gl.constexpr = 1 if states_low is None else 2
+        tiles_kept = gl.allocate_shared_memory(E, [PARTS_KEPT * GROUPS, PANEL, K], adders.layout)
     if SCALAR:
         sums = gl.allocate_shared_memory(gl.float32, [2, C], lines)
     else:
@@ -271,16 +285,16 @@ def walk_kernel(
     descriptors = (readers, adders, v, g)
     outputs = (o, out_tiles)
     memory = (initial, states, states_low, part_states, part_decays)
-    tiles = (tiles_r, tiles_a, tiles_v, tiles_g, tiles_s)
+    tiles = (tiles_r, tiles_a, tiles_v, tiles_g, tiles_s, tiles_kept)
     vectors = (sums, ends, strong)
     bars = (arrived, decayed, ready, free, taken)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS, EXACT)),
+                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS, EXACT)),
+                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, SEGMENT_STEPS, PACKED,
                            READ, REVERSE, SCALAR, EXACT)),
             ],
@@ -291,7 +305,7 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, SCALAR, INITIAL, PARTS, EXACT)),
+                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, SEGMENT_STEPS, PACKED,
                            READ, REVERSE, SCALAR, EXACT)),
             ],
