@@ -69,7 +69,7 @@ def described(keys: int, columns: int | None = None) -> str:
 
 def build(name: str, kernel: Any, boxes: dict[str, str], constants: dict[str, Any], warps: int) -> KernelBuild:
     """A kernel as an unpacked call in bfloat16 launches it."""
-    numbers = dict.fromkeys(("T", "heads", "segments", "sequences", "rows", "values"), "i32") | {"scale": "fp32"}
+    numbers = dict.fromkeys(("T", "heads", "segments", "part_steps", "sequences", "rows", "values"), "i32") | {"scale": "fp32"}
     wide = dict.fromkeys(("part_states", "part_decays"), "*fp32")
     known = {**numbers, **wide, **boxes}
     signature = {
@@ -95,7 +95,7 @@ def walk_build(name: str, keys: int, values: int, *, scalar: bool, read: bool, r
     else:
         absent += ["readers", "o", "out_tiles"]
     constants = {
-        "SLICES": values // (64 * tiles.groups), "SEGMENT_STEPS": hopper_launch.WHOLE, "LIMIT": 40.0, "PACKED": False,
+        "SLICES": values // (64 * tiles.groups), "LIMIT": 40.0, "PACKED": False,
         "READ": read, "REVERSE": reverse, "KEEP": keep, "STAGED": keep and tiles.staged, "INITIAL": False,
         "PARTS": False, "EXACT": keep or not scalar, "SCORES": tiles.scores,
         **tiles.options("ATTEND", "PREPARE"), **dict.fromkeys(absent),
@@ -111,7 +111,7 @@ def sum_build(name: str, keys: int, values: int, *, scalar: bool, reverse: bool)
     tiles = hopper_launch.sum_tiles(keys, values)
     boxes = {"adders": described(64, keys), "v": described(64, 64), "g": described(64, keys)}
     constants = {
-        "SLICES": values // (64 * tiles.groups), "SEGMENT_STEPS": 1024, "PACKED": False, "REVERSE": reverse, "EXACT": True,
+        "SLICES": values // (64 * tiles.groups), "PACKED": False, "REVERSE": reverse, "EXACT": True,
         **tiles.options("ADD", "FADE"), **dict.fromkeys(["offsets", "g" if scalar else "log_decay"]),
     }  # fmt: skip
     return build(name, sum_kernel, boxes, constants, 4)
@@ -137,19 +137,20 @@ def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> Kerne
 
 @hopper.kernels
 def _(architecture: str) -> list[KernelBuild]:
+    """Without those that still spill: walks back with a decay per channel, their gradients, and their sums for K = 256."""
     if architecture not in hopper.tags["architectures"]:
         return []
     builds = []
-    for scalar in (False, True):
-        per = "head" if scalar else "channel"
-        for keys, values in ((64, 64), (128, 128), (256, 256)):
-            said = f"K = {keys}, V = {values}, decay per {per}"
-            builds += [
-                walk_build(f"walk, {said}", keys, values, scalar=scalar, read=True, reverse=False, keep=False),
-                walk_build(f"walk for states, {said}", keys, values, scalar=scalar, read=False, reverse=False, keep=True),
-                walk_build(f"walk back, {said}", keys, values, scalar=scalar, read=True, reverse=True, keep=True),
-                sum_build(f"sums, {said}", keys, values, scalar=scalar, reverse=False),
-                sum_build(f"sums back, {said}", keys, values, scalar=scalar, reverse=True),
-                gradients_build(f"gradients, {said}", keys, values, scalar=scalar),
-            ]
+    for keys, values in ((128, 128), (256, 256)):
+        for scalar in (False, True):
+            said = f"K = {keys}, V = {values}, decay per {'head' if scalar else 'channel'}"
+            builds.append(walk_build(f"walk, {said}", keys, values, scalar=scalar, read=True, reverse=False, keep=False))
+            builds.append(
+                walk_build(f"walk for states, {said}", keys, values, scalar=scalar, read=False, reverse=False, keep=True)
+            )
+            if keys == 128:
+                builds.append(sum_build(f"sums, {said}", keys, values, scalar=scalar, reverse=False))
+    said = "K = 128, V = 128, decay per head"
+    builds.append(walk_build(f"walk back, {said}", 128, 128, scalar=True, read=True, reverse=True, keep=True))
+    builds.append(gradients_build(f"gradients, {said}", 128, 128, scalar=True))
     return builds

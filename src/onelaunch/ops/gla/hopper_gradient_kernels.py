@@ -181,11 +181,13 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
         of_states = warpgroup_mma(t_do, t_s, of_states, is_async=True)
         dscores = warpgroup_mma(t_do, t_v.permute((1, 0)), dscores, is_async=True)
         of_dstates = warpgroup_mma(t_v, t_ds, of_dstates, is_async=True)
-        state = t_s.load(fine).to(gl.float32)
         if states_low is not None:
             of_states = warpgroup_mma(t_do, t_low, of_states, is_async=True)
-            state += t_low.load(fine).to(gl.float32)
-        whole += gl.sum(state * t_ds.load(fine).to(gl.float32), 0)
+        for turn in gl.static_range(BV // 32):
+            state = t_s.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
+            if states_low is not None:
+                state += t_low.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
+            whole += gl.sum(state * t_ds.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32), 0)
         of_states, dscores, of_dstates = warpgroup_mma_wait(num_outstanding=0, deps=(of_states, dscores, of_dstates))
     return of_states, of_dstates, dscores, whole
 

@@ -36,8 +36,8 @@ class WalkTiles:
     stages: int = 3
     scores: int = 3
     staged: bool = True
-    multiply_registers: int = 152
-    decay_registers: int = 200
+    multiply_registers: int = 160
+    decay_registers: int = 184
 
     def options(self, multiply: str, decay: str) -> dict[str, int]:
         """Constants of a kernel that calls the two kinds of warps so."""
@@ -67,7 +67,7 @@ def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool, read: bool) 
 def sum_tiles(keys: int, values: int) -> WalkTiles:
     """The same where parts are only summed: nothing is read, so more tiles fit."""
     if keys > 2 * PANEL:
-        return WalkTiles(1, stages=3, decay_registers=240)
+        return WalkTiles(1, stages=2, decay_registers=240)
     return WalkTiles(1, stages=4, decay_registers=232) if values % (2 * PANEL) else WalkTiles(2, stages=4)
 
 
@@ -118,9 +118,10 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
     parts = parts_of(sequences * heads * slices, cdiv(mean_length, CHUNK), processors(way.adders.device))
     sources = (*boxes([CHUNK, keys], way.adders), *boxes([CHUNK, PANEL], way.values))
     decays = (None, call.g.contiguous()) if call.scalar else (*boxes([CHUNK, keys], call.g), None)
+    part_steps = cdiv(cdiv(length, CHUNK), parts) * CHUNK if parts > 1 else WHOLE
     shared: dict[str, Any] = {
-        "SLICES": slices, "SEGMENT_STEPS": cdiv(cdiv(length, CHUNK), parts) * CHUNK if parts > 1 else WHOLE,
-        "PACKED": offsets is not None, "REVERSE": way.reverse, "EXACT": not call.scalar or bool(states), "num_warps": 4,
+        "SLICES": slices, "PACKED": offsets is not None, "REVERSE": way.reverse,
+        "EXACT": not call.scalar or bool(states), "num_warps": 4,
     }  # fmt: skip
     grid = (sequences * heads * slices * parts,)
     sums: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -131,7 +132,7 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
             torch.empty((sequences, heads, parts, keys), device=device),
         )
         sum_kernel[grid](
-            *sources, *decays, *sums, offsets, length, heads, parts, call.scale, values,
+            *sources, *decays, *sums, offsets, length, heads, parts, part_steps, call.scale, values,
             **sum_tiles(keys, values).options("ADD", "FADE"), **shared,
         )  # fmt: skip
     readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
@@ -139,7 +140,7 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
     kept = [described(each.flatten(0, 2), [PANEL, keys]) for each in states] if tiles.staged else states
     walk_kernel[grid](
         readers, *sources, *decays, out, target, first, *(*kept, None, None)[:2], *sums, offsets, length, heads, parts,
-        call.scale, values,
+        part_steps, call.scale, values,
         LIMIT=LIMITS[call.q.dtype], READ=out is not None, KEEP=bool(states), STAGED=bool(states) and tiles.staged,
         INITIAL=first is not None, PARTS=parts > 1, SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"), **shared,
     )  # fmt: skip

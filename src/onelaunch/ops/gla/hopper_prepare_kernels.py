@@ -187,7 +187,7 @@ def by_levels(readers, adders, g, scores, decayed, flag, taken, turn, scale, squ
 
 @gluon.jit
 def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
-                     SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+                     PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per channel."""
     tiles_r, tiles_a, _, tiles_g, tiles_s, _ = tiles
     ones, ends, strong = vectors
@@ -202,8 +202,9 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     NEAR: gl.constexpr = 1 if REVERSE else 0
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
+    _, _, part_steps = sizes
     n, _, _, segment = place(sizes, SLICES)
-    _, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    _, steps = span(offsets, n, T, segment, part_steps, PACKED)
     chunks = gl.cdiv(steps, C)
     fill_halves(ones)
     for c in range(chunks):
@@ -253,7 +254,7 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
 
 @gluon.jit
 def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-                  SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr,
+                  PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr,
                   EXACT: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per head: adders decayed in place, and scores; what has decayed of readers is left to others.
 
@@ -271,9 +272,9 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     sums_flat = sums._reinterpret(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    heads, _ = sizes
+    heads, _, part_steps = sizes
     n, head, _, segment = place(sizes, SLICES)
-    row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    row, steps = span(offsets, n, T, segment, part_steps, PACKED)
     chunks = gl.cdiv(steps, C)
     step = gl.arange(0, C, layout=vector)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, square))

@@ -41,7 +41,7 @@ def chunks_of(steps, segment, segments, REVERSE: gl.constexpr):
 
 @gluon.jit
 def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-        SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
+        SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
         EXACT: gl.constexpr):  # fmt: skip
     """The sum for PANEL values."""
     _, tiles_a, tiles_v, tiles_low, _, _ = tiles
@@ -50,9 +50,9 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
     STAGES: gl.constexpr = tiles_a.shape[0]
     held: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    heads, segments = sizes
+    heads, segments, part_steps = sizes
     n, head, part, segment = place(sizes, SLICES)
-    row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    row, steps = span(offsets, n, T, segment, part_steps, PACKED)
     state = gl.zeros([PANEL, K], gl.float32, layout=held)
     panel = (head * SLICES + part) * GROUPS
     chunks = chunks_of(steps, segment, segments, REVERSE)
@@ -99,17 +99,19 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
 
 
 @gluon.jit
-def fade_panels(adders, g, carry, beyond, everything, scale, FIRST: gl.constexpr, REVERSE: gl.constexpr):
+def fade_panels(adders, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: gl.constexpr):
     """Decay a tile's panels from FIRST on. Each row of ``carry`` [C, channels] sums the log-decays of the tiles before."""
     if carry.shape[1] == PANEL:
         p_a = adders.slice(FIRST, PANEL, dim=1)
         p_g = g.slice(FIRST, PANEL, dim=1)
-        d = warpgroup_mma(beyond, p_g, carry, is_async=True)
-        d = warpgroup_mma_wait(num_outstanding=0, deps=(d,))
-        carry = warpgroup_mma(everything, p_g, carry, is_async=True)
-        carry = warpgroup_mma_wait(num_outstanding=0, deps=(carry,))
-        square: gl.constexpr = d.type.layout
-        b_a = p_a.load(square).to(gl.float32) * exp2_flushed(d * LOG2E)
+        square: gl.constexpr = carry.type.layout
+        d = gl.zeros([C, PANEL], gl.float32, layout=square)
+        total = gl.zeros([C, PANEL], gl.float32, layout=square)
+        d = warpgroup_mma(weights.index(0), p_g, d, use_acc=False, is_async=True)
+        total = warpgroup_mma(weights.index(1), p_g, total, use_acc=False, is_async=True)
+        d, total = warpgroup_mma_wait(num_outstanding=0, deps=(d, total))
+        b_a = p_a.load(square).to(gl.float32) * exp2_flushed((carry + d) * LOG2E)
+        carry += total
         if REVERSE:
             b_a *= scale
         store_in_parts(b_a, p_a, p_g)
@@ -118,33 +120,33 @@ def fade_panels(adders, g, carry, beyond, everything, scale, FIRST: gl.constexpr
         whole: gl.constexpr = carry.type.layout
         K: gl.constexpr = carry.shape[1]
         left, right = halves(carry)
-        left = fade_panels(adders, g, gl.convert_layout(left, square), beyond, everything, scale, FIRST, REVERSE)
-        right = fade_panels(adders, g, gl.convert_layout(right, square), beyond, everything, scale, FIRST + K // 2, REVERSE)
+        left = fade_panels(adders, g, gl.convert_layout(left, square), weights, scale, FIRST, REVERSE)
+        right = fade_panels(adders, g, gl.convert_layout(right, square), weights, scale, FIRST + K // 2, REVERSE)
         carry = gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C, K]), whole)
     return carry
 
 
 @gluon.jit
-def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr,
-                  PACKED: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, PACKED: gl.constexpr,
+                  REVERSE: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per channel."""
-    _, tiles_a, _, tiles_g, _, _ = tiles
+    _, tiles_a, _, tiles_g, weights, _ = tiles
     arrived, faded, _, stop = bars
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
     STAGES: gl.constexpr = tiles_a.shape[0]
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    weights: gl.constexpr = gl.DotOperandLayout(0, square, 2)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    heads, segments = sizes
+    heads, segments, part_steps = sizes
     n, head, part, segment = place(sizes, SLICES)
-    _, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    _, steps = span(offsets, n, T, segment, part_steps, PACKED)
     chunks = chunks_of(steps, segment, segments, REVERSE)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    t = gl.arange(0, C, layout=gl.SliceLayout(1, weights))[:, None]
-    s = gl.arange(0, C, layout=gl.SliceLayout(0, weights))[None, :]
-    beyond = ones_where(s <= t if REVERSE else s > t, gl.float32)
-    everything = ones_where((s >= 0) & (t >= 0), gl.float32)
+    # operands from shared memory: in registers they leave too few for two products at once, and ptxas then serializes them all;
+    # what it made of that was wrong for parts of a single tile
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, rows))[:, None]
+    s = gl.arange(0, C, layout=gl.SliceLayout(0, rows))[None, :]
+    weights.index(0).store(ones_where(s <= t if REVERSE else s > t, E))
+    weights.index(1).store(ones_where((s >= 0) & (t >= 0), E))
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     carry = gl.zeros([C, K], gl.float32, layout=wide)
     limit = chunks
@@ -159,7 +161,7 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
             cut(tiles_a.index(stage), left, rows)
         raise_to(g, rows)
         fence_async_shared()
-        carry = fade_panels(tiles_a.index(stage), g, carry, beyond.to(E), everything.to(E), scale, 0, REVERSE)
+        carry = fade_panels(tiles_a.index(stage), g, carry, weights, scale, 0, REVERSE)
         if c & 3 == 3:
             if gl.max(gl.max(carry, 1), 0) < NOTHING:
                 limit = gl.minimum(limit, c + 1)
@@ -176,7 +178,7 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
 
 @gluon.jit
 def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-               SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
+               PACKED: gl.constexpr, REVERSE: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """Tile after tile with a decay per head."""
     _, tiles_a, _, tiles_low, _, _ = tiles
     arrived, faded, _, stop = bars
@@ -185,9 +187,9 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
     STAGES: gl.constexpr = tiles_a.shape[0]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     down: gl.constexpr = gl.SliceLayout(1, rows)
-    heads, segments = sizes
+    heads, segments, part_steps = sizes
     n, head, part, segment = place(sizes, SLICES)
-    row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    row, steps = span(offsets, n, T, segment, part_steps, PACKED)
     chunks = chunks_of(steps, segment, segments, REVERSE)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     step = gl.arange(0, C, layout=vector)
@@ -231,19 +233,19 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
 
 @gluon.jit
 def fade(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-         SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
+         PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
          EXACT: gl.constexpr):  # fmt: skip
     """Adders decayed to the far end of the part."""
     if SCALAR:
-        fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE, EXACT)
+        fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, EXACT)
     else:
-        fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE)
+        fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE)
 
 
-@gluon.jit(do_not_specialize=["T", "heads", "segments"])
+@gluon.jit(do_not_specialize=["T", "heads", "segments", "part_steps"])
 def sum_kernel(
-    adders, v, g, log_decay, part_states, part_decays, offsets, T, heads, segments, scale, values,
-    SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, EXACT: gl.constexpr,
+    adders, v, g, log_decay, part_states, part_decays, offsets, T, heads, segments, part_steps, scale, values,
+    SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, EXACT: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, FADE_REGISTERS: gl.constexpr, ADD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """part_states [N, H, parts, V, K] and part_decays [N, H, parts, K], float32."""
@@ -264,18 +266,21 @@ def sum_kernel(
         mbarrier.init(free.index(i), count=GROUPS)
     stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stop.store(gl.full([1], 1 << 30, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    sizes = (heads, segments)
+    sizes = (heads, segments, part_steps)
     descriptors = (adders, adders, v, g)
-    tiles = (tiles_a, tiles_a, tiles_v, tiles_g, tiles_a, tiles_a)
+    weights = tiles_a
+    if not SCALAR:
+        weights = gl.allocate_shared_memory(E, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], E))
+    tiles = (tiles_a, tiles_a, tiles_v, tiles_g, weights, tiles_a)
     bars = (arrived, faded, free, stop)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES, SEGMENT_STEPS,
+                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, EXACT)),
-                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES, SEGMENT_STEPS,
+                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, EXACT)),
-                (fade, (tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE,
+                (fade, (tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
                         SCALAR, EXACT)),
             ],
             [4, 4],
@@ -284,9 +289,9 @@ def sum_kernel(
     else:
         gl.warp_specialize(
             [
-                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES, SEGMENT_STEPS,
+                (add, (descriptors, part_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, EXACT)),
-                (fade, (tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, REVERSE,
+                (fade, (tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
                         SCALAR, EXACT)),
             ],
             [4],

@@ -39,17 +39,17 @@ def bounds(offsets, n, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def span(offsets, n, T, segment, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr):
+def span(offsets, n, T, segment, part_steps, PACKED: gl.constexpr):
     """First row and number of steps of a sequence's part."""
     first, length, _ = bounds(offsets, n, T, PACKED)
-    start = segment * SEGMENT_STEPS
-    return first + start, gl.maximum(gl.minimum(length - start, SEGMENT_STEPS), 0)
+    start = segment * part_steps
+    return first + start, gl.maximum(gl.minimum(length - start, part_steps), 0)
 
 
 @gluon.jit
 def place(sizes, SLICES: gl.constexpr):
     """Sequence, head, slice of values and part of the sequence that a program works on."""
-    heads, segments = sizes
+    heads, segments, _ = sizes
     item = gl.program_id(0)
     part = item % SLICES
     item = item // SLICES

@@ -98,7 +98,7 @@ def store_state(to, state, turn, K: gl.constexpr):
 
 @gluon.jit
 def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
-           GROUPS: gl.constexpr, SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
+           GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
            REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, SCALAR: gl.constexpr, INITIAL: gl.constexpr,
            PARTS: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """States [V, K] in registers, for PANEL values; what readers see of them, and of the values in their tile."""
@@ -118,11 +118,11 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
-    heads, segments = sizes
+    heads, segments, part_steps = sizes
     n, head, part, segment = place(sizes, SLICES)
-    row, steps = span(offsets, n, T, segment, SEGMENT_STEPS, PACKED)
+    row, steps = span(offsets, n, T, segment, part_steps, PACKED)
     _, _, slot = bounds(offsets, n, T, PACKED)
-    slot += segment * (SEGMENT_STEPS // C)
+    slot += segment * (part_steps // C)
     first_value = (part * GROUPS + GROUP) * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=held)
     pair = n.to(gl.int64) * heads + head
@@ -229,11 +229,11 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         tma_store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["T", "heads", "segments"])
+@gluon.jit(do_not_specialize=["T", "heads", "segments", "part_steps"])
 def walk_kernel(
     readers, adders, v, g, log_decay, o, out_tiles, initial, states, states_low, part_states, part_decays, offsets,
-    T, heads, segments, scale, values,
-    SLICES: gl.constexpr, SEGMENT_STEPS: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
+    T, heads, segments, part_steps, scale, values,
+    SLICES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
     REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr,
     EXACT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
     PREPARE_REGISTERS: gl.constexpr,
@@ -281,7 +281,7 @@ def walk_kernel(
         mbarrier.init(free.index(i), count=GROUPS)
         strong.index(i).store(gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
     mbarrier.init(taken, count=GROUPS)
-    sizes = (heads, segments)
+    sizes = (heads, segments, part_steps)
     descriptors = (readers, adders, v, g)
     outputs = (o, out_tiles)
     memory = (initial, states, states_low, part_states, part_decays)
@@ -292,10 +292,10 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
+                          PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
-                (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, SEGMENT_STEPS, PACKED,
+                          PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
+                (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            READ, REVERSE, SCALAR, EXACT)),
             ],
             [4, 4],
@@ -305,8 +305,8 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                          SEGMENT_STEPS, PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
-                (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, SEGMENT_STEPS, PACKED,
+                          PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
+                (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            READ, REVERSE, SCALAR, EXACT)),
             ],
             [4],
@@ -316,12 +316,10 @@ def walk_kernel(
 
 @gluon.jit
 def prepare(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT: gl.constexpr, SLICES: gl.constexpr,
-            SEGMENT_STEPS: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr,
+            PACKED: gl.constexpr, READ: gl.constexpr, REVERSE: gl.constexpr,
             SCALAR: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """Decayed readers and adders and their scores, for every tile."""
     if SCALAR:
-        prepare_heads(
-            tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, SEGMENT_STEPS, PACKED, READ, REVERSE, EXACT
-        )
+        prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, READ, REVERSE, EXACT)
     else:
-        prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, SEGMENT_STEPS, PACKED, READ, REVERSE)
+        prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT, SLICES, PACKED, READ, REVERSE)
