@@ -57,6 +57,7 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
     panel = (head * SLICES + part) * GROUPS
     chunks = chunks_of(steps, segment, segments, REVERSE)
     limit = chunks
+    issued = gl.minimum(chunks, STAGES)
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if GROUP == 0:
         for i in gl.static_range(STAGES):
@@ -80,10 +81,11 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
         state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
         mbarrier.arrive(free.index(stage), count=1)
         if GROUP == 0:
-            more = c + STAGES < limit
+            more = issued < limit  # which may be known before the walk gets there
             mbarrier.wait(free.index(stage), phase, pred=more)
-            at = row + chunk_of(c + STAGES, chunks, not REVERSE) * C
+            at = row + chunk_of(issued, chunks, not REVERSE) * C
             fetch(descriptors, tiles, arrived, at, head, panel, stage, more, GROUPS, False, SCALAR)
+            issued += more.to(gl.int32)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -92,7 +94,7 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
     if GROUP == 0:  # what was on its way when the walk stopped has to arrive
         for i in gl.static_range(STAGES - 1):
             at = c + i
-            mbarrier.wait(arrived.index(at % STAGES), (at // STAGES) & 1, pred=(at < chunks) & (limit < chunks))
+            mbarrier.wait(arrived.index(at % STAGES), (at // STAGES) & 1, pred=at < issued)
     first_value = (part * GROUPS + GROUP) * PANEL
     before = (n.to(gl.int64) * heads + head) * segments + segment
     store_state(part_states + (before * values + first_value) * K, state, steps, K)
