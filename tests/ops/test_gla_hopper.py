@@ -89,15 +89,51 @@ def test_every_size_of_head(keys, values, per, device):
 @gpu
 @on_hopper
 @each_layout
+@pytest.mark.parametrize(("keys", "values"), [(128, 128), (64, 64), (64, 128), (128, 192), (256, 128)])
 @pytest.mark.parametrize("parts", [2, 3, 8])
-def test_any_number_of_parts(parts, per, device, monkeypatch):
+def test_any_number_of_parts(parts, keys, values, per, device, monkeypatch):
     """More parts than there are chunks leave some of them empty."""
     from onelaunch.ops.gla import hopper_launch
 
     monkeypatch.setattr(hopper_launch, "parts_of", lambda *_: parts)
     for lengths in (None, (5, 0, 290, 30)):
-        case = GLA.case("bfloat16", B=1, T=325, H=2, K=128, V=128, decay_per=per, lengths=lengths)
+        case = GLA.case("bfloat16", B=1, T=325, H=2, K=keys, V=values, decay_per=per, lengths=lengths)
         assert_correct(GLA, case, "hopper", device)
+
+
+@gpu
+@on_hopper
+@each_layout
+def test_sums_that_stop_early_stop_every_time(per, device):
+    """Whether to stop is known at one moment or another; the sum is the same, and comes to an end."""
+    arguments = made(device, B=1, T=16000, H=2, decay="strong", decay_per=per, grad=True)
+    first = results(GLA, arguments, "hopper")
+    for _ in range(300):
+        again = results(GLA, arguments, "hopper")
+    assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@gpu
+@on_hopper
+@each_layout
+def test_gradients_see_nothing_of_what_lies_behind_a_sequence(per, device):
+    arguments = made(device, T=100, decay_per=per, grad=True)
+    with torch.no_grad():
+        for name in "qkv":
+            arguments[name][1] = math.nan
+    clean = results(GLA, arguments, "hopper")
+    assert not any(value[0].isnan().any() for value in clean.values())
+
+
+@gpu
+@on_hopper
+def test_large_float16_inputs_do_not_overflow_on_the_way(device):
+    for name in "qk":
+        arguments = made(device, dtype="float16", T=70)
+        arguments["g"] = torch.full_like(arguments["g"], -0.18)
+        arguments[name] = (arguments[name] * 1000).half()
+        found, expected = (GLA(**arguments, variant=each)[0] for each in ("hopper", "recurrent"))
+        assert_near({"o": found}, {"o": expected}, 1e-3)
 
 
 @gpu

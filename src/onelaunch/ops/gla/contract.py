@@ -248,7 +248,8 @@ def gla(
         S_t = diag(exp(g_t)) S_{t-1} diag(exp(gv_t)) + k_t^T v_t;  o_t = scale * q_t S_t        per head
 
     Differentiable in every floating-point tensor, through ``o`` and through the final state. NaN in an input makes NaN of all
-    that depends on it, and may reach back to the start of its chunk of at most 64 steps; other heads and sequences stay clean.
+    that depends on it, unless it has decayed to 0 in float32 since, and may reach back to the start of its chunk of at most 64
+    steps; other heads and sequences stay clean.
 
     Args:
         q: ``[B, T, H, K]`` float16, bfloat16 or float32, K from 16 to 512.

@@ -260,6 +260,8 @@ def channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scal
     whole = gl.convert_layout(whole, across)[None, :]
     t = gl.arange(0, C, layout=gl.SliceLayout(1, acc))[:, None]
     s = gl.arange(0, C, layout=across)[None, :]
+    from_states = gl.where(t < left, from_states, 0.0)  # what follows may be NaN
+    from_dstates = gl.where(t < left, from_dstates, 0.0)
     dscores = gl.where((t < left) & (s < left), dscores, 0.0)
     alone = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None] * scale
     t_p = t_do.slice(0, PANEL, dim=1)
@@ -326,6 +328,8 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     )
     t = gl.arange(0, C, layout=down)[:, None]
     s = gl.arange(0, C, layout=across)[None, :]
+    from_states = gl.where(t < left, from_states, 0.0)  # what follows may be NaN
+    from_dstates = gl.where(t < left, from_dstates, 0.0)
     dscores = gl.where((t < left) & (s < left), dscores * scale, 0.0)
     alone = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None]
     t_p = t_do.slice(0, PANEL, dim=1)

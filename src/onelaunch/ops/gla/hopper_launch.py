@@ -128,8 +128,8 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
     if parts > 1:
         device = way.adders.device
         sums = (
-            torch.empty((sequences, heads, parts, values, keys), device=device),
-            torch.empty((sequences, heads, parts, keys), device=device),
+            torch.empty((sequences, heads, parts, values, keys), dtype=torch.float32, device=device),
+            torch.empty((sequences, heads, parts, keys), dtype=torch.float32, device=device),
         )
         sum_kernel[grid](
             *sources, *decays, *sums, offsets, length, heads, parts, part_steps, call.scale, values,
@@ -173,7 +173,7 @@ def backward(call: Attention, do: torch.Tensor) -> Gradients:
     panels, block = keys // PANEL, PANEL if values % (2 * PANEL) else 2 * PANEL
     square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block, PANEL]
     if call.scalar:  # a part for each panel
-        dg = torch.empty((panels, batch, length, heads), device=device)
+        dg = torch.empty((panels, batch, length, heads), dtype=torch.float32, device=device)
         log_decay, decays, targets = call.g.contiguous(), None, (*boxes(square, dq, dk), None)
     else:
         dg = torch.empty(call.g.shape, dtype=dtype, device=device)

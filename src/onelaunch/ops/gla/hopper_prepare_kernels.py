@@ -30,6 +30,9 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
 )
 from onelaunch.ops.gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+LARGEST = gl.constexpr(128.0)
+"""Of float16 inputs that may be decayed from and to the middle of a tile, as in launch.py."""
+
 
 @gluon.jit
 def seen(reader, adder, REVERSE: gl.constexpr):
@@ -64,6 +67,16 @@ def halves_of(g, ones, panel: gl.constexpr):
     total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
     first, second = gl.split(gl.reshape(total, [PANEL, 4, 2]))
     return gl.sum(first, 1), gl.sum(second, 1)  # all but the first of the four are 0
+
+
+@gluon.jit
+def too_large(tile, scale, layout: gl.constexpr):
+    """Whether anything in a tile, times the scale, is beyond LARGEST: 0 or more."""
+    found = 0
+    for panel in gl.static_range(tile.shape[1] // PANEL):
+        size = gl.abs(tile.slice(panel * PANEL, PANEL, dim=1).load(layout).to(gl.float32) * scale)
+        found += gl.max(gl.max(gl.where(size <= LARGEST, 0, 1), 1), 0)
+    return found
 
 
 @gluon.jit
@@ -222,6 +235,10 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
             ends_flat.index(2 * stage + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
             ends_flat.index(2 * stage + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
             wild += gl.max(gl.where((gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT), 0, 1), 0)
+        if gl.float16 == E:  # times exp(LIMIT) they would be beyond what it holds
+            wild += too_large(tiles_a.index(stage), scale if REVERSE else 1.0, rows)
+            if READ:
+                wild += too_large(tiles_r.index(stage), 1.0 if REVERSE else scale, rows)
         if wild == 0:
             strong.index(stage).store(gl.full([1], 0, gl.int32, layout=vector))
             anchored(
@@ -280,7 +297,7 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     t = gl.arange(0, C, layout=gl.SliceLayout(1, square))
     s = gl.arange(0, C, layout=gl.SliceLayout(0, square))
     at = chunk_of(0, chunks, REVERSE) * C + step
-    coming = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=at < steps, other=0.0)
+    coming = gl.load(log_decay + (row + at).to(gl.int64) * heads + head, mask=(at < steps) & (at >= 0), other=0.0)
     for c in range(chunks):
         stage = c % STAGES
         j = chunk_of(c, chunks, REVERSE)

@@ -74,7 +74,7 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
             cut(b_v, left, rows)
             fence_async_shared()
         mbarrier.wait(faded.index(stage), phase)
-        limit = gl.minimum(limit, gl.max(stop.load(vector), 0))
+        limit = gl.minimum(limit, gl.max(stop.index(stage).load(vector), 0))
         state = warpgroup_mma(b_v.permute((1, 0)), tiles_a.index(stage), state, is_async=True)
         if EXACT:
             state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage), state, is_async=True)
@@ -167,7 +167,7 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
         if c & 3 == 3:
             if gl.max(gl.max(carry, 1), 0) < NOTHING:
                 limit = gl.minimum(limit, c + 1)
-                stop.store(gl.full([1], 0, gl.int32, layout=vector) + limit)
+        stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
         fence_async_shared()
         mbarrier.arrive(faded.index(stage), count=1)
         c += 1
@@ -223,7 +223,7 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
                 p_a.store(b_a.to(E))
         if carry < NOTHING:
             limit = gl.minimum(limit, c + 1)
-            stop.store(gl.full([1], 0, gl.int32, layout=vector) + limit)
+        stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
         fence_async_shared()
         mbarrier.arrive(faded.index(stage), count=1)
         c += 1
@@ -266,8 +266,8 @@ def sum_kernel(
         mbarrier.init(arrived.index(i), count=1)
         mbarrier.init(faded.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
-    stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    stop.store(gl.full([1], 1 << 30, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    # a word for each stage: between faded and free it does not change, so that all threads read the same
+    stop = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (heads, segments, part_steps)
     descriptors = (adders, adders, v, g)
     weights = tiles_a

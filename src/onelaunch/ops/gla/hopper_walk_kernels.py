@@ -213,8 +213,8 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         if READ:
             at = row + j * C
             b_v.permute((1, 0)).store(out.to(E))
+            fence_async_shared()
             if left >= C:
-                fence_async_shared()
                 tma_store(out_tiles, [at, head * values + first_value], b_v)
             else:
                 t = rows_of(rows, left)
