@@ -137,7 +137,7 @@ def test_the_attention_operators_keep_pytorchs_rules(kernel, values_first):
     o, final = forward(*plain, None, 0.5, want_final=True, kernel=kernel)
     backward = torch.ops.onelaunch.gla_backward.default
     gradients = (torch.randn_like(o), torch.randn_like(final))
-    library.opcheck(backward, (*gradients, *plain, None, 0.5), test_utils=UTILITIES)
+    library.opcheck(backward, (*gradients, *plain, None, 0.5, kernel), test_utils=UTILITIES)
 
 
 @pytest.mark.interpret
