@@ -436,3 +436,28 @@ def test_bytes_by_arithmetic_are_no_count_over_the_least_either():
     found = outcome(least(1.6, of="two"), ok_cell("two", 1.0))
     assert (found.status, found.values) == ("not_measured", {})
     assert "no counted bytes at mega; by arithmetic 1.50 (5.7 MiB of two against 3.8 MiB at the least)" in found.evidence
+
+
+def over_floor(at_most, **more: Any) -> Criterion:
+    facts: dict[str, Any] = {"name": "floor", "measure": "time_over_floor", "of": "one", "at_most": at_most}
+    return Criterion(**(facts | more))
+
+
+def test_a_time_is_held_against_its_floor():
+    cell = ok_cell("one", 10.0)
+    floor = cell.plan.floor_microseconds
+    met = outcome(over_floor(11 / floor), cell)
+    assert met.status == "met"
+    assert met.values["mega"].median == pytest.approx(10 / floor)
+    assert met.evidence.startswith(f"one takes {10 / floor:.3g}x its floor at mega (")
+    assert f"20 rounds, cold: 10 us against {floor:.3g} us, A/A noise 1.01)" in met.evidence
+    assert outcome(over_floor(10.05 / floor), cell).status == "inconclusive"  # by less than the noise
+    assert outcome(over_floor(9 / floor), cell).status == "missed"
+    assert outcome(over_floor(11 / floor), cell, floor=None).status == "inconclusive"
+
+
+def test_a_cell_without_a_floor_is_held_against_none():
+    bare = ok_cell("one", 10.0).model_copy(update={"plan": None})
+    found = outcome(over_floor(1.5), bare)
+    assert (found.status, found.values) == ("not_measured", {})
+    assert "there is no floor of one at mega" in found.evidence

@@ -99,6 +99,14 @@ def test_fewer_than_the_least_bytes_are_infeasible():
     assert why == "fewer than the least bytes cannot move at mega (3.8 MiB), the study asks for 0.9x"
 
 
+def test_less_than_the_floor_is_infeasible():
+    def floor(at_most):
+        return Criterion(name="floor", measure="time_over_floor", of="one", at_most=at_most)
+
+    assert infeasibility(study(), floor(1.5)) is None
+    assert infeasibility(study(), floor(0.9)) == "nothing runs below its floor, the study asks for 0.9x at mega"
+
+
 def test_criteria_are_checked_at_every_scale():
     declared = study(traffic(2.5))
     assert set(plan_study(declared, RATES, "cpu", "small").infeasible) == {"traffic"}

@@ -245,6 +245,9 @@ def test_what_a_criterion_asks_is_said_in_words() -> None:
     assert said(measure="peak_memory_ratio", at="target", direction="forward_backward", at_most=0.6, decides=False) == (
         "semi_fused takes at most 0.6x the peak memory of fla at target (forward + backward; decides nothing)"
     )
+    assert said(measure="time_over_floor", over=None, at="target", at_most=1.5) == (
+        "semi_fused takes at most 1.5x its floor at target (forward, cold)"
+    )
     assert said(measure="dram_bytes_over_least", over=None, at="target", at_most=1.6) == (
         "DRAM bytes of semi_fused at most 1.6x the least at target (forward)"
     )

@@ -156,6 +156,25 @@ MISTAKES = {
         "bytes are held against the least; leave over out.",
     ),
     "bytes over the least from below": (('"speedup"', '"dram_bytes_over_least"'), "are bounded from above; use at_most."),
+    "floor of something else": (
+        ('"speedup"', '"time_over_floor"\nover = "two"'),
+        "a time is held against its floor; leave over out.",
+    ),
+    "floor from below": (('"speedup"', '"time_over_floor"'), "a time over its floor is bounded from above; use at_most."),
+    "floor of warm calls": (
+        (
+            '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
+            '"time_over_floor"\nregime = "warm"\nof = "one"\nat_most',
+        ),
+        "floors are for data that lies in memory, not in caches",
+    ),
+    "floor at another shape": (
+        (
+            '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
+            '"time_over_floor"\nover_at = "big"\nof = "one"\nat_most',
+        ),
+        "over_at is for times; leave it out, or use one of speedup, time_ratio as the measure.",
+    ),
     "unknown way to combine": (('at = "big"', 'combine = "mean"'), "criteria.0.combine is 'mean': input should be 'each'"),
     "mean of one shape": (('at = "big"', 'at = "big"\ncombine = "geomean"'), "a geometric mean needs two shapes or more"),
     "mean of some shapes": (

@@ -200,6 +200,7 @@ def _asked(criterion: Criterion) -> str:
     return {
         "speedup": f"the speed of {of} over {over} is",
         "time_ratio": f"the time of {of} over that of {over} is",
+        "time_over_floor": f"the time of {of} over its floor is",
         "dram_bytes_ratio": f"the bytes of {over} over those of {of} are",
         "dram_bytes_over_least": f"the bytes of {of} over the least are",
         "peak_memory_ratio": f"the peak memory of {of} over that of {over} is",
@@ -235,6 +236,8 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
         reason = "; ".join(dict.fromkeys(side.reason for side in sides if side.cell is None))
         return Finding(shape.name, "not_measured", f"not measured: {reason}", f"not measured ({reason})")
     among = max(side.among for side in sides)
+    if criterion.measure == "time_over_floor":
+        return _time_over_floor(result, criterion, cells[0], among)
     if criterion.measure == "dram_bytes_over_least":
         return _bytes_over_least(criterion, cells[0], among)
     of, over = cells
@@ -275,6 +278,35 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
     return Finding(of.shape, status, text, brief, ratio, among, noise, gain)
 
 
+def _time_over_floor(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
+    if cell.plan is None or not cell.plan.floor_microseconds:
+        text = f"not measured: there is no floor of {cell.variant} at {cell.shape}"
+        return Finding(cell.shape, "not_measured", text, "no floor")
+    time, floor = _timing(cell, criterion).microseconds, cell.plan.floor_microseconds
+    ratio = _scaled(time, 1 / floor)
+    noise = _noise(result, criterion, (cell.shape,))
+    status, why = _judge(ratio, criterion, noise)
+    details = [
+        f"{ratio.low:.3g} to {ratio.high:.3g} in {ratio.samples} rounds",
+        f"{criterion.regime}: {microseconds(time.median)} against {microseconds(floor)}",
+        *([f"A/A noise {noise:.3g}"] if noise else []),
+        *([f"best of {among}"] if among > 1 else []),
+    ]
+    because = f": {why}" if why else ""
+    text = (
+        f"{cell.variant} takes {ratio.median:.3g}x its floor at {cell.shape} ({', '.join(details)}), "
+        f"{_bound(criterion)} was asked{because}"
+    )
+    brief = f"{ratio.median:.3g}" + ("" if status == "met" else f" ({status}{because})")
+    return Finding(cell.shape, status, text, brief, ratio, among, noise)
+
+
+def _scaled(estimate: Estimate, factor: float) -> Estimate:
+    """The estimate in another unit."""
+    scaled = {side: factor * getattr(estimate, side) for side in ("median", "low", "high")}
+    return estimate.model_copy(update=scaled)
+
+
 def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
     """Of the two cells' times, as the measure has it: round by round where they share rounds, each for its share of the work."""
     of_time, over_time = _timing(of, criterion), _timing(over, criterion)
@@ -282,9 +314,7 @@ def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate
     a, b, scale = (over_time, of_time, 1 / share) if criterion.measure == "speedup" else (of_time, over_time, share)
     if criterion.over_at is None:
         return stats.ratio(a.rounds, b.rounds)
-    found = stats.unpaired_ratio(a.microseconds, b.microseconds)
-    scaled = {"median": scale * found.median, "low": scale * found.low, "high": scale * found.high}
-    return found.model_copy(update=scaled)
+    return _scaled(stats.unpaired_ratio(a.microseconds, b.microseconds), scale)
 
 
 def _share(study: Study, criterion: Criterion, shape: str) -> float:

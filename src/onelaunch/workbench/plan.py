@@ -129,6 +129,8 @@ def _infeasible_at(study: Study, criterion: Criterion, shape: Shape) -> str | No
         least = _least(study, shape, criterion.direction).bytes
         least_words = f"fewer than the least bytes cannot move at {shape.name} ({mebibytes(least)})"
         return f"{least_words}, the study asks for {criterion.at_most:g}x"
+    if criterion.measure == "time_over_floor" and criterion.at_most is not None and criterion.at_most < 1:
+        return f"nothing runs below its floor, the study asks for {criterion.at_most:g}x at {shape.name}"
     if criterion.measure == "error" and criterion.at_most is not None:
         finest = EXACTNESS * ROUNDING[shape.dtype]
         if criterion.at_most < finest:

@@ -34,16 +34,22 @@ else:
 Scale = Literal["small", "full"]
 """``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""
 
-Measure = Literal["speedup", "time_ratio", "dram_bytes_ratio", "dram_bytes_over_least", "peak_memory_ratio", "error"]
+Measure = Literal[
+    "speedup", "time_ratio", "time_over_floor", "dram_bytes_ratio", "dram_bytes_over_least", "peak_memory_ratio", "error"
+]
 
-TIMES: tuple[Measure, ...] = ("speedup", "time_ratio")
+TIMES: tuple[Measure, ...] = ("speedup", "time_ratio", "time_over_floor")
 """Measures that have rounds, an interval and a noise; the others are exact numbers."""
 
 DRAM_BYTES: tuple[Measure, ...] = ("dram_bytes_ratio", "dram_bytes_over_least")
 """Measures for which the hardware has to count."""
 
-ALONE: tuple[Measure, ...] = ("dram_bytes_over_least", "error")
-"""Measures of ``of`` alone, held against arithmetic or the oracle and bounded from above."""
+ALONE: dict[Measure, tuple[str, str]] = {
+    "time_over_floor": ("a time is held against its floor", "a time over its floor is"),
+    "dram_bytes_over_least": ("bytes are held against the least", "bytes over the least are"),
+    "error": ("an error is judged against the oracle", "an error is"),
+}
+"""Measures of ``of`` alone, bounded from above: how to say what each is held against, and that it is bounded."""
 
 
 class Declared(BaseModel):
@@ -76,7 +82,8 @@ Selector = str | dict[str, Any]
 class Criterion(Declared):
     """One condition of success.
 
-    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``.
+    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``. ``time_over_floor``: time of
+    ``of`` / the floor that the plan has for it (the time that its fewest bytes or its matrix products need on this device).
     ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``dram_bytes_over_least``: bytes of ``of`` / the fewest bytes of
     any way of computing, as the plan has them. ``peak_memory_ratio``: peak memory of ``of`` / peak memory of ``over``.
     ``error``: the largest norm-wise error of ``of``. ``over`` is the study's baseline by default. Where a selector stands for
@@ -408,12 +415,14 @@ class _Reader:
             self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
         if criterion.regime not in study.regimes:
             self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
-        against = {"error": "an error is judged against the oracle", "dram_bytes_over_least": "bytes are held against the least"}
-        if criterion.measure in ALONE and criterion.over is not None:
-            self.fail(f"{where}: {against[criterion.measure]}; leave over out.")
-        if criterion.measure in ALONE and criterion.at_most is None:
-            what = "an error is" if criterion.measure == "error" else "bytes over the least are"
-            self.fail(f"{where}: {what} bounded from above; use at_most.")
+        if criterion.measure in ALONE:
+            against, what = ALONE[criterion.measure]
+            if criterion.over is not None:
+                self.fail(f"{where}: {against}; leave over out.")
+            if criterion.at_most is None:
+                self.fail(f"{where}: {what} bounded from above; use at_most.")
+        if criterion.measure == "time_over_floor" and criterion.regime == "warm":
+            self.fail(f"{where}: floors are for data that lies in memory, not in caches; use cold or eager as the regime.")
         self._check_mean(where, criterion, shapes)
         self._check_other_shape(where, study, criterion, operation)
         self._check_selector(f"{where}: of", study, criterion, criterion.of, operation)
@@ -435,8 +444,8 @@ class _Reader:
             if criterion.per:
                 self.fail(f"{where}: per is for times at two shapes; name the other one by over_at, or leave per out.")
             return
-        if criterion.measure not in TIMES:
-            self.fail(f"{where}: over_at is for times; leave it out, or use one of {listing(TIMES)} as the measure.")
+        if criterion.measure not in (paired := [measure for measure in TIMES if measure not in ALONE]):
+            self.fail(f"{where}: over_at is for times; leave it out, or use one of {listing(paired)} as the measure.")
         names = [shape.name for shape in study.shapes]
         if criterion.over_at not in names:
             hint = did_you_mean(criterion.over_at, names)

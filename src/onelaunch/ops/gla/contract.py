@@ -227,7 +227,7 @@ def _scale(scale: float | None, keys: int) -> float:
         "log_decay_dtype": None,
         "scale": None,
     },
-    defaults={"cuda": ("chunked", "recurrent"), "cpu": ("chunked", "recurrent")},
+    defaults={"cuda": ("hopper", "fused", "chunked", "recurrent"), "cpu": ("chunked", "recurrent")},
 )
 def gla(
     q: torch.Tensor,

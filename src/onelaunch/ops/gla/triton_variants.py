@@ -174,12 +174,13 @@ FLAGS = {
 """Constants of a plain training call in bfloat16: no packing, no given states."""
 
 
-def build(name: str, kernel: Any, tiles: Any, *, matrix: bool = True, **flags: Any) -> KernelBuild:
-    """A kernel as such a call launches it."""
+def build(name: str, kernel: Any, tiles: Any, *, matrix: bool = True, exact: tuple[str, ...] = (), **flags: Any) -> KernelBuild:
+    """A kernel as such a call launches it; ``exact`` names tensors that are float32."""
     given = {"BK": tiles.keys, "BV": tiles.values, "STAGES": tiles.stages, **FLAGS, **flags}
     given |= {key: None for key in ("first", "last") if not given[key.upper()]} | {"offsets": None}
     constants = {key: value for key, value in given.items() if key in kernel.arg_names}
     numbers = {"scale": "fp32", "T": "i32", "H": "i32", "sequences": "i32", "first": "*fp32", "last": "*fp32"}
+    numbers |= dict.fromkeys(exact, "*fp32")
     signature = {}
     for argument in kernel.arg_names:
         wide = argument in ("K", "V") or "stride" in argument
@@ -190,29 +191,63 @@ def build(name: str, kernel: Any, tiles: Any, *, matrix: bool = True, **flags: A
     )
 
 
-@fused.kernels
-def _(architecture: str) -> list[KernelBuild]:
+def family_of(architecture: str) -> str:
+    """Which tiles a device of this architecture takes, see ``launch.family``."""
+    return "warps" if architecture.startswith(("sm_8", "sm_9")) else "other"
+
+
+def backward_builds(architecture: str) -> list[KernelBuild]:
+    """The backward pass of all of them, for each kind of decay."""
     from onelaunch.ops.gla import backward_kernels, kernels, launch
 
-    family = "warps" if architecture.startswith(("sm_8", "sm_9")) else "other"
+    family, states = family_of(architecture), ("states", "dstates")
     carry, read = launch.carry_tiles(128, 128, family), launch.read_tiles(128, 128, family)
+    gradients, kernel = launch.gradient_tiles(128, 128, family), backward_kernels.gradients_kernel
     return [
         build("carry", kernels.carry_kernel, carry, REVERSE=False),
-        build("read", kernels.read_kernel, read, TRANSPOSED=False),
         build("carry_back", kernels.carry_kernel, carry, REVERSE=True),
         build("read_back", kernels.read_kernel, read, TRANSPOSED=True),
-        build("gradients", backward_kernels.gradients_kernel, launch.gradient_tiles(128, 128, family)),
+        build("gradients", kernel, gradients),
+        build("gradients, decay per head", kernel, gradients, SCALAR=True, exact=states),
     ]
+
+
+@fused.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    from onelaunch.ops.gla import kernels, launch
+
+    tiles = launch.read_tiles(128, 128, family_of(architecture))
+    return [build("read", kernels.read_kernel, tiles, TRANSPOSED=False), *backward_builds(architecture)]
+
+
+def walk_build(*, ahead: bool) -> KernelBuild:
+    """The single launch along time."""
+    from onelaunch.ops.gla import launch, walk_kernels
+
+    tiles = launch.walk_tiles(64, 64)
+    name = "walk, loads ahead" if ahead else "walk"
+    return build(name, walk_kernels.walk_kernel, tiles, BS=min(tiles.keys, 16), STATE_PARTS=2, AHEAD=ahead)
+
+
+@sequential.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    return [walk_build(ahead=False), *backward_builds(architecture)]
+
+
+@pipelined.kernels
+def _(architecture: str) -> list[KernelBuild]:
+    return [walk_build(ahead=True), *backward_builds(architecture)]
 
 
 @stepwise.kernels
 def _(architecture: str) -> list[KernelBuild]:
     from onelaunch.ops.gla import launch, step_kernels
 
-    return [
+    steps = [
         build(
             f"step, K = {keys}", step_kernels.step_kernel, launch.step_tiles(keys, keys),
             matrix=False, FIRST=True, LAST=True, state_stride_v=1,
         )
         for keys in (128, 512)
     ]  # fmt: skip
+    return [*steps, *backward_builds(architecture)]

@@ -144,6 +144,7 @@ def asked(criterion: Criterion, study: Study) -> str:
     what = {
         "speedup": f"{of} {bound}x as fast as {over}",
         "time_ratio": f"{of} takes {bound}x the time of {over}",
+        "time_over_floor": f"{of} takes {bound}x its floor",
         "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
         "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
         "peak_memory_ratio": f"{of} takes {bound}x the peak memory of {over}",
