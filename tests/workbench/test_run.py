@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.errors import NoDeviceError, ResultExists, StudyError
+from onelaunch.errors import NoDeviceError, ResultExists, ResultMismatch, StudyError
 from onelaunch.hardware import Ceilings
 from onelaunch.workbench import run as module
 from onelaunch.workbench import sampling, timing
@@ -229,6 +229,76 @@ def test_every_finished_shape_is_on_disk_before_the_next_begins(tmp_path):
     assert statuses(seen[0]) == {"eager": "ok", "parallel": "ok"}
     assert seen[0].interrupted
     assert not partial_path(path).exists()
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+    first = run(study(FASTER), steps=interrupted_at("begin", "second"))
+    assert statuses(first, "second") == {"eager": "interrupted", "parallel": "interrupted"}
+    measured = []
+
+    def measure(operation, case, *args, **more):
+        measured.append(case.name)
+        return timing.measure(operation, case, *args, **more)
+
+    result = run(study(FASTER), resume=True, steps=steps(measure=measure))
+    assert measured == ["second"]
+    assert not result.interrupted
+    assert result.cell("first", "parallel") == first.cell("first", "parallel")
+    assert statuses(result, "second") == {"eager": "ok", "parallel": "ok"}
+    assert {noise.shape for noise in result.noise} == {"first", "second"}
+    assert result.outcomes[0].status != "not_measured"
+    assert f"1 of 2 shapes and directions were measured by a run that ended on {first.provenance.date}." in result.notes
+    assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
+    with pytest.raises(ResultExists):
+        run(study(FASTER), resume=True)
+
+
+def test_what_a_killed_run_left_is_gone_on_with_too(tmp_path):
+    path = tmp_path / "mine.json"
+    run(study(), save_to=path, steps=interrupted_at("begin", "second"))
+    path.rename(partial_path(path))
+    result = run(study(), save_to=path, resume=True)
+    assert statuses(result) == statuses(result, "second") == {"eager": "ok", "parallel": "ok"}
+    assert not partial_path(path).exists()
+
+
+def test_without_an_earlier_run_resuming_begins(tmp_path):
+    assert not run(study(), save_to=tmp_path / "mine.json", resume=True).interrupted
+
+
+def test_floors_of_a_resumed_run_rest_on_the_same_rates():
+    run(study(), steps=interrupted_at("begin", "second"))
+    twice = Ceilings(2e12, {"float32": 2e13, "float16": 2e13}, 1e-6, "2026-11-21T12:00:00+00:00", "made up")
+    result = run(study(), resume=True, steps=steps(ceilings=lambda _: twice))
+    floors = {cell.plan.floor_microseconds for cell in result.cells}
+    assert len(floors) == 1
+    assert result.ceilings.copy_bytes_per_second == SLOW_LIGHT.copy_bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rounds": 4}, "rounds 3 then, 4 now"),
+        ({"study": study(question="Does it run twice?")}, "study "),
+    ],
+)
+def test_what_differs_is_not_gone_on_with(change, said):
+    run(study(), steps=interrupted_at("begin", "second"))
+    declared = change.pop("study", study())
+    with pytest.raises(ResultMismatch, match=f"toy-study.json cannot be resumed: {said}.*--force"):
+        run(declared, resume=True, **change)
+
+
+def test_bytes_that_were_not_counted_yet_are_counted_on_resuming():
+    asked = []
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    run(study(FEWER), steps=steps(count=stop))
+    result = run(study(FEWER), resume=True, steps=counting(asked))
+    assert len(asked) == 1
+    assert result.outcomes[0].status == "met"
 
 
 def counting(asked, *, fail=False):

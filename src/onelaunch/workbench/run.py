@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from onelaunch import hardware
-from onelaunch.errors import ResultExists, StudyError
+from onelaunch.errors import ResultExists, ResultMismatch, StudyError
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of
 from onelaunch.workbench.count import Request, analytic, count_all
@@ -81,6 +81,7 @@ def run_study(
     on_progress: Callable[[Progress], None] | None = None,
     save_to: Path | None = None,
     force: bool = False,
+    resume: bool = False,
     command: str = "",
     steps: Steps | None = None,
 ) -> Result:
@@ -97,6 +98,8 @@ def run_study(
         on_progress: is told how far the run is.
         save_to: the file; :func:`default_path` by default.
         force: replace a result that is there already.
+        resume: go on with an interrupted run (the file's, or the kept part of one that was killed) after what it finished; begins
+            where there is none. Nothing that tells on a result may have changed since.
         command: how the run was started, for the result's provenance; this process's command line by default.
         steps: what measures; for tests.
 
@@ -107,22 +110,25 @@ def run_study(
         NoDeviceError: the device is not here.
         StudyError: the study has no shapes of this scale.
         ResultExists: the file (or the kept part of a killed run) is there already; raised before anything is measured.
+        ResultMismatch: ``resume``, but the study, the device, the software or the rounds are not those of the interrupted run.
     """
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
+    earlier = _interrupted_run(path) if resume else None
     for existing in (path, partial_path(path)):
-        if existing.exists() and not force:
+        if existing.exists() and not force and earlier is None:
             raise ResultExists(existing)
     steps = steps or Steps()
     chosen = scale_for(where.type) if scale == "auto" else scale
     if not study.at_scale(chosen):
         other = "full" if chosen == "small" else "small"
         raise StudyError(study.name, f"declares no shape of {chosen} scale; use --scale {other}, or declare one for this device")
-    ceilings = steps.ceilings(str(where))
+    # floors of one result rest on the same rates
+    ceilings = earlier.ceilings if earlier else StoredCeilings(**asdict(steps.ceilings(str(where))))
     run = _Run(
         plan=plan_study(study, ceilings, str(where), chosen),
         device=where,
-        ceilings=StoredCeilings(**asdict(ceilings)),
+        ceilings=ceilings,
         rounds=rounds or study.rounds,
         counted=_places_to_count(study, count),
         count_everything=count == "all",
@@ -130,14 +136,17 @@ def run_study(
         on_progress=on_progress or (lambda _: None),
         command=command,
     )
+    if earlier is not None:
+        run.go_on(earlier, partial_path(path) if not path.exists() else path)
     try:
         for place in run.places:
-            run.measure(*place)
-            run.result(interrupted=True).save(partial_path(path), force=True)
+            if place not in run.finished:
+                run.measure(*place)
+                run.result(interrupted=True).save(partial_path(path), force=True)
     except KeyboardInterrupt:
         run.stopped = True
     result = run.result(interrupted=run.stopped)
-    result.save(path, force=force)
+    result.save(path, force=force or earlier is not None)
     partial_path(path).unlink(missing_ok=True)
     return result
 
@@ -160,7 +169,7 @@ class _Run:
     clocks: list[dict[str, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stopped: bool = False
-    finished: int = 0
+    finished: list[tuple[Shape, Direction]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
@@ -177,6 +186,30 @@ class _Run:
     def places(self) -> list[tuple[Shape, Direction]]:
         return [(shape, direction) for shape in self.plan.shapes for direction in self.study.directions]
 
+    def go_on(self, earlier: Result, path: Path) -> None:
+        """Take over the shapes and directions that an interrupted run finished.
+
+        Raises:
+            ResultMismatch: it is not the same study on the same device, or not with the same software or rounds.
+        """
+        if differences := _differences(earlier, self.result(interrupted=True)):
+            said = "; ".join(differences)
+            remedy = "Restore what it was measured with, or start over with --force."
+            raise ResultMismatch(f"{path} cannot be resumed: {said}. {remedy}")
+        for place in self.places:
+            name = place[0].name, place[1]
+            cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
+            counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
+            if counted and all(cell.status != "interrupted" for cell in cells):
+                self.finished.append(place)
+                self.cells |= {(cell.shape, cell.direction, cell.variant): cell for cell in cells}
+        done = {(shape.name, direction) for shape, direction in self.finished}
+        self.noise = [noise for noise in earlier.noise if (noise.shape, noise.direction) in done]
+        if earlier.provenance.clocks and done:
+            self.clocks.append(earlier.provenance.clocks)
+        begun = f"{len(done)} of {len(self.places)} shapes and directions"
+        self.notes = [*earlier.notes, f"{begun} were measured by a run that ended on {earlier.provenance.date}."]
+
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count everything at one shape in one direction."""
         here = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) == (shape.name, direction)]
@@ -186,7 +219,7 @@ class _Run:
         able = [planned for planned in here if planned.status is None]
         if able:
             self._measure(self.study.case(shape), direction, able)
-        self.finished += 1
+        self.finished.append((shape, direction))
         self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))  # the next shape has answers of its own
         gc.collect()
         if self.device.type == "cuda":
@@ -293,7 +326,30 @@ class _Run:
         self.cells[_key(planned)] = _cell(planned, **facts)
 
     def _tell(self, shape: str, direction: Direction, step: str, done: int, total: int) -> None:
-        self.on_progress(Progress(shape, direction, step, done, total, self.finished, len(self.places)))
+        self.on_progress(Progress(shape, direction, step, done, total, len(self.finished), len(self.places)))
+
+
+def _interrupted_run(path: Path) -> Result | None:
+    """The result of an interrupted run, or the kept part of one that was killed; ``None`` where there is neither.
+
+    Raises:
+        ResultExists: the run was finished.
+    """
+    found = next((Result.load(each) for each in (path, partial_path(path)) if each.exists()), None)
+    if found is not None and not found.interrupted:
+        raise ResultExists(path)
+    return found
+
+
+def _differences(earlier: Result, now: Result) -> list[str]:
+    """What tells on a result and is not as it was, in clauses."""
+    then, here = earlier.provenance, now.provenance
+    facts = {"study": (earlier.study_digest[:12], now.study_digest[:12])}
+    facts |= {name: (getattr(then, name), getattr(here, name)) for name in ("device", "driver", "commit", "scale", "rounds")}
+    facts |= {package: (then.versions.get(package), here.versions.get(package)) for package in {**then.versions, **here.versions}}
+    return [
+        f"{what} {before or 'none'} then, {after or 'none'} now" for what, (before, after) in facts.items() if before != after
+    ]
 
 
 def _places_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:

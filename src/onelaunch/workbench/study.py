@@ -82,8 +82,8 @@ Selector = str | dict[str, Any]
 class Criterion(Declared):
     """One condition of success.
 
-    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``. ``time_over_floor``: time of
-    ``of`` / the floor that the plan has for it (the time that its fewest bytes or its matrix products need on this device).
+    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``. ``time_over_floor``: time
+    of ``of`` / its floor, the time that the fewest bytes or the matrix products need on this device.
     ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``dram_bytes_over_least``: bytes of ``of`` / the fewest bytes of
     any way of computing, as the plan has them. ``peak_memory_ratio``: peak memory of ``of`` / peak memory of ``over``.
     ``error``: the largest norm-wise error of ``of``. ``over`` is the study's baseline by default. Where a selector stands for

@@ -43,10 +43,13 @@ def run(
     ] = True,
     count_all: Annotated[bool, typer.Option("--count-all", help="Count them at every shape (slow).")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a result and a report that are there already.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run, after the shapes that it finished.")
+    ] = False,
 ) -> None:
     """Run a study: plan, verify, time, count, judge, decide, report.
 
-    Ctrl-C keeps what was measured and reports on that. A result is never overwritten without --force.
+    Ctrl-C keeps what was measured and reports on that; --resume measures the rest. A result is never overwritten without --force.
 
     Example: onelaunch study run 040-linear-rnn --device cpu --rounds 5
     """
@@ -54,7 +57,7 @@ def run(
     where = str(resolve(device))
     result_path, report_path = _paths(study, where, out, report_dir)
     for path in (result_path, report_path / RESULT):
-        if path.exists() and not force:
+        if path.exists() and not (force or resume):
             raise ResultExists(path)
     with output.busy(f"Reading the ceilings of {where} (measured once, then kept)"):
         ceilings(where)
@@ -69,8 +72,9 @@ def run(
             on_progress=tell,
             save_to=result_path,
             force=force,
+            resume=resume,
         )
-    report = write_report(result, report_path, force=force)
+    report = write_report(result, report_path, force=force or resume)
     console = output.stdout()
     show(result, console)
     console.print(f"\nResult: {result_path}", soft_wrap=True)
