@@ -151,6 +151,19 @@ def test_results_are_the_same_to_the_last_bit(lengths, per, device):
 
 @gpu
 @on_hopper
+@each_layout
+def test_nothing_is_stored_from_room_that_is_taken_again(per, device):
+    """Reductions once took the room of dq while it was copied out: a few elements in 1e8, in one run of many, at full load."""
+    arguments = made(device, B=4, T=2048, H=32, K=256, V=256, decay_per=per, grad=True)
+    first = results(GLA, arguments, "hopper")
+    assert all(value.isfinite().all() for value in first.values())
+    for _ in range(30):
+        again = results(GLA, arguments, "hopper")
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@gpu
+@on_hopper
 @pytest.mark.parametrize("least", [-20.0, -1000.0, -math.inf])
 @each_layout
 def test_states_forget_as_much_as_they_are_told(per, least, device):

@@ -412,3 +412,4 @@ def gradients_kernel(
     else:
         channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, LIMIT, acc)
     tma_store_wait(pendings=0)
+    tiles._keep_alive()  # noqa: SLF001 - else reductions that follow the stores may take the room that these still read
