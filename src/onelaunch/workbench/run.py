@@ -252,7 +252,7 @@ class _Run:
                 direction,
                 variants=variants,
                 controls=[planned.variant for planned in able if planned.control],
-                baseline=self._baseline(variants),
+                baseline=self._baselines(variants),
                 regimes=self.study.regimes,
                 rounds=self.rounds,
                 device=self.device,
@@ -273,10 +273,10 @@ class _Run:
         if (case.name, direction) in self.counted:
             self._take(able, found, self._count(case, direction, able))
 
-    def _baseline(self, variants: Sequence[str]) -> str | None:
-        """Whose A/A run gives the noise: the study's baseline, or where that cannot run, what a user would get here."""
+    def _baselines(self, variants: Sequence[str]) -> tuple[str, ...]:
+        """Whose A/A run may give the noise: the study's baseline, or what a user would get here."""
         preferred = (self.study.baseline, *self.operation.defaults.get(self.device.type, ()), *variants)
-        return next((name for name in preferred if name in variants), None)
+        return tuple(name for name in dict.fromkeys(preferred) if name in variants)
 
     def _count(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> Mapping[str, Traffic]:
         """Bytes of what is correct; the slowest last, since a profiler that gives up has then seen the rest."""

@@ -81,7 +81,7 @@ def measure(
     *,
     variants: Sequence[str],
     controls: Sequence[str] = (),
-    baseline: str | None = None,
+    baseline: str | Sequence[str] | None = None,
     regimes: Sequence[Regime] = ALL_REGIMES,
     rounds: int = 20,
     device: torch.device | str = "cpu",
@@ -99,7 +99,8 @@ def measure(
         direction: ``"forward_backward"`` times the call and the gradients of all its differentiable inputs together.
         variants: names; one that cannot run, is wrong or raises is recorded with its status, and the others go on.
         controls: names of the operation's controls, timed beside the variants.
-        baseline: the variant that is timed twice for the A/A run; the first of ``variants`` by default.
+        baseline: the variant that is timed twice for the A/A run, of several the first that is correct; in the order of
+            ``variants`` by default.
         regimes: which of ``cold``, ``warm`` and ``eager``.
         rounds: how many samples of each subject and regime.
         device: where.
@@ -117,7 +118,7 @@ def measure(
         operation=operation,
         case=case,
         direction=direction,
-        baseline=baseline or next(iter(variants), ""),
+        baselines=(baseline,) if isinstance(baseline, str) else tuple(baseline or variants),
         regimes=tuple(regimes),
         device=torch.device(device),
         seed=seed,
@@ -168,7 +169,7 @@ class _Session:
     operation: Operation[..., Any]
     case: Case
     direction: Direction
-    baseline: str
+    baselines: tuple[str, ...]
     regimes: tuple[Regime, ...]
     device: torch.device
     seed: int
@@ -177,6 +178,8 @@ class _Session:
     entries: dict[str, _Entry] = field(default_factory=dict)
     clocks: Clocks = field(init=False)
     notes: list[str] = field(default_factory=list)
+    steady: str | None = None
+    """The variant of the A/A run."""
 
     def __post_init__(self) -> None:
         self.clocks = Clocks(self.device)
@@ -213,9 +216,13 @@ class _Session:
                 self._prepare(entry, rotations)
             except Exception as error:  # noqa: BLE001 - see above
                 entry.fail(error)
-        main = self.entries.get(self.baseline)
-        if main is not None and main.runs:
-            again = _Entry(Subject(self.baseline + AGAIN), main.callee, main.part, hidden=True)
+        running = [name for name in self.baselines if name in self.entries and self.entries[name].runs]
+        if running:
+            self.steady = running[0]
+            if self.steady != self.baselines[0]:
+                self.notes.append(f"The A/A run is of {self.steady}: {self.baselines[0]} has no time here.")
+            main = self.entries[self.steady]
+            again = _Entry(Subject(self.steady + AGAIN), main.callee, main.part, hidden=True)
             try:
                 self._prepare(again, rotations)
             except Exception as error:  # noqa: BLE001 - without it there is no noise floor, which the notes say
@@ -291,9 +298,9 @@ class _Session:
         return Measurements(shown, self._noise(), self.clocks.medians(), tuple(self.notes))
 
     def _noise(self) -> tuple[Noise, ...]:
-        again, main = self.entries.get(self.baseline + AGAIN), self.entries.get(self.baseline)
-        if again is None or main is None:
+        if self.steady is None or self.steady + AGAIN not in self.entries:
             return ()
+        again, main = self.entries[self.steady + AGAIN], self.entries[self.steady]
         both = [regime for regime in again.rounds if regime in main.rounds]
         ratios = {regime: stats.ratio(again.rounds[regime], main.rounds[regime]) for regime in both}
         return tuple(
