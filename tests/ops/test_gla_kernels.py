@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from onelaunch.errors import VariantUnsupported
+from onelaunch.operation import Query, fixed
 from onelaunch.ops.gla.reference import DECAYS
 from tests.ops.cases import (
     GLA,
@@ -297,3 +298,12 @@ def test_a_call_never_waits_for_the_device(variant, lengths, device):
         torch.autograd.grad(outputs, list(differentiable(arguments).values()), seeds)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("steps", "grad", "first"), [(1, False, "stepwise"), (16, False, "stepwise"), (17, False, "hopper"), (1, True, "hopper")]
+)
+def test_decoding_is_a_loop_of_steps_unless_it_is_trained(steps, grad, first):
+    query = Query("gla", "cuda:0", torch.bfloat16, fixed(64, steps, 32, 128, 128), grad, ("initial_state", "final_state"))
+    assert GLA.preference(query)[0] == first
+    assert GLA.preference(query._replace(device="cpu"))[0] == "chunked"

@@ -143,6 +143,17 @@ def stepwise(call: GlaCall) -> Results:
     return attend(call, "stepwise")
 
 
+FEW_STEPS = 16
+"""So few steps are done in a loop before two launches over a chunk of 64 have begun."""
+
+
+@gla.prefers
+def by_length(query: Query) -> tuple[str, ...]:
+    """Decoding takes a step at a time."""
+    decodes = query.device_type == "cuda" and query.sizes[1] <= FEW_STEPS and not query.grad
+    return ("stepwise",) if decodes else ()
+
+
 @fused.supports
 @sequential.supports
 @pipelined.supports
