@@ -149,7 +149,7 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         b_v = tiles_v.index(stage * GROUPS + GROUP)
         b_a = tiles_a.index(stage)
         if KEEP:
-            cell = ((slot + j).to(gl.int64) * heads + head) * values + first_value
+            cell = ((slot + j) * heads + head) * values + first_value  # rows of K: memory holds no 2^31
             if STAGED:
                 kept = tiles_kept.index(GROUP)
                 tma_store_wait(pendings=0)  # the state before has left
@@ -158,11 +158,11 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
                 else:
                     store_in_parts(state, kept, tiles_kept.index(GROUPS + GROUP))
                 fence_async_shared()
-                tma_store(states, [cell.to(gl.int32), 0], kept)
+                tma_store(states, [cell, 0], kept)
                 if states_low is not None:
-                    tma_store(states_low, [cell.to(gl.int32), 0], tiles_kept.index(GROUPS + GROUP))
+                    tma_store(states_low, [cell, 0], tiles_kept.index(GROUPS + GROUP))
             else:
-                store_state(states + cell * K, state, left, K)
+                store_state(states + cell.to(gl.int64) * K, state, left, K)
         mbarrier.wait(arrived.index(stage), phase)
         if left < C:
             t = rows_of(rows, left)
@@ -195,8 +195,8 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
                 mbarrier.arrive(taken, count=1)
         else:
             state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
-        if not SCALAR:
-            state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+            if not SCALAR:
+                state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         if READ:
             tma_store_wait(pendings=0)  # the output of the tile before has left
             done = (stage + STAGES - 1) % STAGES
@@ -219,8 +219,11 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
             else:
                 t = rows_of(rows, left)
                 u = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-                target = (at + t).to(gl.int64) * (heads * values) + head * values + u
+                width = heads * values + (left >> 31)  # as in rows_of
+                target = (at + t).to(gl.int64) * width + head * values + u
                 gl.store(out_values + target, b_v.load(rows), mask=t < left)
+            if not SCALAR:  # last, when out takes no registers any more
+                state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         stage += 1
         if stage == STAGES:
             stage = 0
