@@ -120,21 +120,22 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     heads, segments, part_steps = sizes
     n, head, part, segment = place(sizes, SLICES)
+    # what follows counts rows of K in 32 bits: of 2^31 there is no memory for, and more kinds of numbers take more registers
     row, steps = span(offsets, n, T, segment, part_steps, PACKED)
     _, _, slot = bounds(offsets, n, T, PACKED)
     slot += segment * (part_steps // C)
     first_value = (part * GROUPS + GROUP) * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=held)
-    pair = n.to(gl.int64) * heads + head
+    pair = n * heads + head
     if INITIAL:
         channel = gl.arange(0, K, layout=across)[None, :]
         value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, held))[:, None]
-        state = gl.load(initial + pair * K * values + (channel * values + value))
+        state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
     if PARTS:
         for turn in range(segments - 1 - segment if REVERSE else segment):
             before = pair * segments + (segments - 1 - turn if REVERSE else turn)
-            state = state * gl.load(part_decays + before * K + gl.arange(0, K, layout=across))[None, :]
-            state += gl.load(part_states + before * K * values + cell_of(first_value, turn, held, K, K))
+            state = state * gl.load(part_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
+            state += gl.load(part_states + cell_of(before * values + first_value, turn, held, K, K))
     panel = (head * SLICES + part) * GROUPS
     chunks = gl.cdiv(steps, C)
     if GROUP == 0:
