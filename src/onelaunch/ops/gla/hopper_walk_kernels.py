@@ -122,8 +122,8 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
     n, head, part, segment = place(sizes, SLICES)
     # what follows counts rows of K in 32 bits: of 2^31 there is no memory for, and more kinds of numbers take more registers
     row, steps = span(offsets, n, T, segment, part_steps, PACKED)
-    _, _, slot = bounds(offsets, n, T, PACKED)
-    slot += segment * (part_steps // C)
+    first, _, slot = bounds(offsets, n, T + (n >> 31), PACKED)  # as in cell_of: else computed before all warps part
+    slot += (row - first) // C
     first_value = (part * GROUPS + GROUP) * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=held)
     pair = n * heads + head
