@@ -122,7 +122,7 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
     n, head, part, segment = place(sizes, SLICES)
     # what follows counts rows of K in 32 bits: of 2^31 there is no memory for, and more kinds of numbers take more registers
     row, steps = span(offsets, n, T, segment, part_steps, PACKED)
-    first, _, slot = bounds(offsets, n, T + (n >> 31), PACKED)  # as in cell_of: else computed before all warps part
+    first, _, slot = bounds(offsets, n, T + (n >> 31), PACKED)  # as in cell_of: else computed before the warps part
     slot += (row - first) // C
     first_value = (part * GROUPS + GROUP) * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=held)
@@ -172,7 +172,10 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         mbarrier.wait(decayed.index(stage), phase)
         flag = gl.max(strong.index(stage).load(scalar), 0)
         if not SCALAR:
-            if flag == 0:
+            if KEEP and not PARTS:
+                # strong decay has 1 there; in a branch, what was kept would stay in registers until it is read
+                state = state * ends_flat.index(2 * stage + flag).load(across)[None, :]
+            elif flag == 0:
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
         out = gl.zeros([PANEL, C], gl.float32, layout=outs)
         if READ:
@@ -219,10 +222,10 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
                 tma_store(out_tiles, [at, head * values + first_value], b_v)
             else:
                 t = rows_of(rows, left)
-                u = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-                width = heads * values + (left >> 31)  # as in rows_of
-                target = (at + t).to(gl.int64) * width + head * values + u
-                gl.store(out_values + target, b_v.load(rows), mask=t < left)
+                u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
+                width = (heads + (left >> 31)) * values  # as in rows_of
+                tile = out_values + at.to(gl.int64) * width + (head * values + first_value)
+                gl.store(tile + t * width + u, b_v.load(rows), mask=t < left)
             if not SCALAR:  # last, when out takes no registers any more
                 state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         stage += 1
