@@ -132,7 +132,12 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, held))[:, None]
         state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
     if PARTS:
-        for turn in range(segments - 1 - segment if REVERSE else segment):
+        earlier = segments - 1 - segment if REVERSE else segment
+        nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
+        decays_of_it = part_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
+        left_of_all = gl.max(gl.load(decays_of_it, mask=earlier > 0, other=0.0), 0)
+        # where nothing is left behind the nearest part, as with decays of models, that one is all there is to read
+        for turn in range(gl.maximum(earlier - 1, 0) if left_of_all == 0.0 else 0, earlier):
             before = pair * segments + (segments - 1 - turn if REVERSE else turn)
             state = state * gl.load(part_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
             state += gl.load(part_states + cell_of(before * values + first_value, turn, held, K, K))
