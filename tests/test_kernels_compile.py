@@ -13,6 +13,18 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+KEPT_AS_A_LESSON = "the write-up's walk holds the state beside all else: kept as measured, not mended"
+SPILLS = {
+    "gla-sequential-walk": (CHECKED, KEPT_AS_A_LESSON),
+    "gla-pipelined-walk, loads ahead": (CHECKED, KEPT_AS_A_LESSON),
+    "gla-fused-gradients, decay per head": (("sm_80", "sm_90a"), "float32 states in three parts; smaller tiles spill as well"),
+}
+"""Kernels that are known to spill, where, and why they do. One that no longer does fails here, so that it leaves this table."""
+
+
+class Spilled(AssertionError):
+    """Registers went to local memory, and nothing else was wrong."""
+
 
 def distinct_builds():
     """One parameter for each kernel in one configuration, named after the first variant that launches it."""
@@ -25,18 +37,22 @@ def distinct_builds():
                     key = (*facts, repr(sorted(build.signature.items())), repr(sorted(build.constants.items())))
                     if key not in seen:
                         seen.add(key)
-                        name = f"{operation.name}-{variant.name}-{build.name}-{architecture}"
-                        yield pytest.param(build, architecture, id=name)
+                        name = f"{operation.name}-{variant.name}-{build.name}"
+                        where, why = SPILLS.get(name, ((), ""))
+                        marks = [pytest.mark.xfail(reason=why, strict=True, raises=Spilled)] if architecture in where else []
+                        yield pytest.param(build, architecture, id=f"{name}-{architecture}", marks=marks)
 
 
 @pytest.mark.parametrize(("build", "architecture"), list(distinct_builds()))
 def test_a_kernel_compiles_without_problems(build, architecture):
     found = inspect_build(build, architecture)
+    if found.problems and all(problem.startswith("spills") for problem in found.problems):
+        raise Spilled(found.problems)
     assert found.ok, found.problems
 
 
 @pytest.mark.parametrize("architecture", CHECKED)
-@pytest.mark.parametrize("operation", ["gated_scan", "linear_rnn"])
+@pytest.mark.parametrize("operation", ["gated_scan", "gla", "linear_rnn"])
 def test_every_variant_of_our_own_kernels_lists_them(operation, architecture):
     """A number of launches is known only of own kernels; such a variant without builds would slip through unchecked."""
     own = [variant for variant in find_operation(operation).variants.values() if variant.launches is not None]

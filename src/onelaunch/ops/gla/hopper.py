@@ -78,14 +78,17 @@ def build(name: str, kernel: Any, boxes: dict[str, str], constants: dict[str, An
     return KernelBuild(name, kernel, signature, constants, num_warps=warps, matrix=True)
 
 
-def walk_build(name: str, keys: int, values: int, *, scalar: bool, read: bool, reverse: bool, keep: bool) -> KernelBuild:
-    """A walk along all of T."""
+def walk_build(
+    name: str, keys: int, values: int, *, scalar: bool, read: bool, reverse: bool, keep: bool, parts: bool = False
+) -> KernelBuild:
+    """A walk along all of T, or along parts of it."""
     from onelaunch.ops.gla import hopper_launch
     from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
 
     tiles = hopper_launch.walk_tiles(keys, values, scalar=scalar, keep=keep, read=read)
     boxes = {"adders": described(64, keys), "v": described(64, 64)}
-    absent = ["initial", "part_states", "part_decays", "offsets", *(["g"] if scalar else ["log_decay"])]
+    absent = ["initial", "offsets", *(["g"] if scalar else ["log_decay"])]
+    absent += [] if parts else ["part_states", "part_decays"]
     boxes |= dict.fromkeys(("states", "states_low"), described(64, keys)) if tiles.staged else {}
     absent += [] if keep else ["states"]
     absent += [] if keep and scalar and not reverse else ["states_low"]
@@ -97,7 +100,7 @@ def walk_build(name: str, keys: int, values: int, *, scalar: bool, read: bool, r
     constants = {
         "SLICES": values // (64 * tiles.groups), "LIMIT": 40.0, "PACKED": False,
         "READ": read, "REVERSE": reverse, "KEEP": keep, "STAGED": keep and tiles.staged, "INITIAL": False,
-        "PARTS": False, "EXACT": keep or not scalar, "SCORES": tiles.scores,
+        "PARTS": parts, "EXACT": keep or not scalar, "SCORES": tiles.scores,
         **tiles.options("ATTEND", "PREPARE"), **dict.fromkeys(absent),
     }  # fmt: skip
     return build(name, walk_kernel, boxes, constants, 4)
@@ -144,11 +147,18 @@ def _(architecture: str) -> list[KernelBuild]:
     for keys, values in ((128, 128), (256, 256)):
         for scalar in (False, True):
             said = f"K = {keys}, V = {values}, decay per {'head' if scalar else 'channel'}"
+            for parts in (False, True):
+                of = f"of parts, {said}" if parts else said
+                builds += [
+                    walk_build(f"walk, {of}", keys, values, scalar=scalar, read=True, reverse=False, keep=False, parts=parts),
+                    walk_build(
+                        f"walk for states, {of}", keys, values, scalar=scalar, read=False, reverse=False, keep=True, parts=parts
+                    ),
+                    walk_build(f"walk back, {of}", keys, values, scalar=scalar, read=True, reverse=True, keep=True, parts=parts),
+                ]
             builds += [
-                walk_build(f"walk, {said}", keys, values, scalar=scalar, read=True, reverse=False, keep=False),
-                walk_build(f"walk for states, {said}", keys, values, scalar=scalar, read=False, reverse=False, keep=True),
-                walk_build(f"walk back, {said}", keys, values, scalar=scalar, read=True, reverse=True, keep=True),
                 sum_build(f"sums, {said}", keys, values, scalar=scalar, reverse=False),
+                sum_build(f"sums back, {said}", keys, values, scalar=scalar, reverse=True),
                 gradients_build(f"gradients, {said}", keys, values, scalar=scalar),
             ]
     return builds
