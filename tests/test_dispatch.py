@@ -50,7 +50,15 @@ def test_a_preferred_variant_that_cannot_run_is_passed_over(table):
 def test_the_fastest_measured_one_is_chosen(table):
     table({8: {"loop": 1.0, "vector": 2.0, "no_backward": 3.0}})
     assert dispatch.choose(query()).name == "loop"
-    assert dispatch.explain(query()).because == "fastest measured, or within 3% of it, at N=8 on some CPU"
+    assert dispatch.explain(query()).because == "fastest measured of ours, or within 3% of it, at N=8 on some CPU"
+
+
+def test_other_libraries_run_by_name_alone(table, scale, monkeypatch):
+    table({8: {"loop": 1.0, "vector": 2.0}})
+    monkeypatch.setitem(scale.get("loop").tags, "requires", "json")
+    assert dispatch.choose(query()).name == "vector"
+    assert [(one.variant, one.times_slower) for one in dispatch.explain(query()).standings if one.chosen] == [("vector", 2.0)]
+    assert scale(torch.ones(3), variant="loop") is not None
 
 
 def test_the_nearest_measured_size_is_believed(table):

@@ -56,11 +56,14 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def choose(query: Query) -> Variant:
-    """The variant for a call: the fastest measured near it that can run, else the first of the operation's defaults."""
+    """The variant for a call: the fastest measured near it that can run, else the first of the operation's defaults.
+
+    Other libraries run by name alone: they are measured beside ours, and promise less (such as for decays of -inf, or accuracy).
+    """
     operation = find_operation(query.operation)
-    able = {name: operation.variants[name] for name in _able(operation, query)}
+    able = {name: operation.variants[name] for name in _able(operation, query) if "requires" not in operation.variants[name].tags}
     if not able:
-        reasons = {name: variant.why_not(query) for name, variant in operation.variants.items()}
+        reasons = {name: variant.why_not(query) or "runs by name alone" for name, variant in operation.variants.items()}
         raise VariantUnsupported(
             operation.name, AUTO, reason="; ".join(f"{name} {reason}" for name, reason in reasons.items()), instead=()
         )
@@ -91,7 +94,7 @@ def explain(query: Query) -> Explanation:
         for name, variant in operation.variants.items()
     )
     if chosen.name in times and measured:
-        because = f"fastest measured, or within {TIE - 1:.0%} of it, at {measured.where()}"
+        because = f"fastest measured of ours, or within {TIE - 1:.0%} of it, at {measured.where()}"
     else:
         order = f"{operation.name}'s order of preference on {query.device_type}"
         because = f"first in {order} that can run; nothing near was measured"
