@@ -54,6 +54,8 @@ def _measured(path: Path, result: Result) -> str:
         f"### {result.study.name} on {facts.device}",
         f"{facts.date}, {versions}, driver {facts.driver or '-'}, commit `{facts.commit}`, {facts.rounds} rounds; `{path}`.",
     ]
+    if result.interrupted:
+        text.append("The run was interrupted: shapes that are missing here were not reached.")
     for direction in result.study.directions:
         cells = [cell for cell in result.cells if cell.direction == direction]
         if any(_microseconds(cell) for cell in cells):
@@ -70,8 +72,8 @@ def _times(cells: Sequence[Cell]) -> str:
     shapes = list(dict.fromkeys(cell.shape for cell in cells if _microseconds(cell)))
     variants = list(dict.fromkeys(cell.variant for cell in cells if _microseconds(cell)))
     found = {(cell.variant, cell.shape): _microseconds(cell) for cell in cells}
-    rows = [[f"`{variant}`", *(found.get((variant, shape), "") for shape in shapes)] for variant in variants]
-    return _table(["variant", *shapes], rows)
+    rows = [[shape, *(found.get((variant, shape), "") for variant in variants)] for shape in shapes]
+    return _table(["shape", *(f"`{variant}`" for variant in variants)], rows)
 
 
 def _microseconds(cell: Cell) -> str:

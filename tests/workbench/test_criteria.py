@@ -116,6 +116,14 @@ def test_incorrect_variants_are_no_candidates():
     assert "one is incorrect at mega (y is off)" in alone.evidence
 
 
+def test_of_several_that_were_not_reached_none_is_named():
+    cells = bad_cell("one", "interrupted", "because"), bad_cell("two", "interrupted", "because")
+    found = outcome(faster(of={"launches": [1, 2]}), ok_cell("three", 15.0), *cells)
+    assert found.evidence == "Not measured: the run was interrupted before mega was done."
+    known = outcome(faster(of={"launches": [1, 2]}), ok_cell("three", 15.0), bad_cell("one", "error", "because"), cells[1])
+    assert "one failed at mega (because)" in known.evidence
+
+
 @pytest.mark.parametrize("status", ["unsupported", "not_installed", "out_of_memory", "error", "interrupted", "invalid"])
 def test_what_did_not_run_is_not_measured_with_the_reason(status):
     found = outcome(faster(), ok_cell("three", 15.0), bad_cell("one", status, "because"))

@@ -453,6 +453,8 @@ def _floor(result: Result, criterion: Criterion, shape: str) -> float | None:
 def _why_none(names: Sequence[str], cells: Sequence[Cell], shape: str, criterion: Criterion) -> str:
     if not cells:
         return f"{listing(names)} did not run at {shape}"
+    if len(cells) > 1 and {cell.status for cell in cells} - {"unsupported", "not_installed"} == {"interrupted"}:
+        return f"the run was interrupted before {shape} was done"  # whichever of them it would have been
     reasons = []
     for cell in cells:
         if cell.status == "ok":
