@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,7 +12,16 @@ import torch
 from onelaunch.errors import VariantUnsupported
 from onelaunch.ops.gla.reference import DECAYS
 from onelaunch.workbench.verify import judge
-from tests.ops.cases import GLA, arguments_of, assert_correct, assert_near, assert_ok, differentiable, results, weights_like
+from tests.ops.cases import (
+    GLA,
+    arguments_of,
+    assert_captured_step_follows_its_inputs,
+    assert_correct,
+    assert_near,
+    assert_ok,
+    differentiable,
+    results,
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -209,32 +219,7 @@ def test_inputs_may_be_strided(device):
 @pytest.mark.parametrize("lengths", [None, (0, 300, 0, 200)])
 def test_a_captured_training_step_follows_its_inputs(lengths, device):
     given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
-    arguments = made(device, grad=True, **given)
-    leaves = differentiable(arguments)
-
-    def step() -> dict[str, torch.Tensor]:
-        o, _ = GLA(**arguments, variant="hopper")
-        loss = (o.float() * weights).sum()
-        return {"o": o.detach(), **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
-
-    weights = weights_like(GLA(**arguments, variant="hopper")[0])
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for seed in range(1, 4):
-        fresh = made(device, seed=seed, **given)
-        with torch.no_grad():
-            for name, value in arguments.items():
-                if isinstance(value, torch.Tensor):
-                    value.copy_(fresh[name])
-        graph.replay()
-        torch.cuda.synchronize(device)
-        assert_near({name: value.clone() for name, value in captured.items()}, step(), 0)
+    assert_captured_step_follows_its_inputs(GLA, "hopper", functools.partial(made, device, **given), device)
 
 
 @gpu
@@ -273,7 +258,7 @@ LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
 def test_what_is_left_to_others_is_said(name, monkeypatch):
     from onelaunch.ops.gla import hopper
 
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="reads the kernels' tiles")
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     given, grad, said = LEFT_TO_OTHERS[name]
     case = GLA.case(**{"dtype": "bfloat16", "B": 1, "T": 70, "H": 1, "K": 64, "V": 64, **given})
@@ -289,7 +274,7 @@ def test_elsewhere_it_is_refused():
     ("programs", "chunks", "parts"), [(96, 128, 1), (32, 256, 4), (16, 512, 8), (256, 64, 1), (1, 1, 1), (1, 3, 1), (64, 2, 1)]
 )
 def test_parts_fill_the_chip(programs, chunks, parts):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="reads the kernels' tiles")
     from onelaunch.ops.gla.hopper_launch import parts_of
 
     assert parts_of(programs, chunks, 132) == parts

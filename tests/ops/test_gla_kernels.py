@@ -5,6 +5,7 @@ To look at one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=3
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.ops.cases import (
     GLA_HARD,
     GLA_SHORT,
     arguments_of,
+    assert_captured_step_follows_its_inputs,
     assert_correct,
     assert_near,
     assert_one_call_correct,
@@ -27,7 +29,6 @@ from tests.ops.cases import (
     results,
     triton_variants,
     variants_by_case,
-    weights_like,
 )
 
 pytest.importorskip("triton")
@@ -255,32 +256,7 @@ def test_results_are_the_same_to_the_last_bit(variant, lengths, per, device):
 @each_kernel
 def test_a_captured_training_step_follows_its_inputs(variant, lengths, device):
     given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
-    arguments = made(variant, device, grad=True, **given)
-    leaves = differentiable(arguments)
-
-    def step() -> dict[str, torch.Tensor]:
-        o, final = GLA(**arguments, variant=variant)
-        loss = (o.float() * weights).sum() + final.sum()
-        return {"o": o.detach(), **dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))}
-
-    weights = weights_like(GLA(**arguments, variant=variant)[0])
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for seed in range(1, 4):
-        fresh = made(variant, device, seed=seed, **given)
-        with torch.no_grad():
-            for name, value in arguments.items():
-                if isinstance(value, torch.Tensor):
-                    value.copy_(fresh[name])
-        graph.replay()
-        torch.cuda.synchronize(device)
-        assert_near({name: value.clone() for name, value in captured.items()}, step(), 0)
+    assert_captured_step_follows_its_inputs(GLA, variant, functools.partial(made, variant, device, **given), device)
 
 
 @pytest.mark.gpu

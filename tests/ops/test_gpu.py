@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.ops.cases import (
     HARD,
     LINEAR_RNN,
     OPERATIONS,
+    assert_captured_step_follows_its_inputs,
     assert_correct,
     assert_near,
     case_of,
@@ -260,32 +262,9 @@ def test_a_captured_graph_follows_its_inputs(operation, variant, lengths, device
 
 @each_kernel_and_chunks
 def test_a_captured_training_step(operation, variant, device):
-    arguments = made(operation, device, grad=True)
-
-    def step() -> dict[str, torch.Tensor]:
-        y, final = operation(**arguments, variant=variant)
-        leaves = differentiable(arguments)
-        loss = (y.float() * weights).sum() + final.sum()
-        return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-
-    weights = weights_like(operation(**arguments, variant=variant)[0])
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for seed in range(1, 4):
-        fresh = made(operation, device, seed=seed)
-        with torch.no_grad():
-            for name, value in tensors(arguments).items():
-                value.copy_(fresh[name])
-        graph.replay()
-        torch.cuda.synchronize(device)
-        found = {name: value.clone() for name, value in captured.items()}
-        assert_near(found, step(), 0 if variant.startswith(("fused", "separate")) and operation is GATED_SCAN else 1e-3)
+    exact = variant.startswith(("fused", "separate")) and operation is GATED_SCAN
+    maker = functools.partial(made, operation, device)
+    assert_captured_step_follows_its_inputs(operation, variant, maker, device, 0 if exact else 1e-3)
 
 
 def test_more_captured_calls_than_the_reserve_holds(device):
