@@ -32,3 +32,9 @@ def described(tensor: torch.Tensor, box: list[int]) -> Any:
     from onelaunch.ops.gluon_compat import TensorDescriptor
 
     return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))
+
+
+def descriptor_type(box: list[int], dtype: torch.dtype) -> str:
+    """The type of such a descriptor in a kernel's signature."""
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    return f"tensordesc<{name}{box},{shared_layout(*box, dtype)!r}>"

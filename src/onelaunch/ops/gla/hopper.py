@@ -8,6 +8,7 @@ import torch
 
 from onelaunch.hardware import is_hopper
 from onelaunch.operation import KernelBuild, Query
+from onelaunch.ops.copy_engine import descriptor_type
 from onelaunch.ops.gated_scan.triton_variants import needs_triton
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.triton_variants import Results, attend, no_value_gate
@@ -59,12 +60,9 @@ def why_no_gradients(query: Query) -> str | None:
     return None
 
 
-def described(keys: int, columns: int | None = None) -> str:
-    """The type of a descriptor of bfloat16 boxes [64, columns]; [keys, 64] without columns."""
-    from onelaunch.ops.gluon_compat import gl
-
-    box = [keys, 64] if columns is None else [64, columns]
-    return f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+def box_of(columns: int) -> str:
+    """The type of a descriptor of boxes of a chunk's steps, in bfloat16."""
+    return descriptor_type([64, columns], torch.bfloat16)
 
 
 def build(name: str, kernel: Any, boxes: dict[str, str], constants: dict[str, Any], warps: int) -> KernelBuild:
@@ -86,15 +84,15 @@ def walk_build(
     from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
 
     tiles = hopper_launch.walk_tiles(keys, values, scalar=scalar, keep=keep, read=read)
-    boxes = {"adders": described(64, keys), "v": described(64, 64)}
+    boxes = {"adders": box_of(keys), "v": box_of(64)}
     absent = ["initial", "offsets", *(["g"] if scalar else ["log_decay"])]
     absent += [] if parts else ["part_states", "part_decays"]
-    boxes |= dict.fromkeys(("states", "states_low"), described(64, keys)) if tiles.staged else {}
+    boxes |= dict.fromkeys(("states", "states_low"), box_of(keys)) if tiles.staged else {}
     absent += [] if keep else ["states"]
     absent += [] if keep and scalar and not reverse else ["states_low"]
-    boxes |= {} if scalar else {"g": described(64, keys)}
+    boxes |= {} if scalar else {"g": box_of(keys)}
     if read:
-        boxes |= {"readers": described(64, keys), "out_tiles": described(64, 64)}
+        boxes |= {"readers": box_of(keys), "out_tiles": box_of(64)}
     else:
         absent += ["readers", "o", "out_tiles"]
     constants = {
@@ -112,7 +110,7 @@ def sum_build(name: str, keys: int, values: int, *, scalar: bool, reverse: bool)
     from onelaunch.ops.gla.hopper_sum_kernels import sum_kernel
 
     tiles = hopper_launch.sum_tiles(keys, values)
-    boxes = {"adders": described(64, keys), "v": described(64, 64), "g": described(64, keys)}
+    boxes = {"adders": box_of(keys), "v": box_of(64), "g": box_of(keys)}
     constants = {
         "SLICES": values // (64 * tiles.groups), "PACKED": False, "REVERSE": reverse, "EXACT": True,
         **tiles.options("ADD", "FADE"), **dict.fromkeys(["offsets", "g" if scalar else "log_decay"]),
@@ -126,11 +124,11 @@ def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> Kerne
     from onelaunch.ops.gla.hopper_gradient_kernels import gradients_kernel
 
     block = min(values, 128)
-    square = dict.fromkeys(("q", "k", "g", "dq_tiles", "dk_tiles", "dg_tiles"), described(64, 64))
+    square = dict.fromkeys(("q", "k", "g", "dq_tiles", "dk_tiles", "dg_tiles"), box_of(64))
     boxes = {
         **square,
-        **dict.fromkeys(("v", "do"), described(64, block)),
-        **dict.fromkeys(("states", "dstates", "states_low"), described(block)),
+        **dict.fromkeys(("v", "do"), box_of(block)),
+        **dict.fromkeys(("states", "dstates", "states_low"), descriptor_type([block, 64], torch.bfloat16)),
     }
     absent = ["offsets", *(["g", "dg_tiles"] if scalar else ["log_decay", "states_low"])]
     boxes |= {"dg": "*fp32"} if scalar else {}

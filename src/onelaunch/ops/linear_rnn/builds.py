@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from onelaunch.operation import KernelBuild
+from onelaunch.ops.copy_engine import descriptor_type
 from onelaunch.ops.gated_scan import triton_variants as scan
 from onelaunch.ops.linear_rnn.hopper import fused_hopper
 from onelaunch.ops.linear_rnn.triton_variants import (
@@ -55,12 +58,9 @@ def chunked_build() -> KernelBuild:
 
 def hopper_build(name: str, kernel: Any, boxes: dict[str, list[int]], constants: dict[str, Any], warps: int) -> KernelBuild:
     """A kernel in Gluon; ``boxes`` are what its descriptors move at once."""
-    from onelaunch.ops.gluon_compat import gl
-
     constants = {**constants, "EVEN": True, "initial": None, **FLAGS}
-    layouts = {argument: gl.NVMMASharedLayout.get_default_for(box, gl.float16) for argument, box in boxes.items()}
     special = dict.fromkeys(("log_decay", "gate", "y", "v"), "*fp16") | dict.fromkeys(("final", "carries"), "*fp32")
-    special |= {argument: f"tensordesc<fp16{box},{layouts[argument]!r}>" for argument, box in boxes.items()}
+    special |= {argument: descriptor_type(box, torch.float16) for argument, box in boxes.items()}
     special |= dict.fromkeys(("words", "counter"), "*i64") | dict.fromkeys(("T", "tiles", "pairs"), "i32")
     signature = {
         argument: "constexpr" if argument in constants else special.get(argument, "i32:16") for argument in kernel.arg_names
