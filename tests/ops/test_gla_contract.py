@@ -20,6 +20,7 @@ from onelaunch.errors import (
     VariantUnsupported,
 )
 from onelaunch.ops import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
+from onelaunch.ops.gla.contract import under_autocast
 from tests.ops.cases import GLA, arguments_of, assert_near, pytorch_variants, results
 
 # What is wrong with a call
@@ -450,3 +451,17 @@ def test_flas_names_under_autocast(function):
     low = (x.bfloat16() for x in (q, k, v))
     assert torch.equal(o, function(*low, **{gate: g})[0])
     assert o.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
+)
+def test_autocast_leaves_log_decays_that_are_low_already(given, kept):
+    """As a model's gate makes them: the kernels for 16-bit log-decays may then run."""
+    arguments = arguments_of(GLA, T=20)
+    q, k, v, g = (arguments[name] for name in "qkvg")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = under_autocast(q, k, v, g.to(given), None)
+    assert [x.dtype for x in found[:3]] == [torch.bfloat16] * 3
+    assert found[3].dtype is kept
+    assert found[4] is None

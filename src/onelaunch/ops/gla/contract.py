@@ -298,11 +298,24 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, t
 
 
 def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None) -> Tensors:
-    """Under autocast, q, k and v in the autocast dtype and the log-decays in float32 (sums of them lose bits first)."""
-    if not torch.is_autocast_enabled(q.device.type if isinstance(q, torch.Tensor) else "cpu"):
+    """Under autocast, q, k and v in the autocast dtype and the log-decays in float32 (sums of them lose bits first).
+
+    Those that come in the autocast dtype stay so: what they have lost does not come back, sums are taken in float32 anyway, and
+    fewer kernels take float32 ones.
+    """
+    kind = q.device.type if isinstance(q, torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
         return q, k, v, g, gv
+    low = torch.get_autocast_dtype(kind)
+
+    def summable(log_decay: torch.Tensor | None) -> torch.Tensor | None:
+        if log_decay is None or getattr(log_decay, "dtype", None) is low:
+            return log_decay
+        return autocast(q, log_decay)[1]
+
+    g, gv = summable(g), summable(gv)
     q, _, k, v = autocast(q, k, k, v)
-    return q, k, v, None if g is None else autocast(q, g)[1], None if gv is None else autocast(q, gv)[1]
+    return q, k, v, g, gv
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
