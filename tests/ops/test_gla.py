@@ -94,6 +94,27 @@ def test_the_oracle_is_the_closed_form(decay_per, decay, value_gate, state_v_fir
     assert_near(gradients[0], gradients[1], 1e-13)
 
 
+@pytest.mark.parametrize(("lengths", "kept"), [(None, reference.KEPT_STATES), ((0, 53, 1, 150, 0), 0)])
+@pytest.mark.parametrize("value_gate", [False, True])
+@pytest.mark.parametrize("decay_per", ["channel", "head"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_segments_side_by_side_are_the_loop(decay, decay_per, value_gate, lengths, kept, monkeypatch):
+    monkeypatch.setattr(reference, "KEPT_STATES", kept)
+    arguments = arguments_of(
+        GLA, B=1 if lengths else 2, T=204, decay=decay, decay_per=decay_per, value_gate=value_gate, lengths=lengths,
+        initial_state=True,
+    )  # fmt: skip
+    names = ["q", "k", "v", "g", *(["gv"] if value_gate else []), "initial_state"]
+    exact = {name: arguments[name].double().requires_grad_() for name in names}
+    given = [*(exact.get(name) for name in ("q", "k", "v", "g", "gv", "initial_state")), arguments.get("cu_seqlens")]
+    found = [dict(zip(("o", "final"), reference.recurrence(*given, side_by_side=room), strict=True)) for room in (0, 1 << 20)]
+    for each in found:
+        loss = sum((x * weights_like(x)).sum() for x in (each["o"], each["final"]))
+        each |= dict(zip(exact, torch.autograd.grad(loss, list(exact.values())), strict=True))
+    one_by_one, at_once = ({name: x.detach() for name, x in each.items()} for each in found)
+    assert_near(at_once, one_by_one, 1e-13)
+
+
 def test_the_default_scale_is_that_of_attention():
     arguments = arguments_of(GLA, T=5, K=25)
     assert_near(*({"o": gla(**(arguments | {"scale": scale}))[0]} for scale in (None, 0.2)), 0)

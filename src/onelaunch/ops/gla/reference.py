@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +20,9 @@ DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
 
 DECAY_PER = ("channel", "head")
 """What ``decay_per`` may be: ``g`` is ``[B, T, H, K]`` or ``[B, T, H]``."""
+
+SIDE_BY_SIDE = (1 << 18, 1 << 25)
+"""Bytes that the states of segments which go side by side may take together, on a CPU (its caches) and elsewhere."""
 
 KEPT_STATES = 1 << 28
 """Bytes of states that the loop may keep for its backward pass; beyond, it keeps some and computes the others again."""
@@ -39,10 +42,15 @@ def reference(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Step by step, sequence by sequence, in the dtype of the arguments (float64 when judging)."""
+    """Step by step, sequence by sequence, in the dtype of the arguments (float64 when judging).
+
+    A long sequence goes in equal segments side by side, each from nothing, and takes in what the one before it leaves afterwards:
+    sums of the same products in another order, and as few steps one after another as there are in a segment.
+    """
     if state_v_first and initial_state is not None:
         initial_state = initial_state.mT
-    o, final = recurrence(q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v, g, gv, initial_state, cu_seqlens)
+    scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    o, final = recurrence(scaled, k, v, g, gv, initial_state, cu_seqlens, side_by_side=SIDE_BY_SIDE[q.device.type != "cpu"])
     if not output_final_state:
         return o, None
     return o, final.mT if state_v_first else final
@@ -56,8 +64,13 @@ def recurrence(
     gv: torch.Tensor | None,
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
+    *,
+    side_by_side: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loop over time: ``o [B, T, H, V]`` and the final state ``[N, H, K, V]`` in the dtype of the arguments, scaled ``q``."""
+    """The loop over time: ``o [B, T, H, V]`` and the final state ``[N, H, K, V]`` in the dtype of the arguments, scaled ``q``.
+
+    ``side_by_side``: how many bytes the states of segments may take that are computed at once, instead of one after another.
+    """
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
         initial_state = q.new_zeros(sequences, q.shape[2], q.shape[3], v.shape[3])
@@ -65,21 +78,82 @@ def recurrence(
         return q[..., :1] * v, initial_state.clone()
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     states = [initial_state] if cu_seqlens is None else initial_state.split(1)
-    runs = [_runs(states[0], length) for length in lengths]
-    sizes = [size for each in runs for size in each]
-    decay = (g if g.dim() == 4 else g[..., None]).exp()
-    value_decays = itertools.repeat(None) if gv is None else gv.exp().split(sizes, 1)
-    parts = zip(*(x.split(sizes, 1) for x in (q, k, v, decay)), value_decays, strict=False)
+    parts = Part(q, k, v, g if g.dim() == 4 else g[..., None], gv).split(lengths)
     outputs, finals = [], []
-    for state, run in zip(states, runs, strict=True):
-        for part in itertools.islice(parts, len(run)):
-            if len(run) > 1:
-                o, state = checkpoint(_steps, state, *part, use_reentrant=False, preserve_rng_state=False)
-            else:
-                o, state = _steps(state, *part)
-            outputs.append(o)
+    for state, part in zip(states, parts, strict=True):
+        room = side_by_side // max(state.numel() * state.itemsize, 1)
+        o, state = _walk(state, part, max(1, min(room, math.isqrt(part.q.shape[1]))))
+        outputs.append(o)
         finals.append(state)
     return torch.cat(outputs, 1), torch.cat(finals)
+
+
+class Part(NamedTuple):
+    """Some steps of one sequence, or of a batch of them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    gv: torch.Tensor | None
+
+    def split(self, sizes: list[int]) -> list[Part]:
+        """Along time."""
+        q, k, v, g = (x.split(sizes, 1) for x in self[:4])
+        gv = itertools.repeat(None, len(sizes)) if self.gv is None else self.gv.split(sizes, 1)
+        return list(itertools.starmap(Part, zip(q, k, v, g, gv, strict=True)))
+
+    def folded(self, segments: int) -> Part:
+        """As many sequences, one after another's segments, side by side."""
+        q, k, v, g = (_fold(x, segments) for x in self[:4])
+        return Part(q, k, v, g, None if self.gv is None else _fold(self.gv, segments))
+
+
+def _fold(x: torch.Tensor, segments: int) -> torch.Tensor:
+    """``[N, T, ...]`` as ``[segments N, T / segments, ...]``."""
+    return x.unflatten(1, (segments, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def _walk(state: torch.Tensor, part: Part, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """From a state through all steps of a part: ``o``, and the state behind them."""
+    if segments < 2:
+        return _loop(state, part)
+    steps = part.q.shape[1]
+    most, rest = part.split([steps - steps % segments, steps % segments])
+    side_by_side = most.folded(segments)
+    nothing = state.new_zeros(segments * state.shape[0], *state.shape[1:])
+    o, added = _loop(nothing, side_by_side)
+    # of what a segment is handed, this is left at each of its steps
+    decay = side_by_side.g.cumsum(1).exp()
+    value_decay = None if side_by_side.gv is None else side_by_side.gv.cumsum(1).exp()
+    value_ends = itertools.repeat(None, segments) if value_decay is None else value_decay[:, -1].chunk(segments)
+    handed = []
+    for ours, faded, value_faded in zip(added.chunk(segments), decay[:, -1].chunk(segments), value_ends, strict=True):
+        handed.append(state)
+        state = _decayed(state, faded, value_faded) + ours
+    seen = torch.einsum("nthk,nhkv->nthv", side_by_side.q * decay, torch.cat(handed))
+    o = o + (seen if value_decay is None else seen * value_decay)
+    last, state = _loop(state, rest)
+    return torch.cat([o.unflatten(0, (segments, -1)).transpose(0, 1).flatten(1, 2), last], 1), state
+
+
+def _loop(state: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step by step, keeping some states and computing the others again where all would be too many."""
+    runs = _runs(state, part.q.shape[1])
+    outputs = [part.v[:, :0]]
+    for piece in part._replace(g=part.g.exp(), gv=None if part.gv is None else part.gv.exp()).split(runs):
+        if len(runs) > 1:
+            o, state = checkpoint(_steps, state, *piece, use_reentrant=False, preserve_rng_state=False)
+        else:
+            o, state = _steps(state, *piece)
+        outputs.append(o)
+    return torch.cat(outputs, 1), state
+
+
+def _decayed(state: torch.Tensor, decay: torch.Tensor, value_decay: torch.Tensor | None) -> torch.Tensor:
+    """A state ``[N, H, K, V]`` after decays per key ``[N, H, K]`` or head ``[N, H, 1]``, and per value ``[N, H, V]``."""
+    state = decay[..., None] * state
+    return state if value_decay is None else state * value_decay[..., None, :]
 
 
 def _runs(state: torch.Tensor, steps: int) -> list[int]:
@@ -102,10 +176,7 @@ def _steps(
     outputs = []
     value_decays = itertools.repeat(None) if value_decay is None else value_decay.unbind(1)
     for qt, kt, vt, at, bt in zip(*(x.unbind(1) for x in (q, k, v, decay)), value_decays, strict=False):
-        state = at[..., None] * state
-        if bt is not None:
-            state = state * bt[..., None, :]
-        state = state + kt[..., None] * vt[..., None, :]
+        state = _decayed(state, at, bt) + kt[..., None] * vt[..., None, :]
         outputs.append((qt[..., None, :] @ state).squeeze(-2))
     return torch.stack(outputs, dim=1), state
 
