@@ -23,16 +23,22 @@ def sizes(shape):
     return tuple(shape.sizes[name] for name in ("B", "T", "H", "K"))
 
 
-def test_its_shapes_are_the_write_up_s_and_the_field_s_and_long_ones(study):
+DECODING = {"initial_state": True, "final_state": True}
+SUFFIXES = {(): "", ("decay_per",): "-head", tuple(DECODING): "-decode"}
+
+
+def test_its_shapes_are_the_write_up_s_and_the_field_s_long_ones_and_single_steps(study):
     full = study.at_scale("full")
     by_channel = [sizes(shape) for shape in full if not shape.options]
     by_head = [sizes(shape) for shape in full if shape.options == {"decay_per": "head"}]
     assert by_channel[:3] == [(4, 1024, 32, 64), (4, 2048, 32, 64), (4, 4096, 32, 64)]
     assert tuple(by_channel[3:9]) == FIELD == tuple(by_head)
     assert by_channel[9:] == [(8, 4096, 16, 128), (1, 32768, 16, 128), (1, 131072, 16, 128)]
-    assert len(full) == len(by_channel) + len(by_head)
+    steps = [sizes(shape) for shape in full if shape.options == DECODING]
+    assert steps == [(1, 1, 32, 128), (16, 1, 32, 128), (64, 1, 32, 128)]
+    assert len(full) == len(by_channel) + len(by_head) + len(steps)
     for shape in study.shapes:
-        named = "x".join(map(str, sizes(shape))) + "-head" * bool(shape.options)
+        named = "x".join(map(str, sizes(shape))) + SUFFIXES[tuple(shape.options)]
         assert shape.name == f"small-{named}" if shape.scale == "small" else named
 
 
@@ -50,6 +56,7 @@ def test_its_criteria_are_those_that_were_set(study):
         "training takes less memory": (None, 0.6),
         "forward moves little more than it must": (None, 1.6),
         "one long sequence costs little more than eight": (None, 1.3),
+        "a step of decoding takes what its state takes to move": (None, 1.5),
         "chunks beat steps on a CPU": (3.0, None),
         "training by chunks beats steps on a CPU": (3.0, None),
     }
