@@ -107,14 +107,15 @@ def reciprocal(x):
 
 @gluon.jit
 def logarithm(g, PART: gl.constexpr, zero, acc: gl.constexpr):
-    """To base 2, of the decays [C, PANEL] that PART names together: those up to and with each step, or (in every row the same)
-    all of them or those of the first half.
+    """To base 2, of the decays [C, PANEL] that PART names together: those up to and with each step, those behind it, or (in
+    every row the same) all of them or those of the first half.
     """
     E: gl.constexpr = g.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    if PART == "before":
+    if PART == "before" or PART == "behind":
         weights = weights_of(PART, 0, zero, acc, E)
     else:  # constants, which nobody has to compute
+        gl.static_assert(PART == "all" or PART == "half")
         s = gl.arange(0, C, layout=gl.SliceLayout(0, operand))[None, :]
         weights = ones_where(s < (C if PART == "all" else C // 2), E) + gl.zeros([C, C], E, layout=operand)
     d = gl.zeros([C, PANEL], gl.float32, layout=acc)
@@ -308,8 +309,6 @@ def channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes
     store_in_parts(gl.where(t - s > 0, dscores, 0.0), t_p, t_low)
     fence_async_shared()
 
-    high = tiles.index(2)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-    low = tiles.index(3)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
     before = logarithm(t_g, "before", zero_of(one, vector), acc)
     d = before - logarithm(t_g, "half", 0, acc)
     gentle = (gl.abs(d) <= LIMIT * LOG2E) & (before >= LONGEST)
@@ -344,18 +343,21 @@ def channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes
         from_levels = gl.zeros([C, PANEL], gl.float32, layout=acc)
     else:
         same = zero_of(flag, vector)
-        high_then = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-        low_then = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        high = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+        low = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
         nothing = gl.zeros([C, PANEL], gl.float32, layout=acc)
-        from_levels = summed_in_parts(onward, high_then, low_then, nothing, "onward", 0, same, acc)
+        from_levels = summed_in_parts(onward, high, low, nothing, "onward", 0, same, acc)
         onward = nothing
         b_dk = nothing
         b_dq, from_levels = pairs_by_levels(
             b_dq, stash, from_levels, t_p, t_low, tiles.index(same), tiles.index(1 + same), tiles.index(4 + same),
-            tiles.index(2 + same), high_then, low_then, flag, acc,
+            tiles.index(2 + same), high, low, flag, acc,
         )  # fmt: skip
     b_dk += stash.load(acc)
-    b_dg = summed_in_parts(onward, high, low, from_levels, "onward", 0, zero_of(one, vector), acc)
+    same = zero_of(one, vector)
+    high = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    low = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    b_dg = summed_in_parts(onward, high, low, from_levels, "onward", 0, same, acc)
     b_dg += t_whole.load(across)[None, :]
     row = gl.max(numbers.index(2).load(vector), 0)
     column = gl.max(numbers.index(3).load(vector), 0) * PANEL
