@@ -61,6 +61,15 @@ def made(device: torch.device, *, grad: bool = False, seed: int = 0, **given: An
     return reading.arguments
 
 
+def assert_same_every_time(arguments: dict[str, Any], times: int) -> None:
+    """Results and gradients are numbers, and equal to the last bit in every one of so many calls."""
+    first = results(GLA, arguments, "hopper")
+    assert all(value.isfinite().all() for value in first.values())
+    for _ in range(times):
+        again = results(GLA, arguments, "hopper")
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
 @gpu
 @on_hopper
 @each_case
@@ -117,10 +126,7 @@ def test_any_number_of_parts(parts, keys, values, per, device, monkeypatch):
 def test_sums_that_stop_early_stop_every_time(per, device):
     """Whether to stop is known at one moment or another; the sum is the same, and comes to an end."""
     arguments = made(device, B=1, T=16000, H=2, decay="strong", decay_per=per, grad=True)
-    first = results(GLA, arguments, "hopper")
-    for _ in range(300):
-        again = results(GLA, arguments, "hopper")
-    assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert_same_every_time(arguments, 300)
 
 
 @gpu
@@ -153,10 +159,7 @@ def test_large_float16_inputs_do_not_overflow_on_the_way(device):
 def test_results_are_the_same_to_the_last_bit(lengths, per, device):
     given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
     arguments = made(device, T=4000, decay_per=per, decay="mixed", grad=True, **given)
-    first = results(GLA, arguments, "hopper")
-    for _ in range(20):
-        again = results(GLA, arguments, "hopper")
-        assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert_same_every_time(arguments, 20)
 
 
 @gpu
@@ -165,11 +168,7 @@ def test_results_are_the_same_to_the_last_bit(lengths, per, device):
 def test_nothing_is_stored_from_room_that_is_taken_again(per, device):
     """Reductions once took the room of dq while it was copied out: a few elements in 1e8, in one run of many, at full load."""
     arguments = made(device, B=4, T=2048, H=32, K=256, V=256, decay_per=per, grad=True)
-    first = results(GLA, arguments, "hopper")
-    assert all(value.isfinite().all() for value in first.values())
-    for _ in range(30):
-        again = results(GLA, arguments, "hopper")
-        assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert_same_every_time(arguments, 30)
 
 
 @gpu
@@ -258,7 +257,7 @@ LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
 def test_what_is_left_to_others_is_said(name, monkeypatch):
     from onelaunch.ops.gla import hopper
 
-    pytest.importorskip("triton", reason="reads the kernels' tiles")
+    pytest.importorskip("triton", reason="without Triton, that it is missing is all that is said")
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     given, grad, said = LEFT_TO_OTHERS[name]
     case = GLA.case(**{"dtype": "bfloat16", "B": 1, "T": 70, "H": 1, "K": 64, "V": 64, **given})
@@ -274,7 +273,7 @@ def test_elsewhere_it_is_refused():
     ("programs", "chunks", "parts"), [(96, 128, 1), (32, 256, 4), (16, 512, 8), (256, 64, 1), (1, 1, 1), (1, 3, 1), (64, 2, 1)]
 )
 def test_parts_fill_the_chip(programs, chunks, parts):
-    pytest.importorskip("triton", reason="reads the kernels' tiles")
+    pytest.importorskip("triton", reason="launches import their kernels, and these import Triton")
     from onelaunch.ops.gla.hopper_launch import parts_of
 
     assert parts_of(programs, chunks, 132) == parts
