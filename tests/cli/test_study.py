@@ -121,6 +121,29 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(call, here, monkeypatch):
     assert (here / "reports" / "cpu" / "toy-study" / "report.html").exists()
 
 
+def test_resuming_replaces_the_report_of_what_it_goes_on_with_and_no_other(call, here, monkeypatch):
+    asked = {}
+
+    def run_study(study, **options):
+        asked.update(options)
+        return results.proceed_on_gpu()
+
+    monkeypatch.setattr(run_module, "run_study", run_study)
+    result, report = here / "results" / "cpu" / "toy-study.json", here / "reports" / "cpu" / "toy-study" / "result.json"
+    results.nothing_ran().save(report)
+    answer = call("study", "run", "toy-study", "--resume")  # there is nothing to go on with
+    assert answer.code == 1
+    assert "toy-study/result.json exists already" in answer.err
+    assert asked == {}
+    results.interrupted_on_cpu().save(result)
+    assert call("study", "run", "toy-study", "--resume").code == 0
+    assert (asked["resume"], asked["force"]) == (True, False)
+    results.proceed_on_gpu().save(result, force=True)
+    answer = call("study", "run", "toy-study", "--resume")
+    assert answer.code == 1
+    assert "results/cpu/toy-study.json exists already" in answer.err
+
+
 def test_ctrl_c_before_anything_was_measured_is_no_traceback(call, monkeypatch):
     def run_study(study, **options):
         raise KeyboardInterrupt

@@ -251,6 +251,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
     with pytest.raises(ResultExists):
         run(study(FASTER), resume=True)
+    run(study(FASTER), resume=True, force=True, steps=steps(measure=measure))
+    assert measured == ["second", "first", "second"]  # a finished one is begun again
 
 
 def test_what_a_killed_run_left_is_gone_on_with_too(tmp_path):

@@ -114,7 +114,7 @@ def run_study(
     """
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
-    earlier = _interrupted_run(path) if resume else None
+    earlier = interrupted_run(path, force=force) if resume else None
     for existing in (path, partial_path(path)):
         if existing.exists() and not force and earlier is None:
             raise ResultExists(existing)
@@ -194,7 +194,7 @@ class _Run:
         """
         if differences := _differences(earlier, self.result(interrupted=True)):
             said = "; ".join(differences)
-            remedy = "Restore what it was measured with, or start over with --force."
+            remedy = "Restore what it was measured with, or start over with --force in place of --resume."
             raise ResultMismatch(f"{path} cannot be resumed: {said}. {remedy}")
         for place in self.places:
             name = place[0].name, place[1]
@@ -329,16 +329,18 @@ class _Run:
         self.on_progress(Progress(shape, direction, step, done, total, len(self.finished), len(self.places)))
 
 
-def _interrupted_run(path: Path) -> Result | None:
+def interrupted_run(path: Path, *, force: bool = False) -> Result | None:
     """The result of an interrupted run, or the kept part of one that was killed; ``None`` where there is neither.
 
     Raises:
-        ResultExists: the run was finished.
+        ResultExists: the run was finished, and is not to be replaced by ``force``.
     """
     found = next((Result.load(each) for each in (path, partial_path(path)) if each.exists()), None)
-    if found is not None and not found.interrupted:
+    if found is None or found.interrupted:
+        return found
+    if not force:
         raise ResultExists(path)
-    return found
+    return None
 
 
 def _differences(earlier: Result, now: Result) -> list[str]:

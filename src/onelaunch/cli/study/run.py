@@ -18,7 +18,7 @@ from onelaunch.workbench.report import RESULT, write_report
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.run import Progress as Step
-from onelaunch.workbench.run import default_path, run_study
+from onelaunch.workbench.run import default_path, interrupted_run, run_study
 from onelaunch.workbench.study import Study, find_study
 
 INTERRUPTED = 130
@@ -56,8 +56,9 @@ def run(
     _, study = find_study(name)
     where = str(resolve(device))
     result_path, report_path = _paths(study, where, out, report_dir)
+    replace = force or (resume and interrupted_run(result_path) is not None)  # with its report
     for path in (result_path, report_path / RESULT):
-        if path.exists() and not (force or resume):
+        if path.exists() and not replace:
             raise ResultExists(path)
     with output.busy(f"Reading the ceilings of {where} (measured once, then kept)"):
         ceilings(where)
@@ -74,7 +75,7 @@ def run(
             force=force,
             resume=resume,
         )
-    report = write_report(result, report_path, force=force or resume)
+    report = write_report(result, report_path, force=replace)
     console = output.stdout()
     show(result, console)
     console.print(f"\nResult: {result_path}", soft_wrap=True)
