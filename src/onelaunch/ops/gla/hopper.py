@@ -22,7 +22,11 @@ KEYS = (64, 128, 256)
     backward_hands=("rounded_states", "rounded_states"), gemm="gluon", architectures=("sm_90a",),
 )  # fmt: skip
 def hopper(call: GlaCall) -> Results:
-    """One launch along time, or two where T is cut into parts to fill the chip: decays under products, states in registers."""
+    """One launch along time, or two where T is cut into parts to fill the chip: decays under products, states in registers.
+
+    Backward three: two walks and the gradients of all chunks; one more for each walk of parts, and two of PyTorch's that add up
+    what panels give one decay per head.
+    """
     return attend(call, "hopper")
 
 
