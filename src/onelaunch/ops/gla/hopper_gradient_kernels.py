@@ -3,16 +3,28 @@
 Computes   what backward_kernels.py says, for 64 channels of a chunk, from the states and their gradients that walks left.
 Grid       a program per chunk, head and panel of 64 channels; values in blocks inside.
 On chip    q, k, g [64, 64]; v and do [64, BV], S and dS [BV, 64] block by block; two programs fit on a processor, so that one
-           computes while the other's copies arrive.
-Decay      three products with 0 and 1 sum log-decays: from the middle of the chunk, up to and with each step, and behind it.
-           Where the first exceeds LIMIT, pairs of steps are computed by levels of halves (``by_levels``).
+           computes while the other's copies arrive. What has to wait takes the room of S and dS: registers are what is scarce.
+Decay      products with 0 and 1 sum log-decays up to and with each step, over the first half of the chunk and over all of it;
+           differences of them are decays from the middle and to the end. Where these exceed LIMIT, or the sums LONGEST, decays
+           to the end are summed on their own and pairs of steps are computed by levels of halves (``by_levels``).
 Rounding   decayed queries and keys, S and dS are 16-bit, dP a sum of two such numbers (so is S where a head has one decay, whose
-           gradient is a sum over all of a state): products of three roundings would leave dg
-           no more than its own. What is subtracted for dg is the product of what was rounded, and adds up over the chunk in two
-           parts as well.
+           gradient is a sum over all of a state): products of three roundings would leave dg no more than its own. What is
+           subtracted for dg is the product of what was rounded, and adds up over the chunk in two parts as well.
 """
 
-from onelaunch.ops.gla.hopper_tile_kernels import PANEL, SHORTEST, C, cut, exp, ones_where, plus, rows_of, store_in_parts, zero_of
+from onelaunch.ops.gla.hopper_tile_kernels import (
+    LOG2E,
+    PANEL,
+    SHORTEST,
+    C,
+    cut,
+    exp2_flushed,
+    ones_where,
+    plus,
+    rows_of,
+    store_in_parts,
+    zero_of,
+)
 from onelaunch.ops.gluon_compat import (
     fence_async_shared,
     gl,
@@ -24,6 +36,9 @@ from onelaunch.ops.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+LONGEST = gl.constexpr(-512.0)
+"""Logarithm to base 2 of a decay within a chunk down to which a difference of two is good for a decay: to 2^-12."""
 
 
 @gluon.jit
@@ -51,27 +66,23 @@ def find_chunk(offsets, slot, T, sequences, STEPS: gl.constexpr, PACKED: gl.cons
 
 @gluon.jit
 def weights_of(PART: gl.constexpr, level, zero, acc: gl.constexpr, dtype: gl.constexpr):
-    """[C, C] of 0, 1 and -1: which steps (columns) each step (row) sums."""
+    """[C, C] of 0 and 1: which steps (columns) each step (row) sums."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, operand))[:, None] + zero
     s = gl.arange(0, C, layout=gl.SliceLayout(0, operand))[None, :]
-    if PART == "middle":
-        weights = ones_where((s <= t) & (s >= C // 2), gl.float32) - ones_where((s > t) & (s < C // 2), gl.float32)
-    elif PART == "before":
-        weights = ones_where(s <= t, gl.float32)
+    if PART == "before":
+        weights = ones_where(t - s >= 0, gl.float32)
     elif PART == "behind":
-        weights = ones_where(s > t, gl.float32)
-    elif PART == "earlier":
-        weights = ones_where(s < t, gl.float32)
+        weights = ones_where(t - s < 0, gl.float32)
     elif PART == "onward":
-        weights = ones_where(s >= t, gl.float32)
+        weights = ones_where(t - s <= 0, gl.float32)
     else:
         right = ((t >> level) & 1) == 1
-        block = (t >> level) == (s >> level)
+        block = ((t ^ s) >> level) == 0
         if PART == "block":
-            weights = ones_where(block & ((right & (s <= t)) | ((not_(right)) & (s > t))), gl.float32)
+            weights = ones_where(block & ((right & (t - s >= 0)) | (not_(right) & (t - s < 0))), gl.float32)
         else:
-            weights = ones_where(block & ((right & (s >= t)) | ((not_(right)) & (s < t))), gl.float32)
+            weights = ones_where(block & ((right & (t - s <= 0)) | (not_(right) & (t - s > 0))), gl.float32)
     return weights.to(dtype)
 
 
@@ -89,75 +100,99 @@ def summed(x, PART: gl.constexpr, level, zero, acc: gl.constexpr):
 
 
 @gluon.jit
-def summed_in_parts(x, high, low, PART: gl.constexpr, level, zero, acc: gl.constexpr):
-    """The same of float32 x in registers, through two bfloat16 tiles in shared memory."""
+def reciprocal(x):
+    """1 / x of a normal number, computed again wherever it is wanted: registers are scarcer."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def logarithm(g, PART: gl.constexpr, zero, acc: gl.constexpr):
+    """To base 2, of the decays [C, PANEL] that PART names together: those up to and with each step, those behind it, or (in
+    every row the same) all of them or those of the first half.
+    """
+    E: gl.constexpr = g.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    if PART == "before" or PART == "behind":
+        weights = weights_of(PART, 0, zero, acc, E)
+    else:  # constants, which nobody has to compute
+        gl.static_assert(PART == "all" or PART == "half")
+        s = gl.arange(0, C, layout=gl.SliceLayout(0, operand))[None, :]
+        weights = ones_where(s < (C if PART == "all" else C // 2), E) + gl.zeros([C, C], E, layout=operand)
+    d = gl.zeros([C, PANEL], gl.float32, layout=acc)
+    d = warpgroup_mma(weights, g, d, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(d,)) * LOG2E
+
+
+@gluon.jit
+def summed_in_parts(x, high, low, d, PART: gl.constexpr, level, zero, acc: gl.constexpr):
+    """d, and the same of float32 x in registers, through two bfloat16 tiles in shared memory."""
     store_in_parts(x, high, low)
     fence_async_shared()
     weights = weights_of(PART, level, zero, acc, gl.bfloat16)
-    d = gl.zeros([C, PANEL], gl.float32, layout=acc)
-    d = warpgroup_mma(weights, high, d, use_acc=False, is_async=True)
+    d = warpgroup_mma(weights, high, d, is_async=True)
     d = warpgroup_mma(weights, low, d, is_async=True)
     return warpgroup_mma_wait(num_outstanding=0, deps=(d,))
 
 
 @gluon.jit
-def pairs_from_middle(dq, dk, dg, dscores, dscores_low, q, k, g, d_q, d_k, high, low, scale, one, acc: gl.constexpr):
-    """Add what pairs of different steps give dq, dk and dg.
+def pairs_from_middle(dq, onward, dscores, tiles, decay, one, acc: gl.constexpr):
+    """Add what pairs of different steps give dq, and to what dg sums from each step onward; their dk on its own.
 
-    ``dscores`` [C, C], in shared memory in two parts, is 0 but below its diagonal.
-
-    ``d_q`` and ``d_k`` are room for decayed queries and keys, ``high`` and ``low`` are the same room.
+    ``dscores``: two tiles [C, C] that add up, 0 but below the diagonal. ``decay`` [C, PANEL]: from the chunk's middle to each
+    step; one product serves all pairs where it fits the dtype.
     """
-    E: gl.constexpr = q.dtype
+    E: gl.constexpr = tiles.dtype
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    d = summed(g, "middle", 0, zero_of(one, vector), acc)
-    d_q.store((q.load(acc).to(gl.float32) * scale * exp(d)).to(E))
-    d_k.store((k.load(acc).to(gl.float32) * exp(-d)).to(E))
+    d_q, d_k = tiles.index(2), tiles.index(3)
+    same = zero_of(one, vector)
+    d_k.store((tiles.index(1 + same).load(acc).to(gl.float32) * reciprocal(decay)).to(E))
+    d_q.store((tiles.index(same).load(acc).to(gl.float32) * decay).to(E))
     fence_async_shared()
     found = gl.zeros([C, PANEL], gl.float32, layout=acc)
-    found = warpgroup_mma(dscores, d_k, found, use_acc=False, is_async=True)
-    found = warpgroup_mma(dscores_low, d_k, found, is_async=True)
+    found = warpgroup_mma(dscores[0], d_k, found, use_acc=False, is_async=True)
+    found = warpgroup_mma(dscores[1], d_k, found, is_async=True)
     found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-    pairs = d_q.load(acc).to(gl.float32) * found
-    dq += found * (exp(d) * scale)
-    found = warpgroup_mma(dscores.permute((1, 0)), d_q, found, use_acc=False, is_async=True)
-    found = warpgroup_mma(dscores_low.permute((1, 0)), d_q, found, is_async=True)
+    onward += d_q.load(acc).to(gl.float32) * found
+    dq += found * decay
+    found = warpgroup_mma(dscores[0].permute((1, 0)), d_q, found, use_acc=False, is_async=True)
+    found = warpgroup_mma(dscores[1].permute((1, 0)), d_q, found, is_async=True)
     found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-    pairs -= d_k.load(acc).to(gl.float32) * found
-    dk += found * exp(-d)
-    dg += summed_in_parts(pairs, high, low, "onward", 0, zero_of(one, vector), acc)
-    return dq, dk, dg
+    onward -= d_k.load(acc).to(gl.float32) * found
+    return dq, found * reciprocal(decay), onward
 
 
 @gluon.jit
-def pairs_by_levels(dq, dk, dg, dscores, dscores_low, q, k, g, x, high, low, scale, flag, acc: gl.constexpr):
-    """The same for decays of any size."""
+def pairs_by_levels(dq, stash, dg, dscores, dscores_low, q, k, g, x, high, low, flag, acc: gl.constexpr):
+    """Add what pairs of different steps give dq and dg, and dk, which is in the ``stash``, for decays of any size.
+
+    ``dscores`` [C, C], in shared memory in two parts, is 0 but below its diagonal. ``x`` is room for decayed queries and keys,
+    ``high`` and ``low`` for parts; one of these may be the same.
+    """
     E: gl.constexpr = q.dtype
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     operand: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     for level in range(6):
         # right steps are queries here and left ones keys, so one product has dq of those and dk of these
         zero = zero_of(flag, vector)
-        factor = exp(summed(g, "block", level, zero, acc))
+        factor = exp2_flushed(summed(g, "block", level, zero, acc) * LOG2E)
         row = gl.arange(0, C, layout=gl.SliceLayout(1, acc))[:, None] + zero
         right = ((row >> level) & 1) == 1
-        x.store((factor * gl.where(right, q.load(acc).to(gl.float32) * scale, k.load(acc).to(gl.float32))).to(E))
+        x.store((factor * gl.where(right, q.load(acc).to(gl.float32), k.load(acc).to(gl.float32))).to(E))
         fence_async_shared()
         t = gl.arange(0, C, layout=gl.SliceLayout(1, operand))[:, None] + zero
         s = gl.arange(0, C, layout=gl.SliceLayout(0, operand))[None, :]
-        across = ((t >> level) ^ (s >> level)) == 1
+        across = ((t ^ s) >> level) == 1
         found = gl.zeros([C, PANEL], gl.float32, layout=acc)
-        both = gl.where(t > s, dscores.load(operand), dscores.permute((1, 0)).load(operand))
+        both = gl.where(t - s > 0, dscores.load(operand), dscores.permute((1, 0)).load(operand))
         found = warpgroup_mma(gl.where(across, both.to(gl.float32), 0.0).to(E), x, found, use_acc=False, is_async=True)
         found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-        both = gl.where(t > s, dscores_low.load(operand), dscores_low.permute((1, 0)).load(operand))
+        both = gl.where(t - s > 0, dscores_low.load(operand), dscores_low.permute((1, 0)).load(operand))
         found = warpgroup_mma(gl.where(across, both.to(gl.float32), 0.0).to(E), x, found, is_async=True)
         found = warpgroup_mma_wait(num_outstanding=0, deps=(found,))
-        dg += summed_in_parts(x.load(acc).to(gl.float32) * found, high, low, "around", level, zero, acc)
-        found *= factor
-        dq += gl.where(right, found * scale, 0.0)
-        dk += gl.where(right, 0.0, found)
-    return dq, dk, dg
+        dq += gl.where(right, found * factor, 0.0)
+        stash.store(stash.load(acc) + gl.where(right, 0.0, found * factor))
+        dg = summed_in_parts(x.load(acc).to(gl.float32) * found, high, low, dg, "around", level, zero_of(flag, vector), acc)
+    return dq, dg
 
 
 @gluon.jit
@@ -170,7 +205,7 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     of_states = gl.zeros([C, PANEL], gl.float32, layout=acc)
     of_dstates = gl.zeros([C, PANEL], gl.float32, layout=acc)
     dscores = gl.zeros([C, C], gl.float32, layout=acc)
-    whole = gl.zeros([PANEL], gl.float32, layout=gl.SliceLayout(0, fine))
+    both = gl.zeros([32, PANEL], gl.float32, layout=fine)
     phase = 0
     for first in range(0, values, BV):
         if first > 0:
@@ -187,9 +222,9 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
             state = t_s.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
             if states_low is not None:
                 state += t_low.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
-            whole += gl.sum(state * t_ds.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32), 0)
+            both += state * t_ds.slice(turn * 32, 32, dim=0).load(fine).to(gl.float32)
         of_states, dscores, of_dstates = warpgroup_mma_wait(num_outstanding=0, deps=(of_states, dscores, of_dstates))
-    return of_states, of_dstates, dscores, whole
+    return of_states, of_dstates, dscores, gl.sum(both, 0)
 
 
 @gluon.jit
@@ -221,7 +256,7 @@ def put(tile, values, out, out_tiles, row, column, width, left):
 
 
 @gluon.jit
-def channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, LIMIT: gl.constexpr, acc: gl.constexpr):
+def channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, acc: gl.constexpr):
     """dq, dk and dg of a panel of channels, each with its decay."""
     row, left, head, cells, channel = at
     values, width, column = sizes
@@ -235,10 +270,14 @@ def channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scal
     t_q = tiles.index(0)
     t_k = tiles.index(1)
     t_g = tiles.index(4)
-    flags = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    flag = flags.index(0)
-    one = flags.index(1)
+    numbers = gl.allocate_shared_memory(gl.int32, [5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flag = numbers.index(0)
+    one = numbers.index(1)
     one.store(gl.full([1], 1, gl.int32, layout=vector))
+    # where results go: wanted at the end, and registers are scarcer than shared memory
+    numbers.index(2).store(gl.full([1], 0, gl.int32, layout=vector) + row)
+    numbers.index(3).store(gl.full([1], 0, gl.int32, layout=vector) + column // PANEL)
+    numbers.index(4).store(gl.full([1], 0, gl.int32, layout=vector) + left)
     mbarrier.wait(bars.index(0), 0)
     if left < C:
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -246,52 +285,83 @@ def channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scal
         cut(t_k, left, rows)
         cut(t_g, left, rows)
         fence_async_shared()
-    d = summed(t_g, "middle", 0, left >> 31, acc)
-    wild = gl.max(gl.max(gl.where(gl.abs(d) <= LIMIT, 0, 1), 1), 0)
-    flag.store(gl.full([1], 0, gl.int32, layout=vector) + wild)
-    if wild > 0:
-        b_g = t_g.load(acc).to(gl.float32)
-        t_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
-        fence_async_shared()
 
     from_states, from_dstates, dscores, whole = through_states(
         descriptors, blocks, bars.index(1), (row, head), cells, channel, values, acc
     )
-    whole = gl.convert_layout(whole, across)[None, :]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    if both.shape[1] == C:
+        stash = both._reinterpret(gl.float32, [C, PANEL], plain)  # noqa: SLF001
+    else:
+        stash = both.index(1)._reinterpret(gl.float32, [C, PANEL], plain)  # noqa: SLF001
+    t_whole = gl.allocate_shared_memory(gl.float32, [PANEL], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    t_whole.store(whole)
     t = gl.arange(0, C, layout=gl.SliceLayout(1, acc))[:, None]
     s = gl.arange(0, C, layout=across)[None, :]
-    from_states = gl.where(t < left, from_states, 0.0)  # what follows may be NaN
-    from_dstates = gl.where(t < left, from_dstates, 0.0)
-    dscores = gl.where((t < left) & (s < left), dscores, 0.0)
-    alone = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None] * scale
+    dscores *= scale
+    if left < C:  # what follows may be NaN
+        from_states = gl.where(t < left, from_states, 0.0)
+        from_dstates = gl.where(t < left, from_dstates, 0.0)
+        dscores = gl.where((t < left) & (left - s > 0), dscores, 0.0)
+    alone = gl.sum(gl.where(t - s == 0, dscores, 0.0), 1)[:, None]
     t_p = t_do.slice(0, PANEL, dim=1)
     t_low = t_v.slice(0, PANEL, dim=1)
-    store_in_parts(gl.where(t > s, dscores, 0.0), t_p, t_low)
+    store_in_parts(gl.where(t - s > 0, dscores, 0.0), t_p, t_low)
+    fence_async_shared()
 
-    high = tiles.index(2)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-    low = tiles.index(3)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-    before = exp(summed(t_g, "before", 0, zero_of(one, vector), acc))
-    b_dq = from_states * (before * scale)
-    b_dg = summed_in_parts(t_q.load(acc).to(gl.float32) * b_dq, high, low, "onward", 0, zero_of(one, vector), acc)
-    behind = exp(summed(t_g, "behind", 0, zero_of(one, vector), acc))
-    b_dk = from_dstates * behind
-    b_dg += whole * (before * behind)
-    b_dg += summed_in_parts(t_k.load(acc).to(gl.float32) * b_dk, high, low, "earlier", 0, zero_of(one, vector), acc)
-    b_dq += alone * t_k.load(acc).to(gl.float32)
-    b_dk += alone * t_q.load(acc).to(gl.float32)
+    before = logarithm(t_g, "before", zero_of(one, vector), acc)
+    d = before - logarithm(t_g, "half", 0, acc)
+    gentle = (gl.abs(d) <= LIMIT * LOG2E) & (before >= LONGEST)
+    wild = gl.max(gl.max(gl.where(gentle, 0, 1), 1), 0)
+    # what the compiler knows to be the same on both sides of a branch it computes on one of them alone: see docs/notebook/gla.md
+    flag.store(gl.full([1], 0, gl.int32, layout=vector) + wild)
     if wild == 0:
-        b_dq, b_dk, b_dg = pairs_from_middle(
-            b_dq, b_dk, b_dg, t_p, t_low, t_q, t_k, t_g, tiles.index(2), tiles.index(3), high, low, scale, one, acc
-        )
+        behind = logarithm(t_g, "all", 0, acc) - before
     else:
-        # what the compiler knows to be the same on both sides it computes on one of them alone: see docs/notebook/gla.md
+        b_g = t_g.load(acc).to(gl.float32)
+        t_g.store(gl.where(b_g < LOWEST, LOWEST, b_g).to(E))
+        fence_async_shared()
+        same = zero_of(flag, vector)
+        before = logarithm(tiles.index(4 + same), "before", same, acc)
+        behind = logarithm(tiles.index(4 + same), "behind", same, acc)
+
+    behind = exp2_flushed(behind)
+    b_dk = from_dstates * behind
+    of_k = t_k.load(acc).to(gl.float32) * b_dk
+    stash.store(b_dk + alone * t_q.load(acc).to(gl.float32))
+    before = exp2_flushed(before)
+    all_of_it = t_whole.load(across)[None, :] * (before * behind)
+    t_whole.store(gl.sum(of_k + gl.where(rows_of(acc, left) == 0, all_of_it, 0.0), 0))
+    b_dq = from_states * (before * scale)
+    onward = t_q.load(acc).to(gl.float32) * b_dq - of_k
+    b_dq += alone * tiles.index(1 + zero_of(one, vector)).load(acc).to(gl.float32)
+    if wild == 0:
+        zero = zero_of(one, vector)
+        d = logarithm(tiles.index(4 + zero), "before", zero, acc)
+        decay = exp2_flushed(d - logarithm(tiles.index(4 + zero), "half", 0, acc))
+        b_dq, b_dk, onward = pairs_from_middle(b_dq, onward, (t_p, t_low), tiles, decay, one, acc)
+        from_levels = gl.zeros([C, PANEL], gl.float32, layout=acc)
+    else:
         same = zero_of(flag, vector)
         high = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
         low = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
-        b_dq, b_dk, b_dg = pairs_by_levels(
-            b_dq, b_dk, b_dg, t_p, t_low, tiles.index(same), tiles.index(1 + same), tiles.index(4 + same),
-            tiles.index(2 + same), high, low, scale, flag, acc,
+        nothing = gl.zeros([C, PANEL], gl.float32, layout=acc)
+        from_levels = summed_in_parts(onward, high, low, nothing, "onward", 0, same, acc)
+        onward = nothing
+        b_dk = nothing
+        b_dq, from_levels = pairs_by_levels(
+            b_dq, stash, from_levels, t_p, t_low, tiles.index(same), tiles.index(1 + same), tiles.index(4 + same),
+            tiles.index(2 + same), high, low, flag, acc,
         )  # fmt: skip
+    b_dk += stash.load(acc)
+    same = zero_of(one, vector)
+    high = tiles.index(2 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    low = tiles.index(3 + same)._reinterpret(gl.bfloat16, [C, PANEL], square)  # noqa: SLF001
+    b_dg = summed_in_parts(onward, high, low, from_levels, "onward", 0, same, acc)
+    b_dg += t_whole.load(across)[None, :]
+    row = gl.max(numbers.index(2).load(vector), 0)
+    column = gl.max(numbers.index(3).load(vector), 0) * PANEL
+    left = gl.max(numbers.index(4).load(vector), 0)
     put(t_q, b_dq, dq, dq_tiles, row, column, width, left)
     put(t_k, b_dk, dk, dk_tiles, row, column, width, left)
     put(t_g, b_dg, dg, dg_tiles, row, column, width, left)
@@ -313,8 +383,8 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     place = (row + step).to(gl.int64) * heads + head
     b_g = gl.load(log_decay + place, mask=step < left, other=0.0).to(gl.float32)
     b_g = gl.where(b_g < SHORTEST, SHORTEST, b_g)
-    sums = gl.associative_scan(b_g, 0, plus)
-    total = gl.sum(b_g, 0)
+    sums = gl.associative_scan(b_g, 0, plus) * LOG2E
+    total = gl.sum(b_g, 0) * LOG2E
     before = gl.convert_layout(sums, down)[:, None]
     mbarrier.wait(bars.index(0), 0)
     if left < C:
@@ -328,14 +398,16 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     )
     t = gl.arange(0, C, layout=down)[:, None]
     s = gl.arange(0, C, layout=across)[None, :]
-    from_states = gl.where(t < left, from_states, 0.0)  # what follows may be NaN
-    from_dstates = gl.where(t < left, from_dstates, 0.0)
-    dscores = gl.where((t < left) & (s < left), dscores * scale, 0.0)
+    dscores *= scale
+    if left < C:  # what follows may be NaN
+        from_states = gl.where(t < left, from_states, 0.0)
+        from_dstates = gl.where(t < left, from_dstates, 0.0)
+        dscores = gl.where((t < left) & (s < left), dscores, 0.0)
     alone = gl.sum(gl.where(t == s, dscores, 0.0), 1)[:, None]
     t_p = t_do.slice(0, PANEL, dim=1)
     t_low = t_v.slice(0, PANEL, dim=1)
     between = before - gl.convert_layout(sums, across)[None, :]
-    store_in_parts(gl.where(t > s, dscores * exp(gl.where(t > s, between, 0.0)), 0.0), t_p, t_low)
+    store_in_parts(gl.where(t > s, dscores * exp2_flushed(gl.where(t > s, between, 0.0)), 0.0), t_p, t_low)
     fence_async_shared()
     of_q = gl.zeros([C, PANEL], gl.float32, layout=acc)
     of_k = gl.zeros([C, PANEL], gl.float32, layout=acc)
@@ -343,8 +415,8 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     of_q = warpgroup_mma(t_low, t_k, of_q, is_async=True)
     of_k = warpgroup_mma(t_p.permute((1, 0)), t_q, of_k, use_acc=False, is_async=True)
     of_k = warpgroup_mma(t_low.permute((1, 0)), t_q, of_k, is_async=True)
-    from_states = from_states * (exp(before) * scale)
-    from_dstates = from_dstates * exp(total - before)
+    from_states = from_states * (exp2_flushed(before) * scale)
+    from_dstates = from_dstates * exp2_flushed(total - before)
     b_q = t_q.load(acc).to(gl.float32)
     b_k = t_k.load(acc).to(gl.float32)
     of_q, of_k = warpgroup_mma_wait(num_outstanding=0, deps=(of_q, of_k))
@@ -354,7 +426,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     put(t_k, from_dstates + of_k + alone * b_q, dk, dk_tiles, row, column, width, left)
     found = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward
     found += gl.associative_scan(earlier, 0, plus) - earlier
-    found += gl.sum(whole, 0) * exp(total)
+    found += gl.sum(whole, 0) * gl.exp2(total)
     gl.store(to + place, found, mask=step < left)
 
 
@@ -380,11 +452,13 @@ def gradients_kernel(
         return
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PANEL], E)
     tiles = gl.allocate_shared_memory(E, [2 if SCALAR else 5, C, PANEL], square)  # q, k, two of scratch, g
+    BV: gl.constexpr = v.block_type.shape[1]
+    both = gl.allocate_shared_memory(E, [2, BV, PANEL], states.layout)
     blocks = (
         gl.allocate_shared_memory(E, v.block_type.shape, v.layout),
         gl.allocate_shared_memory(E, do.block_type.shape, do.layout),
-        gl.allocate_shared_memory(E, states.block_type.shape, states.layout),
-        gl.allocate_shared_memory(E, dstates.block_type.shape, dstates.layout),
+        both.index(0),
+        both.index(1),
         gl.allocate_shared_memory(E, states.block_type.shape, states.layout) if SCALAR else tiles,
     )
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -410,6 +484,6 @@ def gradients_kernel(
         to = dg + panel.to(gl.int64) * rows * heads
         head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc)
     else:
-        channel_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, LIMIT, acc)
+        channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT, acc)
     tma_store_wait(pendings=0)
     tiles._keep_alive()  # noqa: SLF001 - else reductions that follow the stores may take the room that these still read

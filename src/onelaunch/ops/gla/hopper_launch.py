@@ -60,7 +60,7 @@ def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool, read: bool) 
         return WalkTiles(1, stages, stages, decay_registers=232)
     if scalar:
         return WalkTiles(2, stages, stages, multiply_registers=184, decay_registers=136)
-    return WalkTiles(2, stages, stages, multiply_registers=168, decay_registers=168) if keep else WalkTiles(2)
+    return WalkTiles(2, stages, stages)
 
 
 @functools.cache

@@ -212,6 +212,7 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    every: gl.constexpr = gl.BlockedLayout([PANEL // 32], [32], [4], [0])
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
     NEAR: gl.constexpr = 1 if REVERSE else 0
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
@@ -229,12 +230,14 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
             cut(g, left, rows)
             cut(tiles_a.index(stage), left, rows)
             fence_async_shared()
-        wild = 0
+        within = True
         for panel in gl.static_range(K // PANEL):
             first, second = halves_of(g, ones, panel)
             ends_flat.index(2 * stage + NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(first))
             ends_flat.index(2 * stage + 1 - NEAR).slice(panel * PANEL, PANEL, dim=0).store(exp(second))
-            wild += gl.max(gl.where((gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT), 0, 1), 0)
+            within = (gl.abs(first) <= LIMIT) & (gl.abs(second) <= LIMIT) & within
+        # a warp for all channels: a maximum across warps costs a round trip more, and a register throughout the loop
+        wild = gl.max(gl.convert_layout(gl.where(within, 0, 1), every), 0)
         if gl.float16 == E:  # times exp(LIMIT) they would be beyond what it holds
             wild += too_large(tiles_a.index(stage), scale if REVERSE else 1.0, rows)
             if READ:

@@ -101,30 +101,44 @@ def add(descriptors, part_states, tiles, bars, offsets, T, sizes, values, GROUP:
 
 
 @gluon.jit
+def one_of_two(x):
+    """Of x [C, columns], whose rows are alike, [C / 2, columns]: a thread holds rows t and t + 8, of which one is enough."""
+    pairs = gl.permute(gl.reshape(x, [C // 16, 2, 8, x.shape[1]]), (0, 2, 3, 1))
+    first, _ = gl.split(pairs)
+    return gl.reshape(first, [C // 2, x.shape[1]])
+
+
+@gluon.jit
+def two_of_one(x, layout: gl.constexpr):
+    """The inverse of one_of_two; nothing leaves its thread."""
+    rows = gl.reshape(x, [C // 16, 8, x.shape[1]])
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(rows, rows), (0, 3, 1, 2)), [C, x.shape[1]]), layout)
+
+
+@gluon.jit
 def fade_panels(adders, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: gl.constexpr):
-    """Decay a tile's panels from FIRST on. Each row of ``carry`` [C, channels] sums the log-decays of the tiles before."""
-    if carry.shape[1] == PANEL:
+    """Decay a tile's panels from FIRST on. Each row of ``carry`` [C / 2, channels] sums the log-decays of the tiles before."""
+    held: gl.constexpr = carry.type.layout
+    K: gl.constexpr = carry.shape[1]
+    if K == PANEL:
         p_a = adders.slice(FIRST, PANEL, dim=1)
         p_g = g.slice(FIRST, PANEL, dim=1)
-        square: gl.constexpr = carry.type.layout
+        square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PANEL, 16])
         d = gl.zeros([C, PANEL], gl.float32, layout=square)
         total = gl.zeros([C, PANEL], gl.float32, layout=square)
         d = warpgroup_mma(weights.index(0), p_g, d, use_acc=False, is_async=True)
         total = warpgroup_mma(weights.index(1), p_g, total, use_acc=False, is_async=True)
         d, total = warpgroup_mma_wait(num_outstanding=0, deps=(d, total))
-        b_a = p_a.load(square).to(gl.float32) * exp2_flushed((carry + d) * LOG2E)
-        carry += total
+        b_a = p_a.load(square).to(gl.float32) * exp2_flushed((two_of_one(carry, square) + d) * LOG2E)
+        carry += gl.convert_layout(one_of_two(total), held)
         if REVERSE:
             b_a *= scale
         store_in_parts(b_a, p_a, p_g)
     else:
-        square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, carry.shape[1] // 2, 16])
-        whole: gl.constexpr = carry.type.layout
-        K: gl.constexpr = carry.shape[1]
         left, right = halves(carry)
-        left = fade_panels(adders, g, gl.convert_layout(left, square), weights, scale, FIRST, REVERSE)
-        right = fade_panels(adders, g, gl.convert_layout(right, square), weights, scale, FIRST + K // 2, REVERSE)
-        carry = gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C, K]), whole)
+        left = fade_panels(adders, g, left, weights, scale, FIRST, REVERSE)
+        right = fade_panels(adders, g, right, weights, scale, FIRST + K // 2, REVERSE)
+        carry = gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C // 2, K]), held)
     return carry
 
 
@@ -150,7 +164,8 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
     weights.index(0).store(ones_where(s <= t if REVERSE else s > t, E))
     weights.index(1).store(ones_where((s >= 0) & (t >= 0), E))
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    carry = gl.zeros([C, K], gl.float32, layout=wide)
+    carry = one_of_two(gl.zeros([C, K], gl.float32, layout=wide))
+    held: gl.constexpr = carry.type.layout
     limit = chunks
     c = 0
     while c < limit:
@@ -173,8 +188,8 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
         c += 1
     if part == 0:
         before = (n.to(gl.int64) * heads + head) * segments + segment
-        row = gl.arange(0, C, layout=gl.SliceLayout(1, wide))[:, None]
-        channel = gl.arange(0, K, layout=gl.SliceLayout(0, wide))[None, :]
+        row = gl.arange(0, C // 2, layout=gl.SliceLayout(1, held))[:, None]
+        channel = gl.arange(0, K, layout=gl.SliceLayout(0, held))[None, :]
         gl.store(part_decays + before * K + channel + 0 * row, exp(carry), mask=(row == 0) & (channel >= 0))
 
 

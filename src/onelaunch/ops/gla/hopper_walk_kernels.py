@@ -120,21 +120,27 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     heads, segments, part_steps = sizes
     n, head, part, segment = place(sizes, SLICES)
+    # what follows counts rows of K in 32 bits: of 2^31 there is no memory for, and more kinds of numbers take more registers
     row, steps = span(offsets, n, T, segment, part_steps, PACKED)
-    _, _, slot = bounds(offsets, n, T, PACKED)
-    slot += segment * (part_steps // C)
+    first, _, slot = bounds(offsets, n, T + (n >> 31), PACKED)  # as in cell_of: else computed before the warps part
+    slot += (row - first) // C
     first_value = (part * GROUPS + GROUP) * PANEL
     state = gl.zeros([PANEL, K], gl.float32, layout=held)
-    pair = n.to(gl.int64) * heads + head
+    pair = n * heads + head
     if INITIAL:
         channel = gl.arange(0, K, layout=across)[None, :]
         value = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(1, held))[:, None]
-        state = gl.load(initial + pair * K * values + (channel * values + value))
+        state = gl.load(initial + (pair * values).to(gl.int64) * K + (channel * values + value))
     if PARTS:
-        for turn in range(segments - 1 - segment if REVERSE else segment):
+        earlier = segments - 1 - segment if REVERSE else segment
+        nearest = pair * segments + (segment + 1 if REVERSE else segment - 1)
+        decays_of_it = part_decays + nearest.to(gl.int64) * K + gl.arange(0, K, layout=across)
+        left_of_all = gl.max(gl.load(decays_of_it, mask=earlier > 0, other=0.0), 0)
+        # where nothing is left behind the nearest part, as with decays of models, that one is all there is to read
+        for turn in range(gl.maximum(earlier - 1, 0) if left_of_all == 0.0 else 0, earlier):
             before = pair * segments + (segments - 1 - turn if REVERSE else turn)
-            state = state * gl.load(part_decays + before * K + gl.arange(0, K, layout=across))[None, :]
-            state += gl.load(part_states + before * K * values + cell_of(first_value, turn, held, K, K))
+            state = state * gl.load(part_decays + before.to(gl.int64) * K + gl.arange(0, K, layout=across))[None, :]
+            state += gl.load(part_states + cell_of(before * values + first_value, turn, held, K, K))
     panel = (head * SLICES + part) * GROUPS
     chunks = gl.cdiv(steps, C)
     if GROUP == 0:
@@ -149,7 +155,7 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         b_v = tiles_v.index(stage * GROUPS + GROUP)
         b_a = tiles_a.index(stage)
         if KEEP:
-            cell = ((slot + j).to(gl.int64) * heads + head) * values + first_value
+            cell = ((slot + j) * heads + head) * values + first_value  # rows of K: memory holds no 2^31
             if STAGED:
                 kept = tiles_kept.index(GROUP)
                 tma_store_wait(pendings=0)  # the state before has left
@@ -158,11 +164,11 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
                 else:
                     store_in_parts(state, kept, tiles_kept.index(GROUPS + GROUP))
                 fence_async_shared()
-                tma_store(states, [cell.to(gl.int32), 0], kept)
+                tma_store(states, [cell, 0], kept)
                 if states_low is not None:
-                    tma_store(states_low, [cell.to(gl.int32), 0], tiles_kept.index(GROUPS + GROUP))
+                    tma_store(states_low, [cell, 0], tiles_kept.index(GROUPS + GROUP))
             else:
-                store_state(states + cell * K, state, left, K)
+                store_state(states + cell.to(gl.int64) * K, state, left, K)
         mbarrier.wait(arrived.index(stage), phase)
         if left < C:
             t = rows_of(rows, left)
@@ -171,7 +177,10 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
         mbarrier.wait(decayed.index(stage), phase)
         flag = gl.max(strong.index(stage).load(scalar), 0)
         if not SCALAR:
-            if flag == 0:
+            if KEEP and not PARTS:
+                # strong decay has 1 there; in a branch, what was kept would stay in registers until it is read
+                state = state * ends_flat.index(2 * stage + flag).load(across)[None, :]
+            elif flag == 0:
                 state = state * ends_flat.index(2 * stage).load(across)[None, :]
         out = gl.zeros([PANEL, C], gl.float32, layout=outs)
         if READ:
@@ -195,8 +204,8 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
                 mbarrier.arrive(taken, count=1)
         else:
             state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
-        if not SCALAR:
-            state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
+            if not SCALAR:
+                state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         if READ:
             tma_store_wait(pendings=0)  # the output of the tile before has left
             done = (stage + STAGES - 1) % STAGES
@@ -218,9 +227,12 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
                 tma_store(out_tiles, [at, head * values + first_value], b_v)
             else:
                 t = rows_of(rows, left)
-                u = first_value + gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-                target = (at + t).to(gl.int64) * (heads * values) + head * values + u
-                gl.store(out_values + target, b_v.load(rows), mask=t < left)
+                u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
+                width = (heads + (left >> 31)) * values  # as in rows_of
+                tile = out_values + at.to(gl.int64) * width + (head * values + first_value)
+                gl.store(tile + t * width + u, b_v.load(rows), mask=t < left)
+            if not SCALAR:  # last, when out takes no registers any more
+                state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         stage += 1
         if stage == STAGES:
             stage = 0
