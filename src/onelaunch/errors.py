@@ -118,6 +118,13 @@ class VariantUnsupported(OneLaunchError, RuntimeError):
         self.reason = reason
 
 
+class CheckpointError(OneLaunchError, ValueError):
+    """A checkpoint does not hold what is wanted from it."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"Checkpoint: {problem}.")
+
+
 # Devices and tools
 
 

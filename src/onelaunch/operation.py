@@ -11,12 +11,15 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
 
 Direction = Literal["forward", "forward_backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
@@ -71,6 +74,32 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs) if torch.compiler.is_compiling() else kept(*args, **kwargs)
 
     return ask
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """Several tensors that make one argument, such as a quantized matrix and its scales. Base of immutable dataclasses.
+
+    Whoever copies, casts or watches arguments does it through :meth:`tensors` and :meth:`map`, and need not know what they mean.
+    """
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same with a function applied to each tensor."""
+        return replace(self, **{name: function(value) for name, value in self.tensors().items()})
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on a device."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 class Call(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from onelaunch.errors import OneLaunchError, VariantUnsupported
-from onelaunch.operation import Case, Control, Direction, Operation
+from onelaunch.operation import Bundle, Case, Control, Direction, Operation
 from onelaunch.workbench.result import Status
 
 Answer = dict[str, torch.Tensor | None]
@@ -31,6 +31,8 @@ class Inputs:
         for name, value in self.arguments.items():
             if isinstance(value, torch.Tensor):
                 yield name, value
+            elif isinstance(value, Bundle):
+                yield from ((f"{name}.{part}", tensor) for part, tensor in value.tensors().items())
         for name, value in self.output_gradients.items():
             yield f"gradient of {name}", value
 
@@ -41,11 +43,18 @@ class Inputs:
 
     def clone(self) -> Inputs:
         """The same contents in new storage."""
-        arguments = {
-            name: value.detach().clone().requires_grad_(name in self.differentiable) if isinstance(value, torch.Tensor) else value
-            for name, value in self.arguments.items()
-        }
-        return Inputs(arguments, self.differentiable, {name: g.clone() for name, g in self.output_gradients.items()})
+        gradients = {name: gradient.clone() for name, gradient in self.output_gradients.items()}
+        return Inputs(self.map(lambda tensor: tensor.detach().clone()), self.differentiable, gradients)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        """The arguments with a function applied to each tensor; differentiable ones require gradients again."""
+
+        def each(name: str, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return function(value).requires_grad_(name in self.differentiable)
+            return value.map(function) if isinstance(value, Bundle) else value
+
+        return {name: each(name, value) for name, value in self.arguments.items()}
 
     @torch.no_grad()
     def load(self, other: Inputs) -> None:

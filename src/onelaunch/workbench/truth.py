@@ -149,13 +149,10 @@ def find_truth(
 def upcast(inputs: Inputs) -> Inputs:
     """The same values in float64; integers and what is no tensor stay as they are."""
 
-    def up(value: Any, name: str) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        return value.detach().double().requires_grad_(name in inputs.differentiable)
+    def up(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().double() if value.is_floating_point() else value
 
-    arguments = {name: up(value, name) for name, value in inputs.arguments.items()}
-    return Inputs(arguments, inputs.differentiable, {name: g.double() for name, g in inputs.output_gradients.items()})
+    return Inputs(inputs.map(up), inputs.differentiable, {name: g.double() for name, g in inputs.output_gradients.items()})
 
 
 def yardstick(operation: Operation[..., Any]) -> Variant | None:

@@ -1,0 +1,368 @@
+"""Matrices in few bits: float8 with a scale for all or for each row, and NVFP4, as operations take and checkpoints hold them.
+
+An operand of several tensors is one value here: :class:`Fp8Tensor`, :class:`NVFP4Tensor`. Both are immutable, name what is wrong
+when they are made, and say what each tensor holds, so that whoever copies or casts arguments need not know the format.
+
+Source: NVFP4 as in NVIDIA's Transformer Engine and Model Optimizer; the swizzled order of scales is cuBLAS's for block scaling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, ValueRangeError, listing
+from onelaunch.operation import Bundle
+from onelaunch.ops import checks
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of a code stand for; the fourth is the sign."""
+
+BLOCK = 16
+"""Neighbouring channels that share a scale."""
+
+LARGEST_SCALE = 448.0
+"""Of float8_e4m3fn."""
+
+ATOM_ROWS, ATOM_SCALES = 128, 4
+"""Scales that the swizzled order keeps together."""
+
+SCALES = (torch.float8_e4m3fn, torch.float64)
+"""Dtypes that block scales may have: as stored, and upcast for an oracle."""
+
+WIDE = (torch.float32, torch.float64)
+"""The same of scales of rows and of whole tensors."""
+
+
+def _check_scale(argument: str, scale: torch.Tensor, like: torch.Tensor) -> None:
+    checks.tensor(argument, scale)
+    checks.dtype(argument, scale, WIDE)
+    checks.device(argument, scale, like.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Tensor(Bundle):
+    """A matrix ``values * scale`` in float8.
+
+    Attributes:
+        values: ``[R, K]`` float8_e4m3fn.
+        scale: float32, of one element (``[]`` or ``[1]``) for all, or ``[R, 1]`` for each row.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def __post_init__(self) -> None:
+        checks.tensor("values", self.values)
+        checks.rank("values", self.values, "[R, K]")
+        checks.dtype("values", self.values, (torch.float8_e4m3fn, torch.float64))
+        _check_scale("scale", self.scale, self.values)
+        if tuple(self.scale.shape) not in ((), (1,), (1, 1), (self.values.shape[0], 1)):
+            want = f"one element, or [R, 1] = [{self.values.shape[0]}, 1] to match values {list(self.values.shape)}"
+            raise ShapeError("scale", got=self.scale.shape, want=want)
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[R, K]``."""
+        return self.values.shape
+
+    @property
+    def per_row(self) -> bool:
+        """Whether rows have scales of their own."""
+        return self.scale.numel() != 1
+
+    def rows(self, start: int, stop: int) -> Fp8Tensor:
+        """Some of the rows, as views."""
+        scale = self.scale[start:stop] if self.per_row else self.scale
+        return Fp8Tensor(self.values[start:stop], scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """``[R, K]``, rounded once."""
+        wide = torch.promote_types(self.scale.dtype, dtype)
+        return (self.values.to(wide) * self.scale.reshape(-1, 1).to(wide)).to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class NVFP4Tensor(Bundle):
+    """A matrix of 4-bit numbers: ``code * scale of its block * global scale``; 4.5 bits an element.
+
+    A code times its scale has at most 6 significant bits: bfloat16, float16 and float32 hold every one exactly.
+
+    Attributes:
+        codes: ``[R, K / 2]`` uint8, channel 2 i in the lower half of byte i.
+        scales: float8_e4m3fn, ``[R, K / 16]``; if ``swizzled``, R rounded up to 128s and K / 16 to 4s.
+        global_scale: float32 of one element, or ``None`` for 1.
+        swizzled: scales lie as cuBLAS and tcgen05 read them: atoms of 128 rows x 4, in which rows r, r + 32, r + 64, r + 96 are
+            neighbours.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None = None
+    swizzled: bool = False
+
+    def __post_init__(self) -> None:
+        checks.tensor("codes", self.codes)
+        checks.tensor("scales", self.scales)
+        checks.rank("codes", self.codes, "[R, K / 2]")
+        checks.dtype("codes", self.codes, (torch.uint8,), ": two codes a byte")
+        checks.dtype("scales", self.scales, SCALES)
+        checks.device("scales", self.scales, self.codes.device)
+        rows, channels = self.shape
+        if channels % BLOCK:
+            want = f"[R, K / 2] with K a multiple of {BLOCK}: a payload that was cut off, or blocks of another size"
+            raise ShapeError("codes", got=self.codes.shape, want=want)
+        want, said = (rows, channels // BLOCK), f"[R, K / {BLOCK}]"
+        if self.swizzled:
+            want, said = _padded(*want), f"[R, K / {BLOCK}], each rounded up to whole atoms of {ATOM_ROWS} x {ATOM_SCALES},"
+        checks.shape("scales", self.scales, want, said, f"codes {list(self.codes.shape)}")
+        if self.global_scale is not None:
+            _check_scale("global_scale", self.global_scale, self.codes)
+            if self.global_scale.numel() != 1:
+                raise ShapeError("global_scale", got=self.global_scale.shape, want="of one element")
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[R, K]``."""
+        return torch.Size((self.codes.shape[0], 2 * self.codes.shape[1]))
+
+    def rows(self, start: int, stop: int) -> NVFP4Tensor:
+        """Some of the rows, as views. Swizzled scales can be parted between atoms alone."""
+        if not self.swizzled:
+            return dataclasses.replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop])
+        if start % ATOM_ROWS or (stop % ATOM_ROWS and stop != self.shape[0]):
+            raise ArgumentError(
+                f"Rows {start} to {stop} of an NVFP4Tensor with swizzled scales cut through an atom of {ATOM_ROWS} rows; "
+                "take plain() of it first."
+            )
+        end = _round_up(stop, ATOM_ROWS)
+        return dataclasses.replace(self, codes=self.codes[start:stop], scales=self.scales[start:end])
+
+    def plain(self) -> NVFP4Tensor:
+        """The same with scales ``[R, K / 16]``."""
+        if not self.swizzled:
+            return self
+        rows, channels = self.shape
+        return dataclasses.replace(self, scales=unswizzle(self.scales, rows, channels // BLOCK), swizzled=False)
+
+    def swizzle(self) -> NVFP4Tensor:
+        """The same with scales in the swizzled order, padded with zeros."""
+        return self if self.swizzled else dataclasses.replace(self, scales=swizzle(self.scales), swizzled=True)
+
+    def decode(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """``code * scale`` ``[R, K]``: exact in any floating-point dtype of 16 bits or more. Without the global scale."""
+        wide = torch.promote_types(torch.float32, dtype)
+        scales = self.plain().scales.to(wide)
+        return (_values_of(self.codes, wide).unflatten(1, (-1, BLOCK)) * scales[:, :, None]).flatten(1).to(dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """``[R, K]`` with the global scale, rounded to float32 (float64) and then to ``dtype``."""
+        exact = self.decode(torch.promote_types(torch.float32, dtype))
+        return (exact if self.global_scale is None else exact * self.global_scale.reshape(())).to(dtype)
+
+    def state_dict(self, layer: str) -> dict[str, torch.Tensor]:
+        """``LAYER.weight``, ``.weight_scale`` and ``.weight_scale_2``: the names by which Model Optimizer writes checkpoints."""
+        plain = self.plain()
+        held = {f"{layer}.weight": plain.codes.contiguous(), f"{layer}.weight_scale": plain.scales.contiguous()}
+        if plain.global_scale is not None:
+            held[f"{layer}.weight_scale_2"] = plain.global_scale.reshape(()).clone()
+        return held
+
+    @classmethod
+    def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], layer: str) -> NVFP4Tensor:
+        """A layer's weight from a checkpoint of Model Optimizer (``weight``, ``weight_scale``, ``weight_scale_2``) or of
+        compressed-tensors (``weight_packed``, ``weight_scale`` and ``weight_global_scale``, by which that one divides).
+
+        Raises:
+            CheckpointError: naming the tensor that is missing.
+            ShapeError, DTypeError: a payload that was cut off, or of another format.
+        """
+        packed = f"{layer}.weight_packed"
+        codes = _found(tensors, packed if packed in tensors else f"{layer}.weight", layer)
+        scales = _found(tensors, f"{layer}.weight_scale", layer)
+        global_scale = tensors.get(f"{layer}.weight_scale_2")
+        if global_scale is None and (inverse := tensors.get(f"{layer}.weight_global_scale")) is not None:
+            global_scale = inverse.reciprocal()
+        return cls(codes, scales, None if global_scale is None else global_scale.reshape(()))
+
+
+def _found(tensors: Mapping[str, torch.Tensor], name: str, layer: str) -> torch.Tensor:
+    if name not in tensors:
+        beside = sorted(key for key in tensors if key.startswith(f"{layer}."))
+        raise CheckpointError(f"there is no {name!r}, which an NVFP4 weight needs; of this layer there are: {listing(beside)}")
+    return tensors[name]
+
+
+def save_nvfp4(path: Path | str, weights: Mapping[str, NVFP4Tensor]) -> None:
+    """Write weights by the names of their layers to a safetensors file."""
+    held: dict[str, torch.Tensor] = {}
+    for layer, weight in weights.items():
+        held |= weight.state_dict(layer)
+    _safetensors().save_file(held, str(path))
+
+
+def load_nvfp4(path: Path | str, layer: str, device: torch.device | str = "cpu") -> NVFP4Tensor:
+    """One layer's weight from a safetensors file.
+
+    Raises:
+        CheckpointError: the file is not there or damaged, or lacks a tensor.
+        ShapeError, DTypeError: as :class:`NVFP4Tensor`.
+    """
+    reader = _safetensors()
+    try:
+        tensors = reader.load_file(str(path), device=str(device))
+    except (OSError, reader.SafetensorError) as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem}") from problem
+    return NVFP4Tensor.from_state_dict(tensors, layer)
+
+
+def _safetensors() -> Any:
+    """Its file functions and its error, if it is installed."""
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file, save_file
+    except ImportError:
+        raise CheckpointError("files are read and written by safetensors, which is not here: pip install safetensors") from None
+    return SimpleNamespace(load_file=load_file, save_file=save_file, SafetensorError=SafetensorError)
+
+
+# Quantizing
+
+
+def quantize_fp8(values: torch.Tensor, *, per_row: bool = False) -> Fp8Tensor:
+    """The nearest float8_e4m3fn numbers, scaled such that the largest of all, or of each row, becomes 448.
+
+    Args:
+        values: ``[R, K]`` of any floating-point dtype.
+        per_row: a scale for each row.
+    """
+    wide = _matrix(values)
+    largest = (
+        wide.abs().amax(1, keepdim=True) if per_row else wide.abs().amax().reshape(()) if wide.numel() else wide.new_zeros(())
+    )
+    scale = torch.where(largest > 0, largest / LARGEST_SCALE, torch.ones_like(largest))
+    return Fp8Tensor((wide / scale).clamp(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn), scale)
+
+
+def quantize_nvfp4(
+    values: torch.Tensor, *, global_scale: torch.Tensor | float | None = None, swizzled: bool = False
+) -> NVFP4Tensor:
+    """The NVFP4 matrix nearest to ``values``, block by block.
+
+    Of the scales that make the largest number of a block one of the codes, that with the least squared error is taken: what NVFP4
+    can hold with this global scale comes back exactly, and no block is further off than by the usual rule (its largest number is
+    6). NaN makes NaN of its block.
+
+    Args:
+        values: ``[R, K]`` of any floating-point dtype, K a multiple of 16, finite or NaN.
+        global_scale: positive; ``None`` for the one that makes the largest number 6 * 448, as Model Optimizer does.
+        swizzled: leave the scales in the swizzled order.
+
+    Raises:
+        ShapeError, DTypeError: naming ``values`` and what it has to be.
+        ValueRangeError: ``global_scale`` is not a positive number, or ``values`` holds infinities.
+    """
+    wide = _matrix(values)
+    channels = wide.shape[1]
+    if channels % BLOCK:
+        raise ShapeError("values", got=values.shape, want=f"[R, K] with K a multiple of {BLOCK}; pad it with zeros")
+    if checks.values_are_checked(wide) and bool(wide.isinf().any()):
+        raise ValueRangeError("values", got="hold infinities", want="NVFP4 ends at 6 * 448 times the global scale; clamp them")
+    shared = _global_scale(global_scale, wide)
+    blocks = (wide / shared).unflatten(1, (-1, BLOCK))  # [R, K / 16, 16]
+    largest = blocks.abs().amax(2)  # NaN where one is
+    best_error = torch.full_like(largest, torch.inf)
+    best_scale, best_codes = torch.zeros_like(largest), torch.zeros(blocks.shape, dtype=torch.uint8, device=wide.device)
+    for code in reversed(E2M1[1:]):
+        scale = (largest / code).clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn).float()
+        codes = _nearest_codes(torch.where(scale[..., None] == 0, 0.0, blocks / scale[..., None]))
+        error = ((_value(codes, torch.float32) * scale[..., None] - blocks) ** 2).sum(2)
+        better = (error < best_error) | error.isnan()
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
+        best_codes = torch.where(better[..., None], codes, best_codes)
+    low, high = best_codes.flatten(1).unflatten(1, (-1, 2)).unbind(2)
+    made = NVFP4Tensor(low | (high << 4), best_scale.to(torch.float8_e4m3fn), shared)
+    return made.swizzle() if swizzled else made
+
+
+def dequantize_nvfp4(tensor: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """``[R, K]``: see :meth:`NVFP4Tensor.dequantize`."""
+    return tensor.dequantize(dtype)
+
+
+def _matrix(values: torch.Tensor) -> torch.Tensor:
+    checks.tensor("values", values)
+    checks.rank("values", values, "[R, K]")
+    if not values.is_floating_point():
+        checks.dtype("values", values, checks.FLOATS)
+    return values.detach().float()
+
+
+def _global_scale(given: torch.Tensor | float | None, values: torch.Tensor) -> torch.Tensor:
+    if given is None:
+        largest = values.nan_to_num(0.0).abs().amax() if values.numel() else values.new_zeros(())
+        return torch.where(largest > 0, largest / (E2M1[-1] * LARGEST_SCALE), torch.ones_like(largest))
+    scale = torch.as_tensor(given, dtype=torch.float32, device=values.device).reshape(())
+    if checks.values_are_checked(scale) and not bool((scale > 0) & scale.isfinite()):
+        raise ValueRangeError("global_scale", got=f"is {float(scale):g}", want="it is a positive number that divides all values")
+    return scale
+
+
+def _nearest_codes(values: torch.Tensor) -> torch.Tensor:
+    """Codes of the nearest of E2M1, those in the middle to the even code; beyond 6, 6."""
+    size = values.abs()
+    codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    for code, (below, above) in enumerate(itertools.pairwise(E2M1)):
+        middle = (below + above) / 2
+        codes += (size >= middle) if code % 2 else (size > middle)
+    return codes | (values.signbit().to(torch.uint8) << 3)
+
+
+def _value(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What each code stands for, -0 included."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=codes.device)
+    return table[codes.long()]
+
+
+def _values_of(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[R, K]`` of ``[R, K / 2]`` bytes."""
+    return _value(torch.stack((packed & 15, packed >> 4), 2).flatten(1), dtype)
+
+
+# The swizzled order of scales
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _padded(rows: int, columns: int) -> tuple[int, int]:
+    return _round_up(rows, ATOM_ROWS), _round_up(columns, ATOM_SCALES)
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """``[R, S]`` in the order of cuBLAS and tcgen05, padded with zeros to whole atoms of 128 x 4.
+
+    Within an atom, (r, s) lies at ``(r % 32) * 16 + r // 32 * 4 + s``; atoms follow each other along S first.
+    """
+    rows, columns = scales.shape
+    height, width = _padded(rows, columns)
+    whole = torch.zeros(height, width, dtype=torch.uint8, device=scales.device)
+    whole[:rows, :columns] = scales.view(torch.uint8)
+    atoms = whole.reshape(-1, 4, 32, width // ATOM_SCALES, ATOM_SCALES).permute(0, 3, 2, 1, 4)
+    return atoms.reshape(height, width).view(scales.dtype)
+
+
+def unswizzle(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse: ``[rows, columns]`` without the padding."""
+    height, width = scales.shape
+    atoms = scales.contiguous().reshape(-1, width // ATOM_SCALES, 32, 4, ATOM_SCALES).permute(0, 3, 2, 1, 4)
+    return atoms.reshape(height, width)[:rows, :columns].contiguous()

@@ -1,0 +1,248 @@
+"""Float8 and NVFP4 matrices: exact decoding, nearest quantizing, the orders of codes and scales, checkpoints, and bad input."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onelaunch.errors import ArgumentError, CheckpointError, DeviceError, DTypeError, ShapeError, ValueRangeError
+from onelaunch.ops.formats import (
+    Fp8Tensor,
+    NVFP4Tensor,
+    dequantize_nvfp4,
+    load_nvfp4,
+    quantize_fp8,
+    quantize_nvfp4,
+    save_nvfp4,
+    swizzle,
+    unswizzle,
+)
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NAN_SCALES = (0x7F, 0xFF)
+
+
+def every_product() -> NVFP4Tensor:
+    """Each of the 16 codes with each of the 254 scales that are numbers: a block a scale."""
+    scales = torch.tensor([byte for byte in range(256) if byte not in NAN_SCALES], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[0::2] | (codes[1::2] << 4)).expand(254, 8).contiguous()
+    return NVFP4Tensor(packed, scales[:, None].contiguous())
+
+
+def made(rows: int = 8, channels: int = 64, seed: int = 0, **given) -> NVFP4Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return quantize_nvfp4(torch.randn(rows, channels, generator=generator), **given)
+
+
+def same(one: NVFP4Tensor, other: NVFP4Tensor) -> bool:
+    return torch.equal(one.dequantize(torch.float64), other.dequantize(torch.float64))
+
+
+def test_the_low_half_of_a_byte_comes_first():
+    codes = torch.zeros(1, 8, dtype=torch.uint8)
+    codes[0, 0], codes[0, 1] = 0x21, 0x9F
+    scales = torch.ones(1, 1).to(torch.float8_e4m3fn)
+    assert NVFP4Tensor(codes, scales).decode(torch.float32)[0, :4].tolist() == [0.5, 1.0, -6.0, -0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_code_times_every_scale_is_exact(dtype):
+    tensor = every_product()
+    signed = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.float64)
+    expected = tensor.scales.double() * signed
+    assert torch.equal(tensor.decode(dtype).double(), expected)
+    assert expected.unique().numel() == 475
+    assert expected[expected > 0].min() == 2**-10
+
+
+def test_what_nvfp4_can_hold_comes_back_exactly():
+    tensor = every_product()
+    again = quantize_nvfp4(tensor.dequantize(), global_scale=1.0)
+    assert same(tensor, again)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2**31), st.sampled_from([1.0, 0.37, 2.0**-12, 1e-6, 1234.5]))
+def test_what_a_checkpoint_holds_comes_back_exactly(seed, global_scale):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (4, 24), generator=generator, dtype=torch.uint8)
+    bytes_ = torch.randint(0, 0x7F, (4, 3), generator=generator, dtype=torch.uint8)
+    tensor = NVFP4Tensor(codes, bytes_.view(torch.float8_e4m3fn), torch.tensor(global_scale))
+    again = quantize_nvfp4(tensor.dequantize(), global_scale=global_scale)
+    assert torch.equal(again.dequantize(), tensor.dequantize())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("tie", "even"), [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)]
+)
+def test_codes_are_the_nearest_and_ties_go_to_the_even_one(tie, even, sign):
+    exact = [*VALUES, *(-value for value in VALUES[1:])]  # with which no other scale is as good
+    found = quantize_nvfp4(torch.tensor([[sign * tie, *exact]]), global_scale=1.0).dequantize()[0]
+    assert found.tolist() == [sign * even, *exact]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**31), st.sampled_from([1e-8, 1e-3, 1.0, 3e4]))
+def test_no_block_is_further_off_than_with_the_largest_number_at_6(seed, size):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(3, 64, generator=generator) * size
+    tensor = quantize_nvfp4(values)
+    shared = float(tensor.global_scale)
+    blocks = (values / shared).unflatten(1, (-1, 16))
+    usual = (blocks.abs().amax(2, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
+    table = torch.tensor([*VALUES, *(-value for value in VALUES[1:])])
+    nearest = table[(blocks[..., None] / usual[..., None] - table).abs().argmin(-1)] * usual
+    error = ((tensor.dequantize() / shared).unflatten(1, (-1, 16)) - blocks).square().sum(2)
+    allowed = (nearest - blocks).square().sum(2)
+    assert (error <= allowed * (1 + 1e-5) + 1e-12).all()
+
+
+def test_a_block_of_zeros_and_one_of_nan_stay_what_they_are():
+    values = torch.randn(2, 48)
+    values[0, :16] = 0
+    values[1, 20] = torch.nan
+    found = quantize_nvfp4(values).dequantize()
+    assert not found[0, :16].any()
+    assert found[1, 16:32].isnan().all()
+    assert found[1, :16].isfinite().all()
+    assert found[0].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 128, 200])
+@pytest.mark.parametrize("channels", [16, 64, 80])
+def test_swizzled_scales_are_the_same_scales(rows, channels):
+    tensor = made(rows, channels) if rows else quantize_nvfp4(torch.zeros(0, channels))
+    moved = tensor.swizzle()
+    assert moved.swizzled
+    assert moved.scales.shape == (-(-rows // 128) * 128, -(-channels // 64) * 4)
+    assert torch.equal(moved.plain().scales.view(torch.uint8), tensor.scales.view(torch.uint8))
+    assert same(moved, tensor)
+
+
+def test_a_scale_lies_where_cublas_reads_it():
+    rows, columns = 256, 12
+    scales = torch.arange(rows * columns, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(rows, columns)
+    flat = swizzle(scales.view(torch.float8_e4m3fn)).view(torch.uint8).flatten()
+    for row, column in itertools.product(range(0, rows, 7), range(columns)):
+        atom = (row // 128) * (columns // 4) + column // 4
+        assert flat[atom * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4] == scales[row, column]
+    back = unswizzle(flat.view(torch.float8_e4m3fn).reshape(rows, columns), rows, columns)
+    assert torch.equal(back.view(torch.uint8), scales)
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_rows_are_views_of_those_rows(swizzled):
+    tensor = made(300, 64, swizzled=swizzled)
+    part = tensor.rows(128, 300)
+    assert part.codes.data_ptr() == tensor.codes[128:].data_ptr()
+    assert torch.equal(part.dequantize(), tensor.dequantize()[128:])
+
+
+def test_swizzled_rows_are_not_cut_within_an_atom():
+    with pytest.raises(ArgumentError, match="plain"):
+        made(300, 64, swizzled=True).rows(100, 300)
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_a_file_gives_back_what_was_written(swizzled, tmp_path):
+    weights = {"layers.0.gate_proj": made(40, 64, swizzled=swizzled), "layers.0.up_proj": every_product()}
+    save_nvfp4(tmp_path / "w.safetensors", weights)
+    for layer, weight in weights.items():
+        assert same(load_nvfp4(tmp_path / "w.safetensors", layer), weight)
+
+
+def test_both_layouts_of_the_field_are_read():
+    weight = made(8, 32)
+    ours = weight.state_dict("a")
+    assert set(ours) == {"a.weight", "a.weight_scale", "a.weight_scale_2"}
+    theirs = {"a.weight_packed": ours["a.weight"], "a.weight_scale": ours["a.weight_scale"]}
+    theirs["a.weight_global_scale"] = (1 / ours["a.weight_scale_2"])[None]
+    found = NVFP4Tensor.from_state_dict(theirs, "a").dequantize()
+    assert torch.allclose(found, weight.dequantize(), rtol=1e-6, atol=0)
+
+
+def test_a_missing_tensor_is_named():
+    held = made(8, 32).state_dict("layers.3.up_proj")
+    del held["layers.3.up_proj.weight_scale"]
+    with pytest.raises(CheckpointError, match=r"layers\.3\.up_proj\.weight_scale.*layers\.3\.up_proj\.weight"):
+        NVFP4Tensor.from_state_dict(held, "layers.3.up_proj")
+
+
+def test_a_file_that_is_none_says_so(tmp_path):
+    (tmp_path / "w.safetensors").write_bytes(b"nothing of the kind")
+    for name in ("w.safetensors", "missing.safetensors"):
+        with pytest.raises(CheckpointError, match=name):
+            load_nvfp4(tmp_path / name, "a")
+
+
+def test_bad_parts_are_named():
+    codes, scales = made(8, 64).codes, made(8, 64).scales
+    with pytest.raises(ShapeError, match=r"codes has shape \(8, 30\).*cut off"):
+        NVFP4Tensor(codes[:, :30], scales)
+    with pytest.raises(ShapeError, match=r"scales has shape \(8, 3\).*\[8, 4\]"):
+        NVFP4Tensor(codes, scales[:, :3])
+    with pytest.raises(ShapeError, match="128 x 4"):
+        NVFP4Tensor(codes, scales, swizzled=True)
+    with pytest.raises(DTypeError, match=r"codes is torch\.int32"):
+        NVFP4Tensor(codes.int(), scales)
+    with pytest.raises(DTypeError, match=r"scales is torch\.float16"):
+        NVFP4Tensor(codes, scales.half())
+    with pytest.raises(ShapeError, match="global_scale"):
+        NVFP4Tensor(codes, scales, torch.ones(2))
+    with pytest.raises(DeviceError, match="scales is on meta"):
+        NVFP4Tensor(codes, scales.to("meta"))
+    with pytest.raises(ArgumentError, match="codes is list"):
+        NVFP4Tensor([1], scales)
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "error", "said"),
+    [
+        (torch.ones(4, 24), {}, ShapeError, "multiple of 16"),
+        (torch.ones(16), {}, ShapeError, r"\[R, K\]"),
+        (torch.ones(4, 16, dtype=torch.int32), {}, DTypeError, "values"),
+        (torch.full((1, 16), torch.inf), {}, ValueRangeError, "infinities"),
+        (torch.ones(1, 16), {"global_scale": 0.0}, ValueRangeError, "positive"),
+        (torch.ones(1, 16), {"global_scale": torch.nan}, ValueRangeError, "positive"),
+    ],
+)
+def test_what_cannot_be_quantized_says_why(values, given, error, said):
+    with pytest.raises(error, match=said):
+        quantize_nvfp4(values, **given)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_float8_is_as_near_as_its_three_bits_allow(per_row):
+    values = torch.randn(6, 40) * torch.logspace(-3, 3, 6)[:, None]
+    tensor = quantize_fp8(values, per_row=per_row)
+    assert tensor.per_row is per_row
+    off = (tensor.dequantize() - values).abs()
+    smallest = tensor.scale * 2.0**-10  # half of the least subnormal number
+    assert (off <= values.abs() * 2**-4 * (1 + 1e-6) + smallest).all()
+    assert torch.equal(tensor.rows(2, 5).dequantize(), tensor.dequantize()[2:5])
+    assert torch.isclose(tensor.dequantize().abs().amax(), values.abs().amax(), rtol=1e-6)
+
+
+def test_a_float8_scale_of_another_shape_is_named():
+    with pytest.raises(ShapeError, match=r"scale has shape \(3,\).*\[4, 1\]"):
+        Fp8Tensor(torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(3))
+    with pytest.raises(DTypeError, match=r"values is torch\.float16"):
+        Fp8Tensor(torch.ones(4, 16).half(), torch.ones(()))
+
+
+def test_tensors_of_an_operand_can_be_mapped():
+    tensor = made(8, 32, swizzled=True)
+    assert set(tensor.tensors()) == {"codes", "scales", "global_scale"}
+    copy = tensor.map(torch.clone)
+    assert copy.swizzled
+    assert copy.codes.data_ptr() != tensor.codes.data_ptr()
+    assert copy.nbytes == 8 * 16 + 128 * 4 + 4
+    up = tensor.map(lambda value: value.double() if value.is_floating_point() else value)
+    assert torch.allclose(up.dequantize(torch.float64), tensor.dequantize(torch.float64))
+    assert torch.equal(dequantize_nvfp4(tensor), tensor.dequantize())
