@@ -9,6 +9,7 @@ import torch
 from onelaunch import dispatch
 from onelaunch.operation import Query, fixed, operation, remembered
 from onelaunch.ops import checks
+from onelaunch.ops.autocast import autocast
 from onelaunch.ops.checks import Facts
 
 
@@ -169,17 +170,3 @@ def gated_scan(
     call = bind(v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
     y, final_state = dispatch.run(gated_scan, call, variant)
     return (y, final_state) if output_final_state else y
-
-
-def autocast(first: torch.Tensor, log_decay: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under autocast, everything in the autocast dtype but the log-decay, which becomes float32 (sums of it lose bits first)."""
-    kind = first.device.type if isinstance(first, torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return (first, log_decay, *rest)
-    low = torch.get_autocast_dtype(kind)
-    return (_cast(first, low), _cast(log_decay, torch.float32), *(_cast(tensor, low) for tensor in rest))
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Only what the contract would take anyway: autocast must not hide a wrong argument."""
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in checks.FLOATS else value

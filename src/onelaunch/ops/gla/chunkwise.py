@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from onelaunch.ops.gla.contract import without_autocast
+from onelaunch.ops.autocast import without_autocast
 
 CHUNK = 64
 """Steps per chunk. 32 to 128 are within 20 % of each other on two x86 cores at T = 1024, K = V = 64."""

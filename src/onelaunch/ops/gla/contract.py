@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,9 @@ from onelaunch import dispatch
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
 from onelaunch.operation import Query, fixed, operation, remembered
 from onelaunch.ops import checks
+from onelaunch.ops.autocast import autocast, low_dtype, without_autocast
 from onelaunch.ops.checks import Facts
-from onelaunch.ops.gated_scan.contract import autocast, state_flags
+from onelaunch.ops.gated_scan.contract import state_flags
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 512
 """Sizes that K and V may have: a matrix instruction's width, and what a chip holds of a state."""
@@ -303,10 +303,9 @@ def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.T
     Those that come in the autocast dtype stay so: what they have lost does not come back, sums are taken in float32 anyway, and
     fewer kernels take float32 ones.
     """
-    kind = q.device.type if isinstance(q, torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    low = low_dtype(q)
+    if low is None:
         return q, k, v, g, gv
-    low = torch.get_autocast_dtype(kind)
 
     def summable(log_decay: torch.Tensor | None) -> torch.Tensor | None:
         if log_decay is None or getattr(log_decay, "dtype", None) is low:
@@ -316,11 +315,6 @@ def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.T
     g, gv = summable(g), summable(gv)
     q, _, k, v = autocast(q, k, k, v)
     return q, k, v, g, gv
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A region in which autocast does not lower the float32 products of a variant: tensors are cast where they come in."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def run(call: GlaCall, variant: str) -> tuple[torch.Tensor, torch.Tensor | None]:

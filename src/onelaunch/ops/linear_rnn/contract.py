@@ -9,8 +9,9 @@ import torch
 from onelaunch import dispatch
 from onelaunch.operation import Query, fixed, operation, remembered
 from onelaunch.ops import checks
+from onelaunch.ops.autocast import autocast
 from onelaunch.ops.checks import Facts
-from onelaunch.ops.gated_scan.contract import ScanCall, autocast, check_scan_facts, check_scan_values, state_flags
+from onelaunch.ops.gated_scan.contract import ScanCall, check_scan_facts, check_scan_values, state_flags
 
 
 class LinearRNNCall(NamedTuple):
