@@ -1,7 +1,35 @@
 """The operations: each a public function with a contract, an oracle, a cost and variants."""
 
+from onelaunch.ops.formats import (
+    Fp8Tensor,
+    NVFP4Tensor,
+    dequantize_nvfp4,
+    load_nvfp4,
+    quantize_fp8,
+    quantize_nvfp4,
+    save_nvfp4,
+)
 from onelaunch.ops.gated_scan import gated_scan
 from onelaunch.ops.gla import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
 from onelaunch.ops.linear_rnn import linear_rnn
+from onelaunch.ops.swiglu import dual_gemm_nvfp4, swiglu, swiglu_fp8, swiglu_nvfp4
 
-__all__ = ["chunk_gla", "chunk_simple_gla", "fused_recurrent_gla", "gated_scan", "gla", "linear_rnn"]
+__all__ = [
+    "Fp8Tensor",
+    "NVFP4Tensor",
+    "chunk_gla",
+    "chunk_simple_gla",
+    "dequantize_nvfp4",
+    "dual_gemm_nvfp4",
+    "fused_recurrent_gla",
+    "gated_scan",
+    "gla",
+    "linear_rnn",
+    "load_nvfp4",
+    "quantize_fp8",
+    "quantize_nvfp4",
+    "save_nvfp4",
+    "swiglu",
+    "swiglu_fp8",
+    "swiglu_nvfp4",
+]

@@ -60,13 +60,24 @@ class Fp8Tensor(Bundle):
     scale: torch.Tensor
 
     def __post_init__(self) -> None:
-        checks.tensor("values", self.values)
-        checks.rank("values", self.values, "[R, K]")
-        checks.dtype("values", self.values, (torch.float8_e4m3fn, torch.float64))
-        _check_scale("scale", self.scale, self.values)
-        if tuple(self.scale.shape) not in ((), (1,), (1, 1), (self.values.shape[0], 1)):
-            want = f"one element, or [R, 1] = [{self.values.shape[0]}, 1] to match values {list(self.values.shape)}"
-            raise ShapeError("scale", got=self.scale.shape, want=want)
+        self.check(self.values, self.scale, "values", "scale")
+
+    @staticmethod
+    def check(values: torch.Tensor, scale: torch.Tensor, its_name: str, scale_name: str) -> None:
+        """Raise unless the two make a matrix; the names are what a caller knows them by."""
+        checks.tensor(its_name, values)
+        checks.rank(its_name, values, "[R, K]")
+        checks.dtype(its_name, values, (torch.float8_e4m3fn, torch.float64))
+        _check_scale(scale_name, scale, values)
+        if tuple(scale.shape) not in ((), (1,), (1, 1), (values.shape[0], 1)):
+            want = f"one element, or [R, 1] = [{values.shape[0]}, 1] to match {its_name} {list(values.shape)}"
+            raise ShapeError(scale_name, got=scale.shape, want=want)
+
+    @classmethod
+    def named(cls, its_name: str, values: torch.Tensor, scale_name: str, scale: torch.Tensor) -> Fp8Tensor:
+        """The matrix, with errors that name the two as a caller knows them."""
+        cls.check(values, scale, its_name, scale_name)
+        return cls(values, scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -109,24 +120,52 @@ class NVFP4Tensor(Bundle):
     swizzled: bool = False
 
     def __post_init__(self) -> None:
-        checks.tensor("codes", self.codes)
-        checks.tensor("scales", self.scales)
-        checks.rank("codes", self.codes, "[R, K / 2]")
-        checks.dtype("codes", self.codes, (torch.uint8,), ": two codes a byte")
-        checks.dtype("scales", self.scales, SCALES)
-        checks.device("scales", self.scales, self.codes.device)
-        rows, channels = self.shape
+        self.check("codes", self.codes, "scales", self.scales, self.global_scale, swizzled=self.swizzled)
+
+    @staticmethod
+    def check(
+        its_name: str,
+        codes: torch.Tensor,
+        scales_name: str,
+        scales: torch.Tensor,
+        global_scale: torch.Tensor | None = None,
+        *,
+        swizzled: bool = False,
+    ) -> None:
+        """Raise unless the parts make a matrix; the names are what a caller knows them by."""
+        checks.tensor(its_name, codes)
+        checks.tensor(scales_name, scales)
+        checks.rank(its_name, codes, "[R, K / 2]")
+        checks.dtype(its_name, codes, (torch.uint8,), ": two codes a byte")
+        checks.dtype(scales_name, scales, SCALES)
+        checks.device(scales_name, scales, codes.device)
+        rows, channels = codes.shape[0], 2 * codes.shape[1]
         if channels % BLOCK:
             want = f"[R, K / 2] with K a multiple of {BLOCK}: a payload that was cut off, or blocks of another size"
-            raise ShapeError("codes", got=self.codes.shape, want=want)
+            raise ShapeError(its_name, got=codes.shape, want=want)
         want, said = (rows, channels // BLOCK), f"[R, K / {BLOCK}]"
-        if self.swizzled:
+        if swizzled:
             want, said = _padded(*want), f"[R, K / {BLOCK}], each rounded up to whole atoms of {ATOM_ROWS} x {ATOM_SCALES},"
-        checks.shape("scales", self.scales, want, said, f"codes {list(self.codes.shape)}")
-        if self.global_scale is not None:
-            _check_scale("global_scale", self.global_scale, self.codes)
-            if self.global_scale.numel() != 1:
-                raise ShapeError("global_scale", got=self.global_scale.shape, want="of one element")
+        checks.shape(scales_name, scales, want, said, f"{its_name} {list(codes.shape)}")
+        if global_scale is not None:
+            _check_scale("global_scale", global_scale, codes)
+            if global_scale.numel() != 1:
+                raise ShapeError("global_scale", got=global_scale.shape, want="of one element")
+
+    @classmethod
+    def named(
+        cls,
+        its_name: str,
+        codes: torch.Tensor,
+        scales_name: str,
+        scales: torch.Tensor,
+        global_scale: torch.Tensor | None = None,
+        *,
+        swizzled: bool = False,
+    ) -> NVFP4Tensor:
+        """The matrix, with errors that name its parts as a caller knows them."""
+        cls.check(its_name, codes, scales_name, scales, global_scale, swizzled=swizzled)
+        return cls(codes, scales, global_scale, swizzled)
 
     @property
     def shape(self) -> torch.Size:

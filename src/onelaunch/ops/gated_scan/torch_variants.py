@@ -12,6 +12,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -26,6 +27,7 @@ SHAPES = 256
 """Shapes that a process may compile a function for."""
 
 Results = tuple[torch.Tensor, torch.Tensor]
+R = TypeVar("R")
 
 
 @gated_scan.variant("eager", launches=None, fuses=(), yardstick=True)
@@ -77,11 +79,11 @@ def no_steps(query: Query) -> str | None:
 
 
 @functools.cache
-def compile_static(function: Callable[..., Results]) -> Callable[..., Results]:
+def compile_static(function: Callable[..., R]) -> Callable[..., R]:
     """Compiled once per shape: studies sweep shapes, and a dynamic graph would be a slower baseline than people get."""
     compiled_function = torch.compile(function, dynamic=False)
 
-    def call(*arguments: torch.Tensor | None) -> Results:
+    def call(*arguments: Any) -> R:
         if torch.compiler.is_compiling():
             return function(*arguments)
         from torch._dynamo import config as dynamo  # slow to import

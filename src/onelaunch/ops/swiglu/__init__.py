@@ -1,0 +1,8 @@
+"""``swiglu``: silu(x w_gate^T) * (x w_up^T) in 16 bits, float8 and NVFP4."""
+
+from onelaunch.ops.swiglu.contract import swiglu
+
+from onelaunch.ops.swiglu import cost, reference, torch_variants  # isort: skip  (register into swiglu)
+from onelaunch.ops.swiglu.functions import dual_gemm_nvfp4, swiglu_fp8, swiglu_nvfp4
+
+__all__ = ["cost", "dual_gemm_nvfp4", "reference", "swiglu", "swiglu_fp8", "swiglu_nvfp4", "torch_variants"]

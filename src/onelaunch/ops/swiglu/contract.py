@@ -1,0 +1,243 @@
+"""The operation ``swiglu``: what it computes, takes and refuses. Its names for few bits stand in ``functions.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.ops import checks
+from onelaunch.ops.autocast import cast, low_dtype, without_autocast
+from onelaunch.ops.formats import ATOM_ROWS, BLOCK, Fp8Tensor, NVFP4Tensor
+
+Operand: TypeAlias = torch.Tensor | Fp8Tensor | NVFP4Tensor
+
+FORMATS = {
+    ("dense", "dense"): "dense",
+    ("fp8", "fp8"): "fp8",
+    ("dense", "nvfp4"): "nvfp4_weights",
+    ("nvfp4", "nvfp4"): "nvfp4",
+}
+"""What a call is, by the kinds of ``x`` and of the weights. All but ``dense`` are flags of the query."""
+
+RESULTS = {
+    "fp8": (torch.bfloat16, torch.float16, torch.float32),
+    "nvfp4": (torch.float16, torch.bfloat16, torch.float32),
+}
+"""Dtypes that results may have where ``x`` is quantized, the default first; elsewhere it is that of ``x``."""
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+class Facts(NamedTuple):
+    """What is known of an operand without reading it. Hashable."""
+
+    kind: str
+    """``dense``, ``fp8`` or ``nvfp4``."""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+    flags: tuple[str, ...] = ()
+    """Of the query, as far as they follow from this operand."""
+
+
+class SwigluCall(NamedTuple):
+    """Checked arguments of :func:`swiglu`."""
+
+    x: Operand
+    """``[M, K]``, any strides."""
+    w_gate: Operand
+    """``[N, K]``; the first rows of ``stacked`` where there is one."""
+    w_up: Operand
+    """``[N, K]``, of the same kind."""
+    stacked: Operand | None
+    """``[2 N, K]`` where the caller keeps both in one, the gate's rows first: the query's flag ``stacked``."""
+    key: Query
+
+    def query(self) -> Query:
+        return self.key
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.key.dtype
+
+
+def facts(name: str, operand: object) -> Facts:
+    """Of a tensor, or of a quantized one."""
+    if isinstance(operand, Fp8Tensor):
+        return Facts("fp8", operand.shape, operand.values.dtype, operand.values.device, flags=("row_scales",) * operand.per_row)
+    if isinstance(operand, NVFP4Tensor):
+        flags = ("swizzled_scales",) * operand.swizzled
+        return Facts("nvfp4", operand.shape, operand.scales.dtype, operand.codes.device, flags=flags)
+    if not isinstance(operand, torch.Tensor):
+        raise ArgumentError(f"{name} is {type(operand).__name__}; it must be a torch.Tensor, an Fp8Tensor or an NVFP4Tensor.")
+    return Facts("dense", *checks.facts(name, operand))
+
+
+def bind(x: Operand, w_gate: Operand, w_up: Operand | None = None, *, out_dtype: torch.dtype | None = None) -> SwigluCall:
+    """The checked call; raises as :func:`swiglu` says."""
+    up = None if w_up is None else facts("w_up", w_up)
+    key = _key(facts("x", x), facts("w_gate", w_gate), up, out_dtype, torch.is_grad_enabled())
+    if isinstance(x, torch.Tensor) and x.dim() > 2:
+        x = x.flatten(0, -2)
+    if w_up is not None:
+        return SwigluCall(x, w_gate, w_up, None, key)
+    half = key.sizes[1]
+    if isinstance(w_gate, torch.Tensor):
+        return SwigluCall(x, w_gate[:half], w_gate[half:], w_gate, key)
+    return SwigluCall(x, w_gate.rows(0, half), w_gate.rows(half, 2 * half), w_gate, key)
+
+
+@remembered
+def _key(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | None, grad_enabled: bool) -> Query:
+    """All checks that need no values, and the dispatch key."""
+    if len(x.shape) < 2:
+        raise ShapeError("x", got=x.shape, want="[..., K], a tensor of at least 2 dimensions")
+    weights = {"w_gate": w_gate} if w_up is None else {"w_gate": w_gate, "w_up": w_up}
+    form = _form(x, weights)
+    dtype = _result_dtype(form, x, weights, out_dtype)
+    columns = _columns(x, weights)
+    inner = x.shape[-1]
+    if form == "fp8":
+        for name, dimension, size in (("x", "K", inner), ("w_gate", "N", columns)):
+            if size % BLOCK:
+                shape = x.shape if name == "x" else w_gate.shape
+                raise ShapeError(name, got=shape, want=f"of a {dimension} that is a multiple of {BLOCK}; pad with zeros")
+    grad = grad_enabled and any(each.requires_grad for each in (x, *weights.values()))
+    if grad and form != "dense":
+        raise ArgumentError(
+            "x requires gradients, and swiglu of quantized operands has no backward pass; call it under torch.no_grad(), or pass "
+            "x.detach()."
+        )
+    details = {flag for each in (x, *weights.values()) for flag in each.flags}
+    flags = (form,) * (form != "dense") + tuple(sorted(details)) + ("stacked",) * (w_up is None)
+    return Query("swiglu", str(x.device), dtype, fixed(math.prod(x.shape[:-1]), columns, inner), grad, flags)
+
+
+def _form(x: Facts, weights: Mapping[str, Facts]) -> str:
+    """Which of the formats the operands make, or an error that says which there are."""
+    kinds = [each.kind for each in weights.values()]
+    if len(set(kinds)) > 1:
+        raise ArgumentError(f"w_up is {_called(kinds[1])} and w_gate {_called(kinds[0])}; both must be of one kind.")
+    if (x.kind, kinds[0]) not in FORMATS:
+        known = "; ".join(f"{_called(one)} with {_called(other)}" for one, other in FORMATS)
+        raise ArgumentError(f"x is {_called(x.kind)} and w_gate {_called(kinds[0])}; swiglu takes x with weights so: {known}.")
+    return FORMATS[x.kind, kinds[0]]
+
+
+def _called(kind: str) -> str:
+    return {"dense": "a torch.Tensor", "fp8": "an Fp8Tensor", "nvfp4": "an NVFP4Tensor"}[kind]
+
+
+def _result_dtype(form: str, x: Facts, weights: Mapping[str, Facts], wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result, once those of the operands are right."""
+    if form in RESULTS:
+        if wanted is not None and wanted not in RESULTS[form]:
+            names = " or ".join(str(each).removeprefix("torch.") for each in RESULTS[form])
+            raise DTypeError("out_dtype", got=wanted, want=names)
+        return wanted or RESULTS[form][0]
+    if x.dtype not in (checks.FLOATS if form == "dense" else LOW):
+        names = "float16, bfloat16 or float32" if form == "dense" else "float16 or bfloat16 beside NVFP4 weights"
+        raise DTypeError("x", got=x.dtype, want=names)
+    for name, weight in weights.items():
+        if form == "dense" and weight.dtype != x.dtype:
+            raise DTypeError(name, got=weight.dtype, want=f"{str(x.dtype).removeprefix('torch.')}, the dtype of x")
+    if wanted not in (None, x.dtype):
+        raise DTypeError("out_dtype", got=wanted, want=f"{str(x.dtype).removeprefix('torch.')}, the dtype of x, or None")
+    return x.dtype
+
+
+def _columns(x: Facts, weights: Mapping[str, Facts]) -> int:
+    """N, once the shapes and devices of the weights are right."""
+    stacked = "w_up" not in weights
+    dimensions = "[2 N, K]" if stacked else "[N, K]"
+    rows = None
+    for name, weight in weights.items():
+        if len(weight.shape) != 2:
+            raise ShapeError(name, got=weight.shape, want=f"{dimensions}, a tensor of 2 dimensions")
+        rows = weight.shape[0] if rows is None else rows
+        want = (rows, x.shape[-1])
+        if tuple(weight.shape) != want:
+            like = f"x {list(x.shape)}" if name == "w_gate" else f"x {list(x.shape)} and w_gate {list(weights['w_gate'].shape)}"
+            turned = "; pass its transpose: weights lie as torch.nn.Linear holds them" if weight.shape[0] == want[1] else ""
+            raise ShapeError(name, got=weight.shape, want=f"{dimensions} = {list(want)} to match {like}{turned}")
+        if weight.device != x.device:
+            raise DeviceError(name, got=weight.device, want=x.device)
+    assert rows is not None  # noqa: S101 - there is always a gate
+    if not stacked:
+        return rows
+    gate = weights["w_gate"]
+    if rows % 2:
+        raise ShapeError("w_gate", got=gate.shape, want="[2 N, K], the gate's rows before those of up, where w_up is not given")
+    if "swizzled_scales" in gate.flags and rows // 2 % ATOM_ROWS:
+        said = f"[2 N, K] with N a multiple of {ATOM_ROWS} where its scales are swizzled; pass plain() of it"
+        raise ShapeError("w_gate", got=gate.shape, want=said)
+    return rows // 2
+
+
+@operation(
+    dimensions=("M", "N", "K"),
+    outputs=("h",),
+    bind=bind,
+    options={"format": "dense", "stacked": False, "row_scales": False, "swizzled_scales": False, "codes": "model"},
+    defaults={"cuda": ("eager",), "cpu": ("eager",)},
+)
+def swiglu(
+    x: Operand,
+    w_gate: Operand,
+    w_up: Operand | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    variant: str = dispatch.AUTO,
+) -> torch.Tensor:
+    """The gated half of a SwiGLU MLP: two matrix products of the same rows, one through SiLU as the other's gate.
+
+        h = silu(x w_gate^T) * (x w_up^T)
+
+    Differentiable in ``x`` and the weights where all three are plain tensors. Both products and the gate are in float32; what a
+    16-bit result cannot hold becomes infinite, as in PyTorch.
+
+    Args:
+        x: ``[..., K]`` float16, bfloat16 or float32; or ``[M, K]`` as :class:`Fp8Tensor` or :class:`NVFP4Tensor`.
+        w_gate: ``[N, K]``, as checkpoints hold it, dtype of ``x``; an :class:`Fp8Tensor` beside an ``x`` of the kind; or an
+            :class:`NVFP4Tensor` beside an ``x`` of the kind or in 16 bits. ``[2 N, K]``, the gate's rows first, if ``w_up`` is
+            not given.
+        w_up: ``[N, K]``, of the kind and dtype of ``w_gate``. Default: the other half of ``w_gate``.
+        out_dtype: of the result where ``x`` is quantized: bfloat16 (default for float8), float16 (default for NVFP4), float32.
+            Elsewhere it is that of ``x``.
+        variant: a name from ``swiglu.variants``, or ``"auto"`` for the fastest measured one.
+
+    Returns:
+        ``h [..., N]``.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
+        UnknownVariant: no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; says why and which can.
+
+    Source: the write-up "dual GEMM with a SiLU-mul epilogue"; Shazeer, GLU Variants Improve Transformer (2020).
+    """
+    x, w_gate, w_up = under_autocast(x, w_gate, w_up)
+    return run(x, bind(x, w_gate, w_up, out_dtype=out_dtype), variant)
+
+
+def under_autocast(x: Operand, w_gate: Operand, w_up: Operand | None) -> tuple[Operand, Operand, Operand | None]:
+    """Under autocast, plain tensors in the autocast dtype."""
+    low = low_dtype(x)
+    if low is None:
+        return x, w_gate, w_up
+    return cast(x, low), cast(w_gate, low), cast(w_up, low)
+
+
+def run(x: Operand, call: SwigluCall, variant: str) -> torch.Tensor:
+    """The result of a checked call by a variant, in the shape that ``x`` came in."""
+    with without_autocast(torch.device(call.key.device)):
+        (h,) = dispatch.run(swiglu, call, variant)
+    return h.unflatten(0, x.shape[:-1]) if len(x.shape) > 2 else h

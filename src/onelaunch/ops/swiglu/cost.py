@@ -1,0 +1,46 @@
+"""What ``swiglu`` must compute and move, per variant."""
+
+from __future__ import annotations
+
+from onelaunch.operation import Case, Cost, Direction, Variant
+from onelaunch.ops.formats import BLOCK
+from onelaunch.ops.gated_scan.cost import launch_count
+from onelaunch.ops.swiglu.contract import swiglu
+from onelaunch.ops.swiglu.reference import format_of
+
+PRODUCTS = {"forward": 1, "forward_backward": 3}
+"""Pairs of matrix products of equal size: x W^T; backward also d W and d^T x."""
+
+
+def matrix_bytes(kind: str, rows: int, inner: int, itemsize: int, per_row: bool) -> int:
+    """Of a matrix ``[rows, inner]`` as it lies in memory."""
+    if kind == "fp8":
+        return rows * inner + 4 * (rows if per_row else 1)
+    if kind == "nvfp4":
+        return rows * inner // 2 + rows * inner // BLOCK + 4
+    return rows * inner * itemsize
+
+
+@swiglu.costs
+def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+    """The least: x and both weights in, h out; backward x, the weights and dh in, three gradients out.
+
+    A variant adds what its launches hand to each other through memory: products that the gate is not applied to in registers
+    (tag ``hands``), and for its backward pass both products, kept, and their gradients, which two products read.
+    """
+    rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
+    value, form = case.dtype.itemsize, format_of(case)
+    x_kind = form if form in ("fp8", "nvfp4") else "dense"
+    w_kind = "nvfp4" if "nvfp4" in form else x_kind
+    per_row = swiglu.option(case, "row_scales")
+    operands = matrix_bytes(x_kind, rows, inner, value, per_row) + 2 * matrix_bytes(w_kind, columns, inner, value, per_row)
+    result = rows * columns * value
+    moved = operands + result
+    handed = () if variant is None else variant.tags.get("hands", ())
+    moved += 2 * len(handed) * result  # out and in
+    if direction == "forward_backward":
+        moved += 2 * operands + result  # x and weights in again, their gradients out, dh in
+        if variant is not None:
+            moved += (2 - len(handed)) * result  # kept products that the forward pass alone would not write
+            moved += 2 * result + 2 * result + 2 * 2 * result  # those in; their gradients out, and in for each product
+    return Cost(PRODUCTS[direction] * 4 * rows * columns * inner, moved, launch_count(variant, direction))

@@ -1,0 +1,119 @@
+"""The oracle of ``swiglu``, the inputs it is judged on, and the wide matrix product alone as a control."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.errors import ArgumentError, listing
+from onelaunch.operation import Case, Cost, Query, Reading
+from onelaunch.ops.formats import BLOCK, NVFP4Tensor, quantize_fp8, quantize_nvfp4
+from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
+
+CODES = ("model", "full")
+"""Codes and scales of NVFP4 operands: as quantizing gives them, or every one that there is, those of zero and below included."""
+
+
+def in_full(operand: Operand, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """What a matrix stands for, quantized or not."""
+    return operand.to(dtype) if isinstance(operand, torch.Tensor) else operand.dequantize(dtype)
+
+
+@swiglu.oracle
+def reference(
+    x: Operand, w_gate: Operand, w_up: Operand | None = None, *, out_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor]:
+    """Two products and a gate, in float64 for float64 tensors; ``out_dtype`` is what variants round to."""
+    rows = in_full(x)
+    weights = in_full(w_gate).chunk(2) if w_up is None else (in_full(w_gate), in_full(w_up))
+    gate, up = (rows @ weight.mT for weight in weights)
+    return (F.silu(gate) * up,)
+
+
+@swiglu.inputs
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    """Random rows and weights such that both products have unit variance, in the case's format."""
+    form, stacked = format_of(case), swiglu.option(case, "stacked")
+    rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
+
+    def drawn(count: int, size: float, kind: str) -> Operand:
+        if kind == "nvfp4" and swiglu.option(case, "codes") == "full":
+            return every_code(count, inner, size, device, generator, swizzled=swiglu.option(case, "swizzled_scales"))
+        values = torch.randn(count, inner, device=device, generator=generator) * size
+        if kind == "fp8":
+            return quantize_fp8(values, per_row=swiglu.option(case, "row_scales"))
+        if kind == "nvfp4":
+            return quantize_nvfp4(values, swizzled=swiglu.option(case, "swizzled_scales"))
+        return values.to(case.dtype)
+
+    kinds = next(kinds for kinds, name in FORMATS.items() if name == form)
+    shrink = 1 / math.sqrt(max(inner, 1))
+    arguments: dict[str, Any] = {"x": drawn(rows, 1.0, kinds[0])}
+    if stacked:
+        arguments["w_gate"] = drawn(2 * columns, shrink, kinds[1])
+    else:
+        arguments |= {name: drawn(columns, shrink, kinds[1]) for name in ("w_gate", "w_up")}
+    differentiable = tuple(arguments) if form == "dense" else ()
+    if form in ("fp8", "nvfp4"):
+        arguments["out_dtype"] = case.dtype
+    return Reading(arguments, differentiable)
+
+
+def every_code(
+    rows: int, inner: int, size: float, device: torch.device, generator: torch.Generator, *, swizzled: bool
+) -> NVFP4Tensor:
+    """Random codes and scales of all that there are but NaN; the global scale gives them the root mean square ``size``."""
+    codes = torch.randint(0, 256, (rows, inner // 2), device=device, generator=generator, dtype=torch.uint8)
+    bytes_ = torch.randint(0, 0x7F, (rows, inner // BLOCK), device=device, generator=generator, dtype=torch.uint8)
+    signs = torch.randint(0, 2, bytes_.shape, device=device, generator=generator, dtype=torch.uint8) << 7
+    plain = NVFP4Tensor(codes, (bytes_ | signs).view(torch.float8_e4m3fn))
+    spread = plain.decode(torch.float32).square().mean().sqrt() if codes.numel() else torch.ones((), device=device)
+    scaled = NVFP4Tensor(plain.codes, plain.scales, size / spread)
+    return scaled.swizzle() if swizzled else scaled
+
+
+def format_of(case: Case) -> str:
+    """The case's format, if there is one of the name."""
+    form = swiglu.option(case, "format")
+    if form not in FORMATS.values():
+        raise ArgumentError(f"format is {form!r}; it must be one of {listing(FORMATS.values())}.")
+    if swiglu.option(case, "codes") not in CODES:
+        raise ArgumentError(f"codes is {swiglu.option(case, 'codes')!r}; it must be one of {listing(CODES)}.")
+    return form
+
+
+@swiglu.queries
+def make_query(case: Case, device: str, grad: bool) -> Query:
+    """The dispatch key of a case."""
+    form = format_of(case)
+    details = {
+        "row_scales": form == "fp8" and swiglu.option(case, "row_scales"),
+        "swizzled_scales": "nvfp4" in form and swiglu.option(case, "swizzled_scales"),
+    }
+    flags = (form,) * (form != "dense") + tuple(name for name, there in details.items() if there)
+    flags += ("stacked",) * bool(swiglu.option(case, "stacked"))
+    sizes = tuple(case.sizes[name] for name in swiglu.dimensions)
+    return Query("swiglu", device, case.dtype, sizes, grad, flags)
+
+
+def _wide_cost(case: Case) -> Cost:
+    rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
+    elements = rows * inner + 2 * columns * inner + 2 * rows * columns
+    return Cost(4 * rows * columns * inner, elements * case.dtype.itemsize, 1)
+
+
+def _both(x: Operand, w_gate: Operand, w_up: Operand | None = None, **_: Any) -> torch.Tensor:
+    weights = (w_gate,) if w_up is None else (w_gate, w_up)
+    rows, *matrices = (each if isinstance(each, torch.Tensor) else each.dequantize() for each in (x, *weights))
+    return rows @ torch.cat(matrices).mT
+
+
+@swiglu.control("wide_gemm_alone", oracle=_both, cost=_wide_cost)
+def wide_gemm_alone(call: SwigluCall) -> torch.Tensor:
+    """Both products as one by PyTorch, for stacked weights: what the operation would cost if the gate were free."""
+    if not isinstance(call.stacked, torch.Tensor) or not isinstance(call.x, torch.Tensor):
+        raise ArgumentError("w_up is given; wide_gemm_alone needs plain weights that are stacked.")
+    return call.x @ call.stacked.mT

@@ -1,0 +1,356 @@
+"""``swiglu`` and its names for few bits: results, gradients, shapes, what PyTorch does with it, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from onelaunch.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    OneLaunchError,
+    ShapeError,
+    UnknownVariant,
+)
+from onelaunch.operation import find_operation
+from onelaunch.ops import (
+    Fp8Tensor,
+    NVFP4Tensor,
+    dual_gemm_nvfp4,
+    quantize_fp8,
+    quantize_nvfp4,
+    swiglu,
+    swiglu_fp8,
+    swiglu_nvfp4,
+)
+from onelaunch.workbench.calls import Callee
+from onelaunch.workbench.verify import judge_control, trivial_answers
+from tests.ops.cases import assert_correct, assert_ok, judge, pytorch_variants
+
+SWIGLU = find_operation("swiglu")
+
+DENSE: dict[str, dict[str, Any]] = {
+    "one_row": {"dtype": "bfloat16", "M": 1, "N": 48, "K": 64},
+    "one_of_everything": {"dtype": "float32", "M": 1, "N": 1, "K": 1},
+    "odd_sizes": {"dtype": "float16", "M": 37, "N": 19, "K": 101},
+    "float32": {"dtype": "float32", "M": 70, "N": 33, "K": 130},
+    "stacked": {"dtype": "bfloat16", "M": 65, "N": 24, "K": 72, "stacked": True},
+    "long_sums": {"dtype": "bfloat16", "M": 4, "N": 8, "K": 4096},
+}
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "fp8": {"dtype": "bfloat16", "M": 20, "N": 48, "K": 64, "format": "fp8"},
+    "fp8_rows": {"dtype": "float16", "M": 33, "N": 16, "K": 80, "format": "fp8", "row_scales": True},
+    "fp8_stacked_to_float32": {
+        "dtype": "float32", "M": 3, "N": 32, "K": 48, "format": "fp8", "stacked": True, "row_scales": True,
+    },
+    "nvfp4_weights": {"dtype": "bfloat16", "M": 17, "N": 40, "K": 128, "format": "nvfp4_weights"},
+    "nvfp4_weights_float16": {"dtype": "float16", "M": 1, "N": 40, "K": 64, "format": "nvfp4_weights", "stacked": True},
+    "every_code_in_weights": {"dtype": "bfloat16", "M": 9, "N": 64, "K": 256, "format": "nvfp4_weights", "codes": "full"},
+    "nvfp4": {"dtype": "float16", "M": 20, "N": 48, "K": 96, "format": "nvfp4"},
+    "nvfp4_swizzled": {"dtype": "float16", "M": 130, "N": 24, "K": 80, "format": "nvfp4", "swizzled_scales": True},
+    "every_code": {"dtype": "float16", "M": 40, "N": 64, "K": 256, "format": "nvfp4", "codes": "full", "swizzled_scales": True},
+    "nvfp4_to_float32": {"dtype": "float32", "M": 5, "N": 16, "K": 512, "format": "nvfp4"},
+}  # fmt: skip
+CASES = DENSE | QUANTIZED
+
+each_variant = pytest.mark.parametrize("variant", pytorch_variants(SWIGLU))
+
+
+def case_of(name: str):
+    return SWIGLU.case(name=name, **CASES[name])
+
+
+def made(grad: bool = False, **given: Any) -> dict[str, Any]:
+    chosen = {"dtype": "float32", "M": 6, "N": 16, "K": 32, **given}
+    reading = SWIGLU.make_inputs(SWIGLU.case(**chosen), torch.device("cpu"), 0)
+    for name in reading.differentiable if grad else ():
+        reading.arguments[name].requires_grad_()
+    return reading.arguments
+
+
+# Right answers
+
+
+@each_variant
+@pytest.mark.parametrize("name", DENSE)
+def test_results_and_gradients_of_plain_tensors(name, variant):
+    assert_correct(SWIGLU, case_of(name), variant)
+
+
+@each_variant
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_results_of_quantized_operands(name, variant):
+    case = case_of(name)
+    assert_ok(judge(SWIGLU, case, variant=variant), SWIGLU, case, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stacked", "fp8_rows", "every_code_in_weights", "nvfp4_swizzled"])
+def test_the_compiled_variant(name):
+    case = case_of(name)
+    if reason := SWIGLU.get("compiled").why_not(SWIGLU.query(case, "cpu")):
+        pytest.skip(reason)
+    assert_ok(judge(SWIGLU, case, variant="compiled"), SWIGLU, case, "compiled")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_thoughtless_answer_passes(name):
+    from onelaunch.workbench.verify import Judge
+
+    case = case_of(name)
+    if name != "one_of_everything":  # shifted by one, it is itself
+        assert not trivial_answers(Judge().truth(SWIGLU, case))
+
+
+def test_the_wide_product_alone_is_right():
+    case = case_of("stacked")
+    assert judge_control(SWIGLU, case, "wide_gemm_alone").ok
+
+
+def test_the_definition():
+    given = made(M=5, N=16, K=48)
+    x, w_gate, w_up = given.values()
+    expected = F.silu(x @ w_gate.T) * (x @ w_up.T)
+    assert torch.allclose(swiglu(x, w_gate, w_up), expected)
+    assert torch.allclose(swiglu(x, torch.cat([w_gate, w_up])), expected)
+
+
+def test_gradients_are_those_of_the_definition():
+    given = {name: value.double().float().requires_grad_() for name, value in made().items()}
+    (swiglu(**given) * torch.arange(16.0)).sum().backward()
+    found = [value.grad for value in given.values()]
+    again = {name: value.detach().double().requires_grad_() for name, value in given.items()}
+    x, w_gate, w_up = again.values()
+    (F.silu(x @ w_gate.T) * (x @ w_up.T) * torch.arange(16.0)).sum().backward()
+    for one, other in zip(found, again.values(), strict=True):
+        assert torch.allclose(one.double(), other.grad, rtol=1e-4, atol=1e-5)
+
+
+# Shapes and layouts
+
+
+@pytest.mark.parametrize("lead", [(0,), (2, 3), (2, 0, 4), (1, 2, 3, 4)])
+def test_leading_dimensions_stay(lead):
+    given = made()
+    x = torch.randn(*lead, 32)
+    h = swiglu(x, given["w_gate"], given["w_up"])
+    assert h.shape == (*lead, 16)
+    if h.numel():
+        flat = swiglu(x.flatten(0, -2) if len(lead) > 1 else x, given["w_gate"], given["w_up"])
+        assert torch.equal(h.flatten(0, -2) if len(lead) > 1 else h, flat)
+
+
+def test_no_rows_are_an_empty_result_in_every_format():
+    for name, chosen in CASES.items():
+        given = made(**{**chosen, "M": 0})
+        h = SWIGLU(**given)
+        assert h.shape == (0, chosen["N"]), name
+        assert h.dtype == getattr(torch, chosen["dtype"]), name
+
+
+def test_any_strides():
+    given = made(M=8)
+    turned = {name: value.T.contiguous().T for name, value in given.items()}
+    assert not turned["x"].is_contiguous()
+    assert torch.allclose(swiglu(**turned), swiglu(**given))
+    x = torch.randn(16, 32)[::2]
+    assert torch.allclose(swiglu(x, given["w_gate"], given["w_up"]), swiglu(x.contiguous(), given["w_gate"], given["w_up"]))
+
+
+def test_what_float16_cannot_hold_is_infinite_and_nan_stays():
+    x, w_gate, w_up = torch.full((1, 16), 60.0), torch.full((16, 16), 10.0), torch.full((16, 16), 10.0)
+    h = swiglu(x.half(), w_gate.half(), w_up.half())
+    assert h.isposinf().all()
+    x[0, 3] = math.nan
+    assert swiglu(x, w_gate, w_up).isnan().all()
+    given = made(**QUANTIZED["nvfp4_weights"])
+    given["x"][2, 5] = math.nan
+    assert SWIGLU(**given).isnan().any(1).tolist() == [row == 2 for row in range(17)]
+
+
+# Names for few bits
+
+
+@pytest.mark.parametrize("row_scales", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_swiglu_fp8_is_swiglu_of_its_matrices(row_scales, stacked):
+    given = made(dtype="bfloat16", format="fp8", row_scales=row_scales, stacked=stacked)
+    x, gate, up = given["x"], given["w_gate"], given.get("w_up")
+    parts = (x.values, gate.values, None if up is None else up.values)
+    scales = (x.scale, gate.scale, None if up is None else up.scale)
+    assert torch.equal(swiglu_fp8(*parts, *scales), SWIGLU(**given))
+    assert swiglu_fp8(*parts, *scales, out_dtype=torch.float32).dtype == torch.float32
+
+
+def test_swiglu_nvfp4_is_swiglu_of_its_matrices():
+    given = made(dtype="float16", format="nvfp4_weights")
+    assert torch.equal(swiglu_nvfp4(**given), SWIGLU(**given))
+    assert swiglu_nvfp4(given["x"][None], given["w_gate"], given["w_up"]).shape == (1, 6, 16)
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_dual_gemm_nvfp4_is_swiglu_of_its_matrices(swizzled):
+    given = made(dtype="float16", format="nvfp4", swizzled_scales=swizzled)
+    matrices = [given[name] for name in ("x", "w_gate", "w_up")]
+    codes, scales = [each.codes for each in matrices], [each.scales for each in matrices]
+    shared = dict(zip(("a_global", "b1_global", "b2_global"), (each.global_scale for each in matrices), strict=True))
+    found = dual_gemm_nvfp4(*codes, *scales, swizzled=swizzled, **shared)
+    assert found.dtype == torch.float16
+    assert torch.equal(found, SWIGLU(**given))
+    alone = dual_gemm_nvfp4(*codes, *scales, swizzled=swizzled, out_dtype=torch.float32)
+    decoded = [each.decode(torch.float64) for each in matrices]
+    expected = F.silu(decoded[0] @ decoded[1].T) * (decoded[0] @ decoded[2].T)
+    assert torch.allclose(alone.double(), expected, rtol=1e-5)
+
+
+def test_the_query_of_a_case_is_that_of_its_call():
+    for name in CASES:
+        case = case_of(name)
+        given = SWIGLU.make_inputs(case, torch.device("cpu"), 0).arguments
+        assert SWIGLU.bind(**given).query() == SWIGLU.query(case, "cpu"), name
+
+
+# PyTorch
+
+
+def test_autocast_lowers_plain_tensors():
+    given = made(grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        h = swiglu(**given)
+    assert h.dtype == torch.bfloat16
+    h.float().sum().backward()
+    assert all(value.grad.dtype == torch.float32 for value in given.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["odd_sizes", "stacked", "fp8_rows", "nvfp4_weights", "nvfp4_swizzled"])
+def test_it_compiles_without_a_break(name):
+    if SWIGLU.get("compiled").why_not(SWIGLU.query(case_of(name), "cpu")):
+        pytest.skip("needs a compiler")
+    given = SWIGLU.make_inputs(case_of(name), torch.device("cpu"), 0).arguments
+    function = torch.compile(lambda **arguments: SWIGLU(**arguments), fullgraph=True, backend="aot_eager")
+    assert torch.equal(function(**given), SWIGLU(**given))
+
+
+def test_the_workbench_sees_every_tensor_of_a_quantized_operand():
+    from onelaunch.workbench.calls import make_inputs
+
+    inputs = make_inputs(SWIGLU, case_of("nvfp4"), torch.device("cpu"), 0, "forward")
+    names = [name for name, _ in inputs.named_tensors()]
+    assert names == [f"{one}.{part}" for one in ("x", "w_gate", "w_up") for part in ("codes", "scales", "global_scale")]
+    other = make_inputs(SWIGLU, case_of("nvfp4"), torch.device("cpu"), 1, "forward")
+    other.load(inputs)
+    callee = Callee.variant(SWIGLU, "eager")
+    assert torch.equal(callee(other)["h"], callee(inputs)["h"])
+
+
+# Refusals
+
+
+def refused(error: Any, message: str, function: Any = swiglu, /, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(error, match=message) as caught:
+        function(*args, **kwargs)
+    assert isinstance(caught.value, OneLaunchError)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_shapes_are_named():
+    x, gate, up = made().values()
+    refused(ShapeError, r"^x has shape \(32,\); it must be \[\.\.\., K\]", swiglu, x[0], gate, up)
+    refused(ShapeError, r"^w_gate has shape \(16,\); it must be \[N, K\]", swiglu, x, gate[:, 0], up)
+    refused(ShapeError, r"^w_gate has shape \(16, 30\); .* = \[16, 32\] to match x \[6, 32\]", swiglu, x, gate[:, :30], up)
+    refused(ShapeError, r"^w_gate has shape \(32, 16\); .*transpose", swiglu, x, gate.T, up)
+    refused(ShapeError, r"^w_up has shape \(10, 32\); .* = \[16, 32\] .* w_gate \[16, 32\]", swiglu, x, gate, up[:10])
+    refused(ShapeError, r"^w_gate has shape \(15, 32\); it must be \[2 N, K\], the gate's rows", swiglu, x, gate[:15])
+
+
+def test_wrong_dtypes_are_named():
+    x, gate, up = made().values()
+    refused(DTypeError, r"^x is torch\.float64; it must be float16, bfloat16 or float32", swiglu, x.double(), gate, up)
+    refused(DTypeError, r"^w_up is torch\.float16; it must be float32, the dtype of x", swiglu, x, gate, up.half())
+    refused(DTypeError, r"^out_dtype is torch\.float16; it must be float32", swiglu, x, gate, up, out_dtype=torch.float16)
+    weight = quantize_nvfp4(gate)
+    refused(DTypeError, r"^x is torch\.float32; .* beside NVFP4 weights", swiglu, x, weight, weight)
+    rows, weights = quantize_fp8(x), quantize_fp8(gate)
+    refused(DTypeError, r"^out_dtype is torch\.float64", swiglu, rows, weights, weights, out_dtype=torch.float64)
+
+
+def test_operands_that_do_not_go_together_are_named():
+    x, gate, up = made().values()
+    known = r"^x is a torch\.Tensor and w_gate an Fp8Tensor; .*an Fp8Tensor with an Fp8Tensor"
+    refused(ArgumentError, known, swiglu, x, quantize_fp8(gate))
+    refused(ArgumentError, r"^w_up is a torch\.Tensor and w_gate an NVFP4Tensor", swiglu, x.half(), quantize_nvfp4(gate), up)
+    refused(ArgumentError, r"^w_gate is list; it must be", swiglu, x, [1, 2])
+    refused(DeviceError, r"^w_up is on meta; it must be on cpu", swiglu, x, gate, up.to("meta"))
+    refused(UnknownVariant, "There is no variant 'fast'", swiglu, x, gate, up, variant="fast")
+
+
+@pytest.mark.parametrize(("columns", "inner", "said"), [(16, 24, "^x has .*K that"), (24, 32, "^w_gate has .*N that")])
+def test_sizes_that_float8_units_do_not_take_are_named(columns, inner, said):
+    x, weight = quantize_fp8(torch.randn(4, inner)), quantize_fp8(torch.randn(columns, inner))
+    refused(ShapeError, f"{said} is a multiple of 16; pad with zeros", swiglu, x, weight, weight)
+
+
+def test_gradients_through_quantized_operands_are_refused_rather_than_lost():
+    given = made(dtype="float16", format="nvfp4_weights")
+    given["x"].requires_grad_()
+    refused(ArgumentError, r"^x requires gradients.*no_grad\(\)", SWIGLU, **given)
+    with torch.no_grad():
+        assert SWIGLU(**given).shape == (6, 16)
+
+
+def test_stacked_weights_with_swizzled_scales_part_between_atoms():
+    x = quantize_nvfp4(torch.randn(4, 64), swizzled=True)
+    refused(ShapeError, r"^w_gate .*multiple of 128 .*plain\(\)", swiglu, x, quantize_nvfp4(torch.randn(64, 64), swizzled=True))
+    both = quantize_nvfp4(torch.randn(256, 64))
+    assert torch.equal(swiglu(x, both.swizzle()), swiglu(x, both.rows(0, 128), both.rows(128, 256)))
+
+
+def test_parts_are_named_as_the_caller_knows_them():
+    given = made(dtype="float16", format="nvfp4")
+    a, b1, b2 = (given[name].codes for name in ("x", "w_gate", "w_up"))
+    sfa, sfb1, sfb2 = (given[name].scales for name in ("x", "w_gate", "w_up"))
+    dual = dual_gemm_nvfp4
+    refused(ShapeError, r"^sfb1 has shape \(16, 1\); .*\[16, 2\] to match b1", dual, a, b1, b2, sfa, sfb1[:, :1], sfb2)
+    refused(DTypeError, r"^sfa is torch\.float32", dual, a, b1, b2, sfa.float(), sfb1, sfb2)
+    refused(ShapeError, r"^b2 has shape \(16, 15\); .*cut off", dual, a, b1, b2[:, :15], sfa, sfb1, sfb2)
+    refused(ShapeError, r"^sfa has shape \(6, 2\); .*128 x 4", dual, a, b1, b2, sfa, sfb1, sfb2, swizzled=True)
+    x, w = quantize_fp8(torch.randn(4, 32)), quantize_fp8(torch.randn(16, 32))
+    values = (x.values, w.values, w.values)
+    refused(ShapeError, r"^gate_scale has shape \(5,\)", swiglu_fp8, *values, x.scale, torch.ones(5), w.scale)
+    refused(ArgumentError, "^up_scale is None, but w_up is given", swiglu_fp8, *values, x.scale, w.scale)
+
+
+def test_a_case_of_an_unknown_format_says_which_there_are():
+    case = SWIGLU.case("float16", M=1, N=1, K=1, format="int4")
+    refused(ArgumentError, "format is 'int4'.*nvfp4_weights", SWIGLU.query, case, "cpu")
+    assert isinstance(made(format="fp8")["x"], Fp8Tensor)
+    assert isinstance(made(format="nvfp4")["x"], NVFP4Tensor)
+
+
+# Cost
+
+
+def test_the_least_bytes_and_products():
+    dense = SWIGLU.case("bfloat16", M=512, N=4096, K=7168)
+    assert SWIGLU.cost(dense).flops == 4 * 512 * 4096 * 7168
+    assert SWIGLU.cost(dense).bytes == 2 * (512 * 7168 + 2 * 4096 * 7168 + 512 * 4096)
+    four = SWIGLU.case("bfloat16", M=512, N=4096, K=7168, format="nvfp4_weights")
+    saved = SWIGLU.cost(dense).bytes - SWIGLU.cost(four).bytes
+    assert saved == 2 * 4096 * 7168 * 2 - 2 * (4096 * 7168 * 9 // 16 + 4)
+    both = SWIGLU.case("float16", M=512, N=4096, K=7168, format="nvfp4")
+    assert SWIGLU.cost(both).bytes == (512 + 2 * 4096) * 7168 * 9 // 16 + 3 * 4 + 2 * 512 * 4096
+
+
+def test_variants_add_what_their_launches_hand_on():
+    case = SWIGLU.case("bfloat16", M=512, N=4096, K=7168)
+    result = 2 * 512 * 4096
+    assert SWIGLU.cost(case, SWIGLU.get("eager")).bytes == SWIGLU.cost(case).bytes + 4 * result
+    for variant in SWIGLU.variants.values():
+        for direction in ("forward", "forward_backward"):
+            assert SWIGLU.cost(case, variant, direction).bytes >= SWIGLU.cost(case, None, direction).bytes
