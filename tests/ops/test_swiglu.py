@@ -17,7 +17,7 @@ from onelaunch.errors import (
     ShapeError,
     UnknownVariant,
 )
-from onelaunch.operation import find_operation
+from onelaunch.operation import Case, find_operation
 from onelaunch.ops import (
     Fp8Tensor,
     NVFP4Tensor,
@@ -30,7 +30,7 @@ from onelaunch.ops import (
 )
 from onelaunch.workbench.calls import Callee
 from onelaunch.workbench.verify import judge_control, trivial_answers
-from tests.ops.cases import assert_correct, assert_ok, judge, pytorch_variants
+from tests.ops.cases import BOTH, assert_correct, assert_ok, assert_one_call_correct, judge, pytorch_variants, triton_variants
 
 SWIGLU = find_operation("swiglu")
 
@@ -129,6 +129,53 @@ def test_gradients_are_those_of_the_definition():
     (F.silu(x @ w_gate.T) * (x @ w_up.T) * torch.arange(16.0)).sum().backward()
     for one, other in zip(found, again.values(), strict=True):
         assert torch.allclose(one.double(), other.grad, rtol=1e-4, atol=1e-5)
+
+
+# Our kernels
+
+
+def can_run(variant: str, case: Case, device: str) -> None:
+    if reason := SWIGLU.get(variant).why_not(SWIGLU.query(case, device)):
+        pytest.skip(f"{variant} {reason}")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", triton_variants(SWIGLU))
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", ["one_row", "odd_sizes", "float32", "fp8", "fp8_stacked_to_float32"])
+def test_kernels_give_right_results_and_gradients(name, stacked, variant):
+    case = SWIGLU.case(name=name, **{**CASES[name], "stacked": stacked, "row_scales": False})
+    can_run(variant, case, "cpu")
+    direction = "forward_backward" if name in DENSE else "forward"
+    assert_one_call_correct(SWIGLU, case, variant, direction)
+
+
+@pytest.mark.interpret
+def test_rows_longer_than_a_program_takes():
+    case = SWIGLU.case("float16", M=2, N=2500, K=8, stacked=True)
+    assert_one_call_correct(SWIGLU, case, "wide")
+
+
+@pytest.mark.interpret
+def test_kernels_take_products_of_any_strides():
+    from onelaunch.ops.swiglu import launch
+
+    gate, up, dh = (torch.randn(40, 12).T for _ in range(3))
+    assert torch.allclose(launch.gate(gate, up), F.silu(gate) * up, atol=1e-6)
+    leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    expected = torch.autograd.grad(F.silu(leaves[0]) * leaves[1], leaves, dh)
+    assert torch.allclose(launch.gate_backward(dh, gate, up), torch.cat(expected, 1), atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", triton_variants(SWIGLU))
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_on_a_gpu(name, stacked, variant, device):
+    case = SWIGLU.case(name=name, **{**CASES[name], "stacked": stacked})
+    can_run(variant, case, str(device))
+    directions = BOTH if name in DENSE else BOTH[:1]
+    assert_ok(judge(SWIGLU, case, variant=variant, device=device, directions=directions), SWIGLU, case, variant)
 
 
 # Shapes and layouts
