@@ -218,6 +218,17 @@ def test_what_cannot_be_quantized_says_why(values, given, error, said):
 
 
 @pytest.mark.parametrize("per_row", [False, True])
+def test_float8_refuses_infinities_and_keeps_nan_to_itself(per_row):
+    values = torch.randn(3, 16)
+    values[1, 2] = torch.inf
+    with pytest.raises(ValueRangeError, match="values hold infinities"):
+        quantize_fp8(values, per_row=per_row)
+    values[1, 2] = torch.nan
+    found = quantize_fp8(values, per_row=per_row).dequantize()
+    assert found.isnan().nonzero().tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("per_row", [False, True])
 def test_float8_is_as_near_as_its_three_bits_allow(per_row):
     values = torch.randn(6, 40) * torch.logspace(-3, 3, 6)[:, None]
     tensor = quantize_fp8(values, per_row=per_row)

@@ -279,8 +279,12 @@ def quantize_fp8(values: torch.Tensor, *, per_row: bool = False) -> Fp8Tensor:
     """The nearest float8_e4m3fn numbers, scaled such that the largest of all, or of each row, becomes 448.
 
     Args:
-        values: ``[R, K]`` of any floating-point dtype.
+        values: ``[R, K]`` of any floating-point dtype, finite or NaN.
         per_row: a scale for each row.
+
+    Raises:
+        ShapeError, DTypeError: naming ``values`` and what it has to be.
+        ValueRangeError: ``values`` holds infinities.
     """
     wide = _matrix(values)
     largest = (
@@ -312,8 +316,6 @@ def quantize_nvfp4(
     channels = wide.shape[1]
     if channels % BLOCK:
         raise ShapeError("values", got=values.shape, want=f"[R, K] with K a multiple of {BLOCK}; pad it with zeros")
-    if checks.values_are_checked(wide) and bool(wide.isinf().any()):
-        raise ValueRangeError("values", got="hold infinities", want="NVFP4 ends at 6 * 448 times the global scale; clamp them")
     shared = _global_scale(global_scale, wide)
     blocks = (wide / shared).unflatten(1, (-1, BLOCK))  # [R, K / 16, 16]
     largest = blocks.abs().amax(2)  # NaN where one is
@@ -342,7 +344,10 @@ def _matrix(values: torch.Tensor) -> torch.Tensor:
     checks.rank("values", values, "[R, K]")
     if not values.is_floating_point():
         checks.dtype("values", values, checks.FLOATS)
-    return values.detach().float()
+    wide = values.detach().float()
+    if checks.values_are_checked(wide) and bool(wide.isinf().any()):
+        raise ValueRangeError("values", got="hold infinities", want="no scale reaches them; clamp them first")
+    return wide
 
 
 def _global_scale(given: torch.Tensor | float | None, values: torch.Tensor) -> torch.Tensor:
