@@ -224,8 +224,10 @@ def test_float8_refuses_infinities_and_keeps_nan_to_itself(per_row):
     with pytest.raises(ValueRangeError, match="values hold infinities"):
         quantize_fp8(values, per_row=per_row)
     values[1, 2] = torch.nan
-    found = quantize_fp8(values, per_row=per_row).dequantize()
-    assert found.isnan().nonzero().tolist() == [[1, 2]]
+    tensor = quantize_fp8(values, per_row=per_row)
+    assert tensor.dequantize().isnan().nonzero().tolist() == [[1, 2]]
+    values[1, 2] = 0
+    assert torch.equal(tensor.scale, quantize_fp8(values, per_row=per_row).scale)
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -238,6 +240,18 @@ def test_float8_is_as_near_as_its_three_bits_allow(per_row):
     assert (off <= values.abs() * 2**-4 * (1 + 1e-6) + smallest).all()
     assert torch.equal(tensor.rows(2, 5).dequantize(), tensor.dequantize()[2:5])
     assert torch.isclose(tensor.dequantize().abs().amax(), values.abs().amax(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0), (0, 0)])
+def test_nothing_is_quantized_to_nothing(shape):
+    values = torch.zeros(shape)
+    for tensor in (
+        quantize_fp8(values),
+        quantize_fp8(values, per_row=True),
+        quantize_nvfp4(values),
+        quantize_nvfp4(values).swizzle(),
+    ):
+        assert tensor.dequantize().shape == shape
 
 
 def test_a_float8_scale_of_another_shape_is_named():

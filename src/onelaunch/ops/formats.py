@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, ValueRangeError, listing
 from onelaunch.operation import Bundle
@@ -287,9 +288,8 @@ def quantize_fp8(values: torch.Tensor, *, per_row: bool = False) -> Fp8Tensor:
         ValueRangeError: ``values`` holds infinities.
     """
     wide = _matrix(values)
-    largest = (
-        wide.abs().amax(1, keepdim=True) if per_row else wide.abs().amax().reshape(()) if wide.numel() else wide.new_zeros(())
-    )
+    size = F.pad(wide.nan_to_num(0.0).abs(), (0, 1, 0, int(not per_row)))  # so that there is one, whatever the shape
+    largest = size.amax(1, keepdim=True) if per_row else size.amax()
     scale = torch.where(largest > 0, largest / LARGEST_SCALE, torch.ones_like(largest))
     return Fp8Tensor((wide / scale).clamp(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn), scale)
 
@@ -401,12 +401,12 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     height, width = _padded(rows, columns)
     whole = torch.zeros(height, width, dtype=torch.uint8, device=scales.device)
     whole[:rows, :columns] = scales.view(torch.uint8)
-    atoms = whole.reshape(-1, 4, 32, width // ATOM_SCALES, ATOM_SCALES).permute(0, 3, 2, 1, 4)
+    atoms = whole.reshape(height // ATOM_ROWS, 4, 32, width // ATOM_SCALES, ATOM_SCALES).permute(0, 3, 2, 1, 4)
     return atoms.reshape(height, width).view(scales.dtype)
 
 
 def unswizzle(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """The inverse: ``[rows, columns]`` without the padding."""
     height, width = scales.shape
-    atoms = scales.contiguous().reshape(-1, width // ATOM_SCALES, 32, 4, ATOM_SCALES).permute(0, 3, 2, 1, 4)
+    atoms = scales.contiguous().reshape(height // ATOM_ROWS, width // ATOM_SCALES, 32, 4, ATOM_SCALES).permute(0, 3, 2, 1, 4)
     return atoms.reshape(height, width)[:rows, :columns].contiguous()
