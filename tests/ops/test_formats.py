@@ -144,6 +144,12 @@ def test_rows_are_views_of_those_rows(swizzled):
     assert torch.equal(part.dequantize(), tensor.dequantize()[128:])
 
 
+@pytest.mark.parametrize(("start", "stop"), [(-172, 300), (128, 1000), (-44, None), (256, 100)])
+def test_rows_are_counted_as_in_a_slice(start, stop):
+    for tensor in (made(300, 64), made(300, 64, swizzled=True), quantize_fp8(torch.randn(300, 64), per_row=True)):
+        assert torch.equal(tensor.rows(start, stop).dequantize(), tensor.dequantize()[start:stop])
+
+
 def test_swizzled_rows_are_not_cut_within_an_atom():
     with pytest.raises(ArgumentError, match="plain"):
         made(300, 64, swizzled=True).rows(100, 300)
@@ -165,6 +171,36 @@ def test_both_layouts_of_the_field_are_read():
     theirs["a.weight_global_scale"] = (1 / ours["a.weight_scale_2"])[None]
     found = NVFP4Tensor.from_state_dict(theirs, "a").dequantize()
     assert torch.allclose(found, weight.dequantize(), rtol=1e-6, atol=0)
+
+
+def test_what_no_scale_reaches_becomes_the_largest_number():
+    for size in (1e10, 1e15, 3e38):
+        tensor = quantize_nvfp4(torch.full((1, 16), size), global_scale=1e-5)
+        assert torch.allclose(tensor.dequantize(), torch.tensor(6 * 448 * 1e-5))
+
+
+@pytest.mark.parametrize("quantize", [quantize_fp8, quantize_nvfp4])
+def test_numbers_too_small_for_a_scale_are_zero_and_not_nan(quantize):
+    values = torch.zeros(1, 16)
+    values[0, 1] = 1e-43
+    assert quantize(values).dequantize().abs().max() <= 1e-40
+
+
+def test_a_weight_without_a_global_scale_comes_back_from_a_file(tmp_path):
+    weight = every_product()
+    save_nvfp4(tmp_path / "w.safetensors", {"a": weight, "b": weight})
+    assert same(load_nvfp4(tmp_path / "w.safetensors", "a"), weight)
+    assert same(load_nvfp4(tmp_path / "w.safetensors", "b"), weight)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_nvfp4(tmp_path / "no" / "w.safetensors", {"a": weight})
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_scale_2"])
+def test_every_missing_tensor_is_named(name):
+    held = made(8, 32).state_dict("a")
+    del held[f"a.{name}"]
+    with pytest.raises(CheckpointError, match=rf"there is no 'a\.{name}'"):
+        NVFP4Tensor.from_state_dict(held, "a")
 
 
 def test_a_missing_tensor_is_named():

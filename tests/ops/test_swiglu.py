@@ -45,6 +45,7 @@ DENSE: dict[str, dict[str, Any]] = {
 QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8": {"dtype": "bfloat16", "M": 20, "N": 48, "K": 64, "format": "fp8"},
     "fp8_rows": {"dtype": "float16", "M": 33, "N": 16, "K": 80, "format": "fp8", "row_scales": True},
+    "fp8_rows_bfloat16": {"dtype": "bfloat16", "M": 33, "N": 16, "K": 80, "format": "fp8", "row_scales": True},
     "fp8_stacked_to_float32": {
         "dtype": "float32", "M": 3, "N": 32, "K": 48, "format": "fp8", "stacked": True, "row_scales": True,
     },
@@ -142,9 +143,9 @@ def can_run(variant: str, case: Case, device: str) -> None:
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(SWIGLU))
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("name", ["one_row", "odd_sizes", "float32", "fp8", "fp8_stacked_to_float32"])
+@pytest.mark.parametrize("name", ["one_row", "odd_sizes", "float32", "fp8", "fp8_rows_bfloat16"])
 def test_kernels_give_right_results_and_gradients(name, stacked, variant):
-    case = SWIGLU.case(name=name, **{**CASES[name], "stacked": stacked, "row_scales": False})
+    case = SWIGLU.case(name=name, **{**CASES[name], "stacked": stacked})
     can_run(variant, case, "cpu")
     direction = "forward_backward" if name in DENSE else "forward"
     assert_one_call_correct(SWIGLU, case, variant, direction)
@@ -218,6 +219,16 @@ def test_what_float16_cannot_hold_is_infinite_and_nan_stays():
     given = made(**QUANTIZED["nvfp4_weights"])
     given["x"][2, 5] = math.nan
     assert SWIGLU(**given).isnan().any(1).tolist() == [row == 2 for row in range(17)]
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_quantized_products_beyond_float16_still_make_finite_results(form):
+    """A gate of -100000 closes; its product is beyond float16, what is left of it is not."""
+    rows, weights = torch.full((2, 16), 250.0), torch.full((16, 16), 25.0)
+    make = quantize_fp8 if form == "fp8" else quantize_nvfp4
+    h = swiglu(make(rows), make(-weights), make(weights), out_dtype=torch.float16)
+    assert h.isfinite().all()
+    assert not h.any()
 
 
 # Names for few bits
@@ -351,6 +362,18 @@ def test_gradients_through_quantized_operands_are_refused_rather_than_lost():
         assert SWIGLU(**given).shape == (6, 16)
 
 
+def test_gradients_of_scales_are_refused_as_well():
+    weight = quantize_fp8(torch.randn(16, 32))
+    asking = Fp8Tensor(weight.values, weight.scale.clone().requires_grad_())
+    refused(ArgumentError, "^w_up requires gradients", swiglu, quantize_fp8(torch.randn(4, 32)), weight, asking)
+
+
+@pytest.mark.parametrize("variant", SWIGLU.variants)
+def test_no_variant_trains_quantized_operands(variant):
+    query = SWIGLU.query(SWIGLU.case("bfloat16", M=4, N=16, K=32, format="fp8", stacked=True), "cpu", grad=True)
+    assert SWIGLU.get(variant).why_not(query)
+
+
 def test_stacked_weights_with_swizzled_scales_part_between_atoms():
     x = quantize_nvfp4(torch.randn(4, 64), swizzled=True)
     refused(ShapeError, r"^w_gate .*multiple of 128 .*plain\(\)", swiglu, x, quantize_nvfp4(torch.randn(64, 64), swizzled=True))
@@ -398,6 +421,8 @@ def test_variants_add_what_their_launches_hand_on():
     case = SWIGLU.case("bfloat16", M=512, N=4096, K=7168)
     result = 2 * 512 * 4096
     assert SWIGLU.cost(case, SWIGLU.get("eager")).bytes == SWIGLU.cost(case).bytes + 4 * result
+    launches = {name: (variant.launches, variant.tags.get("backward_launches")) for name, variant in SWIGLU.variants.items()}
+    assert launches == {"eager": (None, None), "compiled": (None, None), "three_node": (3, 6), "wide": (2, 3)}
     for variant in SWIGLU.variants.values():
         for direction in ("forward", "forward_backward"):
             assert SWIGLU.cost(case, variant, direction).bytes >= SWIGLU.cost(case, None, direction).bytes

@@ -32,6 +32,9 @@ BLOCK = 16
 LARGEST_SCALE = 448.0
 """Of float8_e4m3fn."""
 
+LEAST = torch.finfo(torch.float32).tiny
+"""Scale that may be divided by."""
+
 ATOM_ROWS, ATOM_SCALES = 128, 4
 """Scales that the swizzled order keeps together."""
 
@@ -46,6 +49,12 @@ def _check_scale(argument: str, scale: torch.Tensor, like: torch.Tensor) -> None
     checks.tensor(argument, scale)
     checks.dtype(argument, scale, WIDE)
     checks.device(argument, scale, like.device)
+
+
+def _bounds(start: int, stop: int | None, rows: int) -> tuple[int, int]:
+    """Where a slice of so many rows begins and ends."""
+    first, end, _ = slice(start, stop).indices(rows)
+    return first, max(first, end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +99,14 @@ class Fp8Tensor(Bundle):
         """Whether rows have scales of their own."""
         return self.scale.numel() != 1
 
-    def rows(self, start: int, stop: int) -> Fp8Tensor:
-        """Some of the rows, as views."""
+    def rows(self, start: int, stop: int | None) -> Fp8Tensor:
+        """Some of the rows, as views; ``start`` and ``stop`` as in a slice."""
+        start, stop = _bounds(start, stop, self.shape[0])
         scale = self.scale[start:stop] if self.per_row else self.scale
         return Fp8Tensor(self.values[start:stop], scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``[R, K]``, rounded once."""
+        """``[R, K]``, rounded to float32 (float64) and then to ``dtype``."""
         wide = torch.promote_types(self.scale.dtype, dtype)
         return (self.values.to(wide) * self.scale.reshape(-1, 1).to(wide)).to(dtype)
 
@@ -173,8 +183,9 @@ class NVFP4Tensor(Bundle):
         """``[R, K]``."""
         return torch.Size((self.codes.shape[0], 2 * self.codes.shape[1]))
 
-    def rows(self, start: int, stop: int) -> NVFP4Tensor:
-        """Some of the rows, as views. Swizzled scales can be parted between atoms alone."""
+    def rows(self, start: int, stop: int | None) -> NVFP4Tensor:
+        """Some of the rows, as views; ``start`` and ``stop`` as in a slice. Swizzled scales can be parted between atoms alone."""
+        start, stop = _bounds(start, stop, self.shape[0])
         if not self.swizzled:
             return dataclasses.replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop])
         if start % ATOM_ROWS or (stop % ATOM_ROWS and stop != self.shape[0]):
@@ -211,8 +222,8 @@ class NVFP4Tensor(Bundle):
         """``LAYER.weight``, ``.weight_scale`` and ``.weight_scale_2``: the names by which Model Optimizer writes checkpoints."""
         plain = self.plain()
         held = {f"{layer}.weight": plain.codes.contiguous(), f"{layer}.weight_scale": plain.scales.contiguous()}
-        if plain.global_scale is not None:
-            held[f"{layer}.weight_scale_2"] = plain.global_scale.reshape(()).clone()
+        shared = plain.scales.new_ones((), dtype=torch.float32) if plain.global_scale is None else plain.global_scale
+        held[f"{layer}.weight_scale_2"] = shared.reshape(()).clone()
         return held
 
     @classmethod
@@ -227,10 +238,9 @@ class NVFP4Tensor(Bundle):
         packed = f"{layer}.weight_packed"
         codes = _found(tensors, packed if packed in tensors else f"{layer}.weight", layer)
         scales = _found(tensors, f"{layer}.weight_scale", layer)
-        global_scale = tensors.get(f"{layer}.weight_scale_2")
-        if global_scale is None and (inverse := tensors.get(f"{layer}.weight_global_scale")) is not None:
-            global_scale = inverse.reciprocal()
-        return cls(codes, scales, None if global_scale is None else global_scale.reshape(()))
+        inverse = tensors.get(f"{layer}.weight_global_scale")
+        shared = _found(tensors, f"{layer}.weight_scale_2", layer) if inverse is None else inverse.reciprocal()
+        return cls(codes, scales, shared.reshape(()) if shared.numel() == 1 else shared)
 
 
 def _found(tensors: Mapping[str, torch.Tensor], name: str, layer: str) -> torch.Tensor:
@@ -245,11 +255,19 @@ def save_nvfp4(path: Path | str, weights: Mapping[str, NVFP4Tensor]) -> None:
     held: dict[str, torch.Tensor] = {}
     for layer, weight in weights.items():
         held |= weight.state_dict(layer)
-    _safetensors().save_file(held, str(path))
+    seen: set[int] = set()
+    for name, tensor in held.items():  # a file holds no tensor twice
+        held[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
+        seen.add(tensor.untyped_storage().data_ptr())
+    writer = _safetensors()
+    try:
+        writer.save_file(held, str(path))
+    except (OSError, writer.SafetensorError) as problem:
+        raise CheckpointError(f"{path} cannot be written: {problem}") from problem
 
 
 def load_nvfp4(path: Path | str, layer: str, device: torch.device | str = "cpu") -> NVFP4Tensor:
-    """One layer's weight from a safetensors file.
+    """One layer's weight from a safetensors file, of which nothing else is read.
 
     Raises:
         CheckpointError: the file is not there or damaged, or lacks a tensor.
@@ -257,7 +275,8 @@ def load_nvfp4(path: Path | str, layer: str, device: torch.device | str = "cpu")
     """
     reader = _safetensors()
     try:
-        tensors = reader.load_file(str(path), device=str(device))
+        with reader.safe_open(str(path), framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys() if name.startswith(f"{layer}.")}  # noqa: SIM118
     except (OSError, reader.SafetensorError) as problem:
         raise CheckpointError(f"{path} cannot be read: {problem}") from problem
     return NVFP4Tensor.from_state_dict(tensors, layer)
@@ -266,11 +285,11 @@ def load_nvfp4(path: Path | str, layer: str, device: torch.device | str = "cpu")
 def _safetensors() -> Any:
     """Its file functions and its error, if it is installed."""
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file, save_file
+        from safetensors import SafetensorError, safe_open
+        from safetensors.torch import save_file
     except ImportError:
         raise CheckpointError("files are read and written by safetensors, which is not here: pip install safetensors") from None
-    return SimpleNamespace(load_file=load_file, save_file=save_file, SafetensorError=SafetensorError)
+    return SimpleNamespace(safe_open=safe_open, save_file=save_file, SafetensorError=SafetensorError)
 
 
 # Quantizing
@@ -290,7 +309,7 @@ def quantize_fp8(values: torch.Tensor, *, per_row: bool = False) -> Fp8Tensor:
     wide = _matrix(values)
     size = F.pad(wide.nan_to_num(0.0).abs(), (0, 1, 0, int(not per_row)))  # so that there is one, whatever the shape
     largest = size.amax(1, keepdim=True) if per_row else size.amax()
-    scale = torch.where(largest > 0, largest / LARGEST_SCALE, torch.ones_like(largest))
+    scale = torch.where(largest > 0, (largest / LARGEST_SCALE).clamp(min=LEAST), torch.ones_like(largest))
     return Fp8Tensor((wide / scale).clamp(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn), scale)
 
 
@@ -301,7 +320,7 @@ def quantize_nvfp4(
 
     Of the scales that make the largest number of a block one of the codes, that with the least squared error is taken: what NVFP4
     can hold with this global scale comes back exactly, and no block is further off than by the usual rule (its largest number is
-    6). NaN makes NaN of its block.
+    6). Numbers beyond 6 * 448 times the global scale become that. NaN makes NaN of its block.
 
     Args:
         values: ``[R, K]`` of any floating-point dtype, K a multiple of 16, finite or NaN.
@@ -317,7 +336,8 @@ def quantize_nvfp4(
     if channels % BLOCK:
         raise ShapeError("values", got=values.shape, want=f"[R, K] with K a multiple of {BLOCK}; pad it with zeros")
     shared = _global_scale(global_scale, wide)
-    blocks = (wide / shared).unflatten(1, (-1, BLOCK))  # [R, K / 16, 16]
+    end = E2M1[-1] * LARGEST_SCALE
+    blocks = (wide / shared).clamp(-end, end).unflatten(1, (-1, BLOCK))  # [R, K / 16, 16]
     largest = blocks.abs().amax(2)  # NaN where one is
     best_error = torch.full_like(largest, torch.inf)
     best_scale, best_codes = torch.zeros_like(largest), torch.zeros(blocks.shape, dtype=torch.uint8, device=wide.device)
@@ -353,7 +373,7 @@ def _matrix(values: torch.Tensor) -> torch.Tensor:
 def _global_scale(given: torch.Tensor | float | None, values: torch.Tensor) -> torch.Tensor:
     if given is None:
         largest = values.nan_to_num(0.0).abs().amax() if values.numel() else values.new_zeros(())
-        return torch.where(largest > 0, largest / (E2M1[-1] * LARGEST_SCALE), torch.ones_like(largest))
+        return torch.where(largest > 0, (largest / (E2M1[-1] * LARGEST_SCALE)).clamp(min=LEAST), torch.ones_like(largest))
     scale = torch.as_tensor(given, dtype=torch.float32, device=values.device).reshape(())
     if checks.values_are_checked(scale) and not bool((scale > 0) & scale.isfinite()):
         raise ValueRangeError("global_scale", got=f"is {float(scale):g}", want="it is a positive number that divides all values")

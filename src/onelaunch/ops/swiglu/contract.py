@@ -10,7 +10,7 @@ import torch
 
 from onelaunch import dispatch
 from onelaunch.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.operation import Bundle, Query, fixed, operation, remembered
 from onelaunch.ops import checks
 from onelaunch.ops.autocast import cast, low_dtype, without_autocast
 from onelaunch.ops.formats import ATOM_ROWS, BLOCK, Fp8Tensor, NVFP4Tensor
@@ -72,13 +72,19 @@ class SwigluCall(NamedTuple):
 def facts(name: str, operand: object) -> Facts:
     """Of a tensor, or of a quantized one."""
     if isinstance(operand, Fp8Tensor):
-        return Facts("fp8", operand.shape, operand.values.dtype, operand.values.device, flags=("row_scales",) * operand.per_row)
+        flags = ("row_scales",) * operand.per_row
+        return Facts("fp8", operand.shape, operand.values.dtype, operand.values.device, _wanted(operand), flags)
     if isinstance(operand, NVFP4Tensor):
         flags = ("swizzled_scales",) * operand.swizzled
-        return Facts("nvfp4", operand.shape, operand.scales.dtype, operand.codes.device, flags=flags)
+        return Facts("nvfp4", operand.shape, operand.scales.dtype, operand.codes.device, _wanted(operand), flags)
     if not isinstance(operand, torch.Tensor):
         raise ArgumentError(f"{name} is {type(operand).__name__}; it must be a torch.Tensor, an Fp8Tensor or an NVFP4Tensor.")
     return Facts("dense", *checks.facts(name, operand))
+
+
+def _wanted(operand: Bundle) -> bool:
+    """Whether anybody asks for gradients of a part of it."""
+    return any(tensor.requires_grad for tensor in operand.tensors().values())
 
 
 def bind(x: Operand, w_gate: Operand, w_up: Operand | None = None, *, out_dtype: torch.dtype | None = None) -> SwigluCall:
@@ -110,11 +116,12 @@ def _key(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | N
             if size % BLOCK:
                 shape = x.shape if name == "x" else w_gate.shape
                 raise ShapeError(name, got=shape, want=f"of a {dimension} that is a multiple of {BLOCK}; pad with zeros")
-    grad = grad_enabled and any(each.requires_grad for each in (x, *weights.values()))
+    asking = [name for name, each in {"x": x, **weights}.items() if each.requires_grad]
+    grad = grad_enabled and bool(asking)
     if grad and form != "dense":
         raise ArgumentError(
-            "x requires gradients, and swiglu of quantized operands has no backward pass; call it under torch.no_grad(), or pass "
-            "x.detach()."
+            f"{asking[0]} requires gradients, and swiglu of quantized operands has no backward pass; call it under "
+            "torch.no_grad(), or detach it."
         )
     details = {flag for each in (x, *weights.values()) for flag in each.flags}
     flags = (form,) * (form != "dense") + tuple(sorted(details)) + ("stacked",) * (w_up is None)
@@ -201,8 +208,9 @@ def swiglu(
 
         h = silu(x w_gate^T) * (x w_up^T)
 
-    Differentiable in ``x`` and the weights where all three are plain tensors. Both products and the gate are in float32; what a
-    16-bit result cannot hold becomes infinite, as in PyTorch.
+    Differentiable in ``x`` and the weights where all three are plain tensors. Sums are in float32; what a 16-bit result cannot
+    hold becomes infinite. Variants whose products are PyTorch's round each to the dtype of the result before the gate (but not to
+    float16 where operands are quantized): there, a product of plain tensors beyond float16 is infinite, and its gate may be NaN.
 
     Args:
         x: ``[..., K]`` float16, bfloat16 or float32; or ``[M, K]`` as :class:`Fp8Tensor` or :class:`NVFP4Tensor`.

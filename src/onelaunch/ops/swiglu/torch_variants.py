@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from onelaunch.operation import Query
 from onelaunch.ops.formats import Fp8Tensor
 from onelaunch.ops.gated_scan.torch_variants import compile_static, compiler_missing
-from onelaunch.ops.swiglu.contract import Operand, SwigluCall, swiglu
+from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
 
 Results = tuple[torch.Tensor]
 
@@ -28,13 +29,14 @@ def factors(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """``x weight^T`` ``[M, N]`` in ``dtype``."""
+    """``x weight^T`` ``[M, N]`` in ``dtype``; of quantized operands in float32 where float16 might not hold it."""
     if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
         return x @ weight.mT
     (rows, row_scale), (columns, column_scale) = factors(x), factors(weight)
     found = rows @ columns.mT
     found = found if row_scale is None else found * row_scale
-    return (found if column_scale is None else found * column_scale.mT).to(dtype)
+    found = found if column_scale is None else found * column_scale.mT
+    return found if dtype is torch.float16 else found.to(dtype)
 
 
 @swiglu.variant("eager", launches=None, fuses=(), hands=("gate", "up"), yardstick=True)
@@ -52,5 +54,12 @@ def compiled(call: SwigluCall) -> Results:
 compiled.supports(compiler_missing)
 
 
+@eager.supports
+@compiled.supports
+def trains_plain_tensors(query: Query) -> str | None:
+    """Quantized operands take no gradients."""
+    return "has no backward pass for quantized operands" if query.grad and set(query.flags) & set(FORMATS.values()) else None
+
+
 def _gated(x: Operand, w_gate: Operand, w_up: Operand, dtype: torch.dtype) -> Results:
-    return (F.silu(product(x, w_gate, dtype)) * product(x, w_up, dtype),)
+    return ((F.silu(product(x, w_gate, dtype)) * product(x, w_up, dtype)).to(dtype),)

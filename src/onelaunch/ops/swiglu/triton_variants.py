@@ -1,7 +1,7 @@
 """Variants of ``swiglu`` whose matrix products are PyTorch's and whose gate is a kernel of ours: the rivals of one launch.
 
-The backward pass keeps both products and makes one matrix ``[M, 2 N]`` of their gradients. Where the weights are stacked as well,
-two matrix products follow, else four.
+The backward pass keeps both products and makes one matrix ``[M, 2 N]`` of their gradients. Two matrix products follow it in
+``wide``, four and a sum of two in ``three_node``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onelaunch.ops.autograd import Operator
 from onelaunch.ops.formats import Fp8Tensor
 from onelaunch.ops.gated_scan.triton_variants import interpreting, triton_here
 from onelaunch.ops.swiglu.contract import Operand, SwigluCall, swiglu
-from onelaunch.ops.swiglu.torch_variants import Results
+from onelaunch.ops.swiglu.torch_variants import Results, trains_plain_tensors
 
 LARGEST_GRID = 2**31 - 1
 """Programs of a launch."""
@@ -79,7 +79,7 @@ def multiply(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
     return torch._scaled_mm(x.values, weight.values.mT, x_scale, right_scale, out_dtype=dtype)  # noqa: SLF001 - has no other name
 
 
-@swiglu.variant("three_node", launches=3, backward_launches=5, fuses=(), hands=("gate", "up"), gemm="cublas")
+@swiglu.variant("three_node", launches=3, backward_launches=6, fuses=(), hands=("gate", "up"), gemm="cublas")
 def three_node(call: SwigluCall) -> Results:
     """Two matrix products by PyTorch and one kernel for the gate: the write-up's baseline, which studies replay as a graph."""
     products = (multiply(call.x, weight, call.dtype) for weight in (call.w_gate, call.w_up))
@@ -108,6 +108,10 @@ def needs_triton(query: Query) -> str | None:
     return None
 
 
+three_node.supports(trains_plain_tensors)
+wide.supports(trains_plain_tensors)
+
+
 @three_node.supports
 @wide.supports
 def plain_or_float8(query: Query) -> str | None:
@@ -116,6 +120,8 @@ def plain_or_float8(query: Query) -> str | None:
         return "takes no NVFP4 operands: PyTorch has no product of them on every GPU"
     if "fp8" in query.flags and query.device_type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 9):
         return "needs a GPU with float8 matrix units"
+    if "fp8" in query.flags and query.dtype is torch.float16:
+        return "gives no float16 of float8: a product before the gate may be beyond it"
     if "row_scales" in query.flags and query.dtype is not torch.bfloat16:
         return "gives bfloat16 alone where rows have scales, as PyTorch does"
     return None
