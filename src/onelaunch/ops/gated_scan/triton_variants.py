@@ -135,18 +135,25 @@ def fused(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
 @separate.supports
 @fused.supports
 def needs_triton(query: Query) -> str | None:
-    """What every Triton variant needs: also used by the operations that end with these kernels."""
+    """What the scans' kernels need: also used by the operations that end with them."""
+    if (reason := cannot_launch(query)) is not None:
+        return reason
+    if query.device_type != "cuda" and query.dtype is torch.bfloat16:
+        return "needs a GPU for bfloat16: Triton's interpreter computes wrong bfloat16 products"
+    slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
+    if slices > LARGEST_GRID:
+        return f"takes at most {LARGEST_GRID} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
+    return None
+
+
+def cannot_launch(query: Query) -> str | None:
+    """What every Triton variant of every operation needs."""
     if not triton_here():
         return "needs Triton, which is not installed"
     if query.device_type != "cuda" and not interpreting():
         return "needs a CUDA or ROCm device"
     if 0 in query.sizes:
         return "needs at least one element in every dimension"
-    if query.device_type != "cuda" and query.dtype is torch.bfloat16:
-        return "needs a GPU for bfloat16: Triton's interpreter computes wrong bfloat16 products"
-    slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
-    if slices > LARGEST_GRID:
-        return f"takes at most {LARGEST_GRID} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
     return None
 
 

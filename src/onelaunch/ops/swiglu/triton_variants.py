@@ -13,7 +13,7 @@ import torch
 from onelaunch.operation import KernelBuild, Query
 from onelaunch.ops.autograd import Operator
 from onelaunch.ops.formats import Fp8Tensor
-from onelaunch.ops.gated_scan.triton_variants import interpreting, triton_here
+from onelaunch.ops.gated_scan.triton_variants import cannot_launch
 from onelaunch.ops.swiglu.contract import Operand, SwigluCall, swiglu
 from onelaunch.ops.swiglu.torch_variants import Results, trains_plain_tensors
 
@@ -97,14 +97,13 @@ def wide(call: SwigluCall) -> Results:
 @wide.supports
 def needs_triton(query: Query) -> str | None:
     """The gate is a kernel."""
-    if not triton_here():
-        return "needs Triton, which is not installed"
-    if query.device_type != "cuda" and not interpreting():
-        return "needs a CUDA or ROCm device"
-    if 0 in query.sizes:
-        return "needs at least one element in every dimension"
-    if query.sizes[0] * -(-query.sizes[1] // 32) > LARGEST_GRID:
-        return f"takes at most {LARGEST_GRID} rows of 32 columns: a launch is no wider"
+    if (reason := cannot_launch(query)) is not None:
+        return reason
+    from onelaunch.ops.swiglu.launch import columns_at_once
+
+    columns = columns_at_once(query.sizes[1])
+    if query.sizes[0] * -(-query.sizes[1] // columns) > LARGEST_GRID:
+        return f"takes at most {LARGEST_GRID} pieces of rows of {columns} columns: a launch is no wider"
     return None
 
 
