@@ -70,10 +70,10 @@ class Fp8Tensor(Bundle):
     scale: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.check(self.values, self.scale, "values", "scale")
+        self.check("values", self.values, "scale", self.scale)
 
     @staticmethod
-    def check(values: torch.Tensor, scale: torch.Tensor, its_name: str, scale_name: str) -> None:
+    def check(its_name: str, values: torch.Tensor, scale_name: str, scale: torch.Tensor) -> None:
         """Raise unless the two make a matrix; the names are what a caller knows them by."""
         checks.tensor(its_name, values)
         checks.rank(its_name, values, "[R, K]")
@@ -82,12 +82,6 @@ class Fp8Tensor(Bundle):
         if tuple(scale.shape) not in ((), (1,), (1, 1), (values.shape[0], 1)):
             want = f"one element, or [R, 1] = [{values.shape[0]}, 1] to match {its_name} {list(values.shape)}"
             raise ShapeError(scale_name, got=scale.shape, want=want)
-
-    @classmethod
-    def named(cls, its_name: str, values: torch.Tensor, scale_name: str, scale: torch.Tensor) -> Fp8Tensor:
-        """The matrix, with errors that name the two as a caller knows them."""
-        cls.check(values, scale, its_name, scale_name)
-        return cls(values, scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -131,7 +125,7 @@ class NVFP4Tensor(Bundle):
     swizzled: bool = False
 
     def __post_init__(self) -> None:
-        self.check("codes", self.codes, "scales", self.scales, self.global_scale, swizzled=self.swizzled)
+        self.check("codes", self.codes, "scales", self.scales, "global_scale", self.global_scale, swizzled=self.swizzled)
 
     @staticmethod
     def check(
@@ -139,9 +133,10 @@ class NVFP4Tensor(Bundle):
         codes: torch.Tensor,
         scales_name: str,
         scales: torch.Tensor,
-        global_scale: torch.Tensor | None = None,
+        global_name: str,
+        global_scale: torch.Tensor | None,
         *,
-        swizzled: bool = False,
+        swizzled: bool,
     ) -> None:
         """Raise unless the parts make a matrix; the names are what a caller knows them by."""
         checks.tensor(its_name, codes)
@@ -159,24 +154,9 @@ class NVFP4Tensor(Bundle):
             want, said = _padded(*want), f"[R, K / {BLOCK}], each rounded up to whole atoms of {ATOM_ROWS} x {ATOM_SCALES},"
         checks.shape(scales_name, scales, want, said, f"{its_name} {list(codes.shape)}")
         if global_scale is not None:
-            _check_scale("global_scale", global_scale, codes)
+            _check_scale(global_name, global_scale, codes)
             if global_scale.numel() != 1:
-                raise ShapeError("global_scale", got=global_scale.shape, want="of one element")
-
-    @classmethod
-    def named(
-        cls,
-        its_name: str,
-        codes: torch.Tensor,
-        scales_name: str,
-        scales: torch.Tensor,
-        global_scale: torch.Tensor | None = None,
-        *,
-        swizzled: bool = False,
-    ) -> NVFP4Tensor:
-        """The matrix, with errors that name its parts as a caller knows them."""
-        cls.check(its_name, codes, scales_name, scales, global_scale, swizzled=swizzled)
-        return cls(codes, scales, global_scale, swizzled)
+                raise ShapeError(global_name, got=global_scale.shape, want="of one element")
 
     @property
     def shape(self) -> torch.Size:
@@ -288,7 +268,9 @@ def _safetensors() -> Any:
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import save_file
     except ImportError:
-        raise CheckpointError("files are read and written by safetensors, which is not here: pip install safetensors") from None
+        raise CheckpointError(
+            "files are read and written by safetensors, which is not here: pip install 'onelaunch[checkpoints]'"
+        ) from None
     return SimpleNamespace(safe_open=safe_open, save_file=save_file, SafetensorError=SafetensorError)
 
 

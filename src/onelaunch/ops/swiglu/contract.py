@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -33,10 +33,14 @@ RESULTS = {
 
 LOW = (torch.float16, torch.bfloat16)
 
+NAMES = ("x", "w_gate", "w_up")
+
 
 class Facts(NamedTuple):
     """What is known of an operand without reading it. Hashable."""
 
+    name: str
+    """The caller's."""
     kind: str
     """``dense``, ``fp8`` or ``nvfp4``."""
     shape: torch.Size
@@ -73,13 +77,16 @@ def facts(name: str, operand: object) -> Facts:
     """Of a tensor, or of a quantized one."""
     if isinstance(operand, Fp8Tensor):
         flags = ("row_scales",) * operand.per_row
-        return Facts("fp8", operand.shape, operand.values.dtype, operand.values.device, _wanted(operand), flags)
+        checks.dtype(name, operand.values, (torch.float8_e4m3fn,))
+        checks.dtype(f"the scale of {name}", operand.scale, (torch.float32,))
+        return Facts(name, "fp8", operand.shape, operand.values.dtype, operand.values.device, _wanted(operand), flags)
     if isinstance(operand, NVFP4Tensor):
         flags = ("swizzled_scales",) * operand.swizzled
-        return Facts("nvfp4", operand.shape, operand.scales.dtype, operand.codes.device, _wanted(operand), flags)
+        checks.dtype(f"the scales of {name}", operand.scales, (torch.float8_e4m3fn,))
+        return Facts(name, "nvfp4", operand.shape, operand.scales.dtype, operand.codes.device, _wanted(operand), flags)
     if not isinstance(operand, torch.Tensor):
         raise ArgumentError(f"{name} is {type(operand).__name__}; it must be a torch.Tensor, an Fp8Tensor or an NVFP4Tensor.")
-    return Facts("dense", *checks.facts(name, operand))
+    return Facts(name, "dense", *checks.facts(name, operand))
 
 
 def _wanted(operand: Bundle) -> bool:
@@ -87,10 +94,17 @@ def _wanted(operand: Bundle) -> bool:
     return any(tensor.requires_grad for tensor in operand.tensors().values())
 
 
-def bind(x: Operand, w_gate: Operand, w_up: Operand | None = None, *, out_dtype: torch.dtype | None = None) -> SwigluCall:
-    """The checked call; raises as :func:`swiglu` says."""
-    up = None if w_up is None else facts("w_up", w_up)
-    key = _key(facts("x", x), facts("w_gate", w_gate), up, out_dtype, torch.is_grad_enabled())
+def bind(
+    x: Operand,
+    w_gate: Operand,
+    w_up: Operand | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    names: tuple[str, str, str] = NAMES,
+) -> SwigluCall:
+    """The checked call; raises as :func:`swiglu` says. ``names`` are the caller's for the three operands."""
+    up = None if w_up is None else facts(names[2], w_up)
+    key = _key(facts(names[0], x), facts(names[1], w_gate), up, out_dtype, torch.is_grad_enabled())
     if isinstance(x, torch.Tensor) and x.dim() > 2:
         x = x.flatten(0, -2)
     if w_up is not None:
@@ -105,45 +119,48 @@ def bind(x: Operand, w_gate: Operand, w_up: Operand | None = None, *, out_dtype:
 def _key(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | None, grad_enabled: bool) -> Query:
     """All checks that need no values, and the dispatch key."""
     if len(x.shape) < 2:
-        raise ShapeError("x", got=x.shape, want="[..., K], a tensor of at least 2 dimensions")
-    weights = {"w_gate": w_gate} if w_up is None else {"w_gate": w_gate, "w_up": w_up}
+        raise ShapeError(x.name, got=x.shape, want="[..., K], a tensor of at least 2 dimensions")
+    weights = (w_gate,) if w_up is None else (w_gate, w_up)
     form = _form(x, weights)
     dtype = _result_dtype(form, x, weights, out_dtype)
     columns = _columns(x, weights)
     inner = x.shape[-1]
     if form == "fp8":
-        for name, dimension, size in (("x", "K", inner), ("w_gate", "N", columns)):
+        for operand, dimension, size in ((x, "K", inner), (w_gate, "N", columns)):
             if size % BLOCK:
-                shape = x.shape if name == "x" else w_gate.shape
-                raise ShapeError(name, got=shape, want=f"of a {dimension} that is a multiple of {BLOCK}; pad with zeros")
-    asking = [name for name, each in {"x": x, **weights}.items() if each.requires_grad]
+                raise ShapeError(
+                    operand.name, got=operand.shape, want=f"of a {dimension} that is a multiple of {BLOCK}; pad with zeros"
+                )
+    asking = [each.name for each in (x, *weights) if each.requires_grad]
     grad = grad_enabled and bool(asking)
     if grad and form != "dense":
         raise ArgumentError(
             f"{asking[0]} requires gradients, and swiglu of quantized operands has no backward pass; call it under "
             "torch.no_grad(), or detach it."
         )
-    details = {flag for each in (x, *weights.values()) for flag in each.flags}
+    details = {flag for each in (x, *weights) for flag in each.flags}
     flags = (form,) * (form != "dense") + tuple(sorted(details)) + ("stacked",) * (w_up is None)
     return Query("swiglu", str(x.device), dtype, fixed(math.prod(x.shape[:-1]), columns, inner), grad, flags)
 
 
-def _form(x: Facts, weights: Mapping[str, Facts]) -> str:
+def _form(x: Facts, weights: Sequence[Facts]) -> str:
     """Which of the formats the operands make, or an error that says which there are."""
-    kinds = [each.kind for each in weights.values()]
-    if len(set(kinds)) > 1:
-        raise ArgumentError(f"w_up is {_called(kinds[1])} and w_gate {_called(kinds[0])}; both must be of one kind.")
-    if (x.kind, kinds[0]) not in FORMATS:
+    gate, *up = weights
+    if up and up[0].kind != gate.kind:
+        said = f"{up[0].name} is {_called(up[0].kind)} and {gate.name} {_called(gate.kind)}"
+        raise ArgumentError(f"{said}; both must be of one kind.")
+    if (x.kind, gate.kind) not in FORMATS:
         known = "; ".join(f"{_called(one)} with {_called(other)}" for one, other in FORMATS)
-        raise ArgumentError(f"x is {_called(x.kind)} and w_gate {_called(kinds[0])}; swiglu takes x with weights so: {known}.")
-    return FORMATS[x.kind, kinds[0]]
+        said = f"{x.name} is {_called(x.kind)} and {gate.name} {_called(gate.kind)}"
+        raise ArgumentError(f"{said}; swiglu takes {x.name} with weights so: {known}.")
+    return FORMATS[x.kind, gate.kind]
 
 
 def _called(kind: str) -> str:
     return {"dense": "a torch.Tensor", "fp8": "an Fp8Tensor", "nvfp4": "an NVFP4Tensor"}[kind]
 
 
-def _result_dtype(form: str, x: Facts, weights: Mapping[str, Facts], wanted: torch.dtype | None) -> torch.dtype:
+def _result_dtype(form: str, x: Facts, weights: Sequence[Facts], wanted: torch.dtype | None) -> torch.dtype:
     """The dtype of the result, once those of the operands are right."""
     if form in RESULTS:
         if wanted is not None and wanted not in RESULTS[form]:
@@ -152,40 +169,37 @@ def _result_dtype(form: str, x: Facts, weights: Mapping[str, Facts], wanted: tor
         return wanted or RESULTS[form][0]
     if x.dtype not in (checks.FLOATS if form == "dense" else LOW):
         names = "float16, bfloat16 or float32" if form == "dense" else "float16 or bfloat16 beside NVFP4 weights"
-        raise DTypeError("x", got=x.dtype, want=names)
-    for name, weight in weights.items():
+        raise DTypeError(x.name, got=x.dtype, want=names)
+    for weight in weights:
         if form == "dense" and weight.dtype != x.dtype:
-            raise DTypeError(name, got=weight.dtype, want=f"{str(x.dtype).removeprefix('torch.')}, the dtype of x")
+            raise DTypeError(weight.name, got=weight.dtype, want=f"{str(x.dtype).removeprefix('torch.')}, the dtype of {x.name}")
     if wanted not in (None, x.dtype):
         raise DTypeError("out_dtype", got=wanted, want=f"{str(x.dtype).removeprefix('torch.')}, the dtype of x, or None")
     return x.dtype
 
 
-def _columns(x: Facts, weights: Mapping[str, Facts]) -> int:
+def _columns(x: Facts, weights: Sequence[Facts]) -> int:
     """N, once the shapes and devices of the weights are right."""
-    stacked = "w_up" not in weights
+    gate, stacked = weights[0], len(weights) == 1
     dimensions = "[2 N, K]" if stacked else "[N, K]"
-    rows = None
-    for name, weight in weights.items():
+    for weight in weights:
         if len(weight.shape) != 2:
-            raise ShapeError(name, got=weight.shape, want=f"{dimensions}, a tensor of 2 dimensions")
-        rows = weight.shape[0] if rows is None else rows
-        want = (rows, x.shape[-1])
+            raise ShapeError(weight.name, got=weight.shape, want=f"{dimensions}, a tensor of 2 dimensions")
+        want = (gate.shape[0], x.shape[-1])
         if tuple(weight.shape) != want:
-            like = f"x {list(x.shape)}" if name == "w_gate" else f"x {list(x.shape)} and w_gate {list(weights['w_gate'].shape)}"
+            like = f"{x.name} {list(x.shape)}" + (f" and {gate.name} {list(gate.shape)}" if weight is not gate else "")
             turned = "; pass its transpose: weights lie as torch.nn.Linear holds them" if weight.shape[0] == want[1] else ""
-            raise ShapeError(name, got=weight.shape, want=f"{dimensions} = {list(want)} to match {like}{turned}")
+            raise ShapeError(weight.name, got=weight.shape, want=f"{dimensions} = {list(want)} to match {like}{turned}")
         if weight.device != x.device:
-            raise DeviceError(name, got=weight.device, want=x.device)
-    assert rows is not None  # noqa: S101 - there is always a gate
+            raise DeviceError(weight.name, got=weight.device, want=x.device)
+    rows = gate.shape[0]
     if not stacked:
         return rows
-    gate = weights["w_gate"]
     if rows % 2:
-        raise ShapeError("w_gate", got=gate.shape, want="[2 N, K], the gate's rows before those of up, where w_up is not given")
+        raise ShapeError(gate.name, got=gate.shape, want="[2 N, K], the gate's rows before those of up, where w_up is not given")
     if "swizzled_scales" in gate.flags and rows // 2 % ATOM_ROWS:
         said = f"[2 N, K] with N a multiple of {ATOM_ROWS} where its scales are swizzled; pass plain() of it"
-        raise ShapeError("w_gate", got=gate.shape, want=said)
+        raise ShapeError(gate.name, got=gate.shape, want=said)
     return rows // 2
 
 

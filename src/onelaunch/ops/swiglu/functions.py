@@ -6,8 +6,9 @@ import torch
 
 from onelaunch import dispatch
 from onelaunch.errors import ArgumentError
+from onelaunch.ops import checks
 from onelaunch.ops.formats import Fp8Tensor, NVFP4Tensor
-from onelaunch.ops.swiglu.contract import bind, run
+from onelaunch.ops.swiglu.contract import bind, run, swiglu
 
 
 def swiglu_fp8(
@@ -41,13 +42,17 @@ def swiglu_fp8(
     Raises:
         OneLaunchError: as :func:`onelaunch.ops.swiglu`.
     """
-    rows = Fp8Tensor.named("x", x, "x_scale", x_scale)
-    gate = Fp8Tensor.named("w_gate", w_gate, "gate_scale", gate_scale)
+    Fp8Tensor.check("x", x, "x_scale", x_scale)
+    Fp8Tensor.check("w_gate", w_gate, "gate_scale", gate_scale)
     if (w_up is None) != (up_scale is None):
         missing, there = ("w_up", "up_scale") if w_up is None else ("up_scale", "w_up")
         raise ArgumentError(f"{missing} is None, but {there} is given; give both, or neither where w_gate holds both weights.")
-    up = None if w_up is None or up_scale is None else Fp8Tensor.named("w_up", w_up, "up_scale", up_scale)
-    return run(rows, bind(rows, gate, up, out_dtype=out_dtype), variant)
+    up = None
+    if w_up is not None and up_scale is not None:
+        Fp8Tensor.check("w_up", w_up, "up_scale", up_scale)
+        up = Fp8Tensor(w_up, up_scale)
+    rows = Fp8Tensor(x, x_scale)
+    return run(rows, bind(rows, Fp8Tensor(w_gate, gate_scale), up, out_dtype=out_dtype), variant)
 
 
 def swiglu_nvfp4(
@@ -67,7 +72,11 @@ def swiglu_nvfp4(
     Raises:
         OneLaunchError: as :func:`onelaunch.ops.swiglu`.
     """
-    return run(x, bind(x, w_gate, w_up), variant)
+    for name, weight in (("w_gate", w_gate), ("w_up", w_up)):
+        if weight is not None and not isinstance(weight, NVFP4Tensor):
+            raise ArgumentError(f"{name} is {type(weight).__name__}; it must be an NVFP4Tensor: quantize_nvfp4 makes one.")
+    checks.tensor("x", x)
+    return swiglu(x, w_gate, w_up, variant=variant)
 
 
 def dual_gemm_nvfp4(
@@ -107,6 +116,12 @@ def dual_gemm_nvfp4(
     Raises:
         OneLaunchError: as :func:`onelaunch.ops.swiglu`, and naming codes or scales of the wrong shape or dtype.
     """
-    parts = (("a", a, "sfa", sfa, a_global), ("b1", b1, "sfb1", sfb1, b1_global), ("b2", b2, "sfb2", sfb2, b2_global))
-    rows, gate, up = (NVFP4Tensor.named(*names, swizzled=swizzled) for names in parts)
-    return run(rows, bind(rows, gate, up, out_dtype=out_dtype), variant)
+    parts = (
+        ("a", a, "sfa", sfa, "a_global", a_global),
+        ("b1", b1, "sfb1", sfb1, "b1_global", b1_global),
+        ("b2", b2, "sfb2", sfb2, "b2_global", b2_global),
+    )
+    for part in parts:
+        NVFP4Tensor.check(*part, swizzled=swizzled)
+    rows, gate, up = (NVFP4Tensor(codes, scales, shared, swizzled) for _, codes, _, scales, _, shared in parts)
+    return run(rows, bind(rows, gate, up, out_dtype=out_dtype, names=("a", "b1", "b2")), variant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.ops.gated_scan.launch import cdiv
+from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
 from onelaunch.ops.swiglu import kernels
 
 MOST_COLUMNS = 2048
@@ -16,14 +16,9 @@ def columns_at_once(columns: int) -> int:
     return min(MOST_COLUMNS, 1 << max(columns - 1, 31).bit_length())
 
 
-def rows_of_neighbours(tensor: torch.Tensor) -> torch.Tensor:
-    """The same with neighbouring columns neighbours in memory, rows at any distance."""
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
-
-
 def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of two ``[M, N]``, contiguous."""
-    gate, up = rows_of_neighbours(gate), rows_of_neighbours(up)
+    gate, up = inner_contiguous(gate), inner_contiguous(up)
     rows, columns = gate.shape
     h = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     block = columns_at_once(columns)
@@ -34,7 +29,7 @@ def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def gate_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Gradients of both side by side: ``[M, 2 N]``, contiguous."""
-    dh, gate, up = (rows_of_neighbours(each) for each in (dh, gate, up))
+    dh, gate, up = (inner_contiguous(each) for each in (dh, gate, up))
     rows, columns = gate.shape
     both = torch.empty((rows, 2 * columns), dtype=gate.dtype, device=gate.device)
     dgate, dup = both[:, :columns], both[:, columns:]

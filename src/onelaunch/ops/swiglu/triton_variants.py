@@ -76,7 +76,8 @@ def multiply(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
     else:
         x_scale, scale = x_scale.reshape(()), scale.reshape(())
     right_scale = scale.mT if scale.dim() else scale
-    return torch._scaled_mm(x.values, weight.values.mT, x_scale, right_scale, out_dtype=dtype)  # noqa: SLF001 - has no other name
+    rows, columns = x.values.contiguous(), weight.values.contiguous()  # as cuBLAS takes them
+    return torch._scaled_mm(rows, columns.mT, x_scale, right_scale, out_dtype=dtype)  # noqa: SLF001 - has no other name
 
 
 @swiglu.variant("three_node", launches=3, backward_launches=6, fuses=(), hands=("gate", "up"), gemm="cublas")
