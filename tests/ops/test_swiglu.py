@@ -17,7 +17,7 @@ from onelaunch.errors import (
     ShapeError,
     UnknownVariant,
 )
-from onelaunch.operation import Case, find_operation
+from onelaunch.operation import find_operation
 from onelaunch.ops import (
     Fp8Tensor,
     NVFP4Tensor,
@@ -128,27 +128,32 @@ def test_gradients_are_those_of_the_definition():
     again = {name: value.detach().double().requires_grad_() for name, value in given.items()}
     x, w_gate, w_up = again.values()
     (F.silu(x @ w_gate.T) * (x @ w_up.T) * torch.arange(16.0)).sum().backward()
-    for one, other in zip(found, again.values(), strict=True):
+    for one, other in zip(found, again.values(), strict=True):  # sums of 32 products in float32, some of which cancel
         assert torch.allclose(one.double(), other.grad, rtol=1e-4, atol=1e-5)
 
 
 # Our kernels
 
 
-def can_run(variant: str, case: Case, device: str) -> None:
-    if reason := SWIGLU.get(variant).why_not(SWIGLU.query(case, device)):
-        pytest.skip(f"{variant} {reason}")
+RUNS = {"three_node": (False, True), "wide": (True,)}
+"""Our own kernels, with separate and with stacked weights."""
+
+each_own = pytest.mark.parametrize(("variant", "stacked"), [(name, stacked) for name, forms in RUNS.items() for stacked in forms])
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("variant", triton_variants(SWIGLU))
-@pytest.mark.parametrize("stacked", [False, True])
+@each_own
 @pytest.mark.parametrize("name", ["one_row", "odd_sizes", "float32", "fp8", "fp8_rows_bfloat16"])
-def test_kernels_give_right_results_and_gradients(name, stacked, variant):
+def test_kernels_give_right_results_and_gradients(name, variant, stacked):
     case = SWIGLU.case(name=name, **{**CASES[name], "stacked": stacked})
-    can_run(variant, case, "cpu")
-    direction = "forward_backward" if name in DENSE else "forward"
-    assert_one_call_correct(SWIGLU, case, variant, direction)
+    assert_one_call_correct(SWIGLU, case, variant, "forward_backward" if name in DENSE else "forward")
+
+
+@pytest.mark.interpret
+def test_float8_of_any_strides():
+    given = made(dtype="bfloat16", format="fp8", stacked=True)
+    turned = {name: Fp8Tensor(given[name].values.T.contiguous().T, given[name].scale) for name in ("x", "w_gate")}
+    assert torch.equal(swiglu(**turned, variant="wide"), swiglu(given["x"], given["w_gate"], variant="wide"))
 
 
 @pytest.mark.interpret
@@ -162,6 +167,7 @@ def test_kernels_take_products_of_any_strides():
     from onelaunch.ops.swiglu import launch
 
     gate, up, dh = (torch.randn(40, 12).T for _ in range(3))
+    # a sigmoid by another formula: a few roundings of numbers of unit size
     assert torch.allclose(launch.gate(gate, up), F.silu(gate) * up, atol=1e-6)
     leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
     expected = torch.autograd.grad(F.silu(leaves[0]) * leaves[1], leaves, dh)
@@ -169,14 +175,33 @@ def test_kernels_take_products_of_any_strides():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", triton_variants(SWIGLU))
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_on_a_gpu(name, stacked, variant, device):
+@each_own
+@pytest.mark.parametrize("name", [*DENSE, "fp8", "fp8_rows_bfloat16"])
+def test_kernels_on_a_gpu(name, variant, stacked, device):
     case = SWIGLU.case(name=name, **{**CASES[name], "stacked": stacked})
-    can_run(variant, case, str(device))
     directions = BOTH if name in DENSE else BOTH[:1]
     assert_ok(judge(SWIGLU, case, variant=variant, device=device, directions=directions), SWIGLU, case, variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("variant", "changes", "reason"),
+    [
+        ("wide", {}, "needs stacked weights"),
+        ("three_node", {"format": "nvfp4"}, "takes no NVFP4 operands"),
+        ("three_node", {"format": "nvfp4_weights"}, "takes no NVFP4 operands"),
+        ("three_node", {"format": "fp8", "dtype": "float16"}, "gives no float16 of float8"),
+        ("three_node", {"format": "fp8", "dtype": "float32", "row_scales": True}, "gives bfloat16 alone"),
+        ("three_node", {"M": 0}, "needs at least one element"),
+    ],
+)
+def test_what_our_kernels_leave_to_others(variant, changes, reason):
+    case = SWIGLU.case(**{"dtype": "bfloat16", "M": 4, "N": 16, "K": 32, **changes})
+    assert reason in str(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
+
+
+def test_every_own_variant_is_among_those_that_are_tested():
+    assert list(RUNS) == triton_variants(SWIGLU)
 
 
 # Shapes and layouts
@@ -208,6 +233,28 @@ def test_any_strides():
     assert torch.allclose(swiglu(**turned), swiglu(**given))
     x = torch.randn(16, 32)[::2]
     assert torch.allclose(swiglu(x, given["w_gate"], given["w_up"]), swiglu(x.contiguous(), given["w_gate"], given["w_up"]))
+
+
+def test_names_for_few_bits_refuse_what_they_do_not_name():
+    given = made(dtype="bfloat16")
+    refused(ArgumentError, "^w_gate is Tensor; it must be an NVFP4Tensor", swiglu_nvfp4, **given)
+    weight = quantize_nvfp4(torch.randn(16, 32))
+    refused(ArgumentError, "^x is NVFP4Tensor", swiglu_nvfp4, quantize_nvfp4(torch.randn(4, 32)), weight, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert swiglu_nvfp4(torch.randn(4, 32), weight, weight).dtype == torch.bfloat16
+
+
+def test_parts_of_the_oracles_width_are_for_the_oracle_alone():
+    weight = quantize_fp8(torch.randn(16, 32))
+    refused(
+        DTypeError,
+        "^the scale of w_gate is",
+        swiglu,
+        quantize_fp8(torch.randn(4, 32)),
+        Fp8Tensor(weight.values, weight.scale.double()),
+    )
+    four = quantize_nvfp4(torch.randn(16, 32)).map(lambda part: part.double() if part.is_floating_point() else part)
+    refused(DTypeError, "^the scales of w_gate is", swiglu, torch.randn(4, 32).half(), four)
 
 
 def test_what_float16_cannot_hold_is_infinite_and_nan_stays():
@@ -263,7 +310,7 @@ def test_dual_gemm_nvfp4_is_swiglu_of_its_matrices(swizzled):
     alone = dual_gemm_nvfp4(*codes, *scales, swizzled=swizzled, out_dtype=torch.float32)
     decoded = [each.decode(torch.float64) for each in matrices]
     expected = F.silu(decoded[0] @ decoded[1].T) * (decoded[0] @ decoded[2].T)
-    assert torch.allclose(alone.double(), expected, rtol=1e-5)
+    assert torch.allclose(alone.double(), expected, rtol=1e-5)  # sums of 32 exact products in float32
 
 
 def test_the_query_of_a_case_is_that_of_its_call():
@@ -288,8 +335,6 @@ def test_autocast_lowers_plain_tensors():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["odd_sizes", "stacked", "fp8_rows", "nvfp4_weights", "nvfp4_swizzled"])
 def test_it_compiles_without_a_break(name):
-    if SWIGLU.get("compiled").why_not(SWIGLU.query(case_of(name), "cpu")):
-        pytest.skip("needs a compiler")
     given = SWIGLU.make_inputs(case_of(name), torch.device("cpu"), 0).arguments
     function = torch.compile(lambda **arguments: SWIGLU(**arguments), fullgraph=True, backend="aot_eager")
     assert torch.equal(function(**given), SWIGLU(**given))
@@ -390,6 +435,9 @@ def test_parts_are_named_as_the_caller_knows_them():
     refused(DTypeError, r"^sfa is torch\.float32", dual, a, b1, b2, sfa.float(), sfb1, sfb2)
     refused(ShapeError, r"^b2 has shape \(16, 15\); .*cut off", dual, a, b1, b2[:, :15], sfa, sfb1, sfb2)
     refused(ShapeError, r"^sfa has shape \(6, 2\); .*128 x 4", dual, a, b1, b2, sfa, sfb1, sfb2, swizzled=True)
+    refused(ShapeError, r"^b1 has shape \(16, 32\); .* to match a \[6, 16\]", dual, a[:, :8], b1, b2, sfa[:, :1], sfb1, sfb2)
+    refused(ShapeError, r"^b2 has shape .* and b1 \[16, 32\]", dual, a, b1, b2[:8], sfa, sfb1, sfb2[:8])
+    refused(ArgumentError, "^b2_global is float", dual, a, b1, b2, sfa, sfb1, sfb2, b2_global=2.0)
     x, w = quantize_fp8(torch.randn(4, 32)), quantize_fp8(torch.randn(16, 32))
     values = (x.values, w.values, w.values)
     refused(ShapeError, r"^gate_scale has shape \(5,\)", swiglu_fp8, *values, x.scale, torch.ones(5), w.scale)
