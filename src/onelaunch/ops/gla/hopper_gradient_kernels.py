@@ -374,7 +374,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     values, width, column = sizes
     dq, dk, _, dq_tiles, dk_tiles, _ = results
     t_v, t_do, _, _, _ = blocks
-    vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all steps in each warp, as in prepare_heads
     down: gl.constexpr = gl.SliceLayout(1, acc)
     across: gl.constexpr = gl.SliceLayout(0, acc)
     t_q = tiles.index(0)

@@ -289,7 +289,7 @@ def prepare_heads(tiles, vectors, bars, offsets, log_decay, T, sizes, scale, SLI
     SCORES: gl.constexpr = tiles_s.shape[0]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all steps in each warp: sums need no shared memory
     sums_flat = sums._reinterpret(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     ends_flat = ends._reinterpret(gl.float32, [2 * STAGES, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # noqa: SLF001
     heads, _, part_steps = sizes

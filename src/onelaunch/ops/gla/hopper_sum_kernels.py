@@ -179,7 +179,7 @@ def fade_channels(tiles, part_decays, bars, offsets, T, sizes, scale, SLICES: gl
         raise_to(g, rows)
         fence_async_shared()
         carry = fade_panels(tiles_a.index(stage), g, carry, weights, scale, 0, REVERSE)
-        if c & 3 == 3:
+        if c & 1 == 1:
             if gl.max(gl.max(carry, 1), 0) < NOTHING:
                 limit = gl.minimum(limit, c + 1)
         stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
@@ -208,7 +208,7 @@ def fade_heads(tiles, part_decays, bars, offsets, log_decay, T, sizes, scale, SL
     n, head, part, segment = place(sizes, SLICES)
     row, steps = span(offsets, n, T, segment, part_steps, PACKED)
     chunks = chunks_of(steps, segment, segments, REVERSE)
-    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # all steps in each warp, as in prepare_heads
     step = gl.arange(0, C, layout=vector)
     carry = 0.0
     limit = chunks
@@ -281,6 +281,7 @@ def sum_kernel(
         mbarrier.init(arrived.index(i), count=1)
         mbarrier.init(faded.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
+    fence_async_shared()  # copies arrive at these barriers
     # a word for each stage: between faded and free it does not change, so that all threads read the same
     stop = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (heads, segments, part_steps)

@@ -293,6 +293,7 @@ def walk_kernel(
         mbarrier.init(free.index(i), count=GROUPS)
         strong.index(i).store(gl.full([1], 0, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0])))
     mbarrier.init(taken, count=GROUPS)
+    fence_async_shared()  # copies arrive at these barriers
     sizes = (heads, segments, part_steps)
     descriptors = (readers, adders, v, g)
     outputs = (o, out_tiles)
