@@ -9,7 +9,10 @@ import pytest
 from onelaunch import errors
 from onelaunch.errors import (
     ArgumentError,
+    CompileError,
+    CompilerMissing,
     DeviceError,
+    DriverError,
     DTypeError,
     NoDeviceError,
     OneLaunchError,
@@ -49,6 +52,15 @@ MESSAGES = [
         "Variant 'triton' of scan cannot run this call: it needs a GPU. These can: eager, chunked.",
     ),
     (NoDeviceError("cuda", present=["cpu"]), "There is no device 'cuda' here. Present: cpu. Leave --device out to use it."),
+    (
+        CompilerMissing("cuda-bindings is not installed"),
+        "CUDA C++ cannot be compiled here: cuda-bindings is not installed. Do: pip install 'onelaunch[cuda]'.",
+    ),
+    (CompileError("a.cu", "sm_90a", log="a.cu(1): error"), "a.cu does not compile for sm_90a:\na.cu(1): error"),
+    (
+        DriverError("cuLaunchKernelEx", got="CUDA_ERROR_INVALID_VALUE", about="scale, grid (0, 1, 1)"),
+        "cuLaunchKernelEx returned CUDA_ERROR_INVALID_VALUE for scale, grid (0, 1, 1).",
+    ),
     (StudyError("a.toml", "there is no key 'shaeps'"), "a.toml: there is no key 'shaeps'"),
     (
         ResultExists("r.json"),
@@ -80,6 +92,9 @@ def test_the_message(error, message):
         (UnknownVariant, ValueError),
         (VariantUnsupported, RuntimeError),
         (NoDeviceError, RuntimeError),
+        (CompilerMissing, ImportError),
+        (CompileError, RuntimeError),
+        (DriverError, RuntimeError),
         (StudyError, ValueError),
         (ResultExists, FileExistsError),
         (ResultCorrupt, ValueError),

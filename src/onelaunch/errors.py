@@ -139,6 +139,28 @@ class InspectionError(OneLaunchError, RuntimeError):
     """A kernel cannot be compiled or taken apart for the architecture."""
 
 
+class CompilerMissing(OneLaunchError, ImportError):
+    """The packages that compile CUDA C++ are not installed, or do not find their library."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"CUDA C++ cannot be compiled here: {problem}. Do: pip install 'onelaunch[cuda]'.")
+
+
+class CompileError(OneLaunchError, RuntimeError):
+    """NVRTC refused a source."""
+
+    def __init__(self, name: str, architecture: str, *, log: str) -> None:
+        super().__init__(f"{name} does not compile for {architecture}:\n{log}")
+        self.log = log
+
+
+class DriverError(OneLaunchError, RuntimeError):
+    """The CUDA driver refused a call."""
+
+    def __init__(self, call: str, *, got: str, about: str) -> None:
+        super().__init__(f"{call} returned {got} for {about}.")
+
+
 # Studies and results
 
 

@@ -189,7 +189,7 @@ def test_doctor_says_what_is_here_and_what_is_missing_for_what(call, known_ceili
     assert "1.00 TB/s" in answer.out
     assert known_ceilings.measured_at in answer.out
     assert str(torch.__version__) in answer.out
-    for thing in ("triton", "C++ compiler", "ncu", "nvidia-ml-py", "NVIDIA driver", "fla"):
+    for thing in ("triton", "NVRTC", "C++ compiler", "ncu", "nvidia-ml-py", "NVIDIA driver", "fla"):
         assert re.search(rf"{re.escape(thing)} (ok|missing) ", answer.out), thing
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 import typer
 
-from onelaunch import __version__
+from onelaunch import __version__, nvrtc
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.hardware import Ceilings, ceilings, describe, present, resolve
@@ -108,6 +108,10 @@ def _driver() -> str | None:
         return None
 
 
+def _nvrtc() -> str | None:
+    return None if nvrtc.missing() else ".".join(map(str, nvrtc.version()))
+
+
 def _compiler() -> str | None:
     named = os.environ.get("CXX")
     return next((path for name in filter(None, (named, "g++", "c++", "clang++")) if (path := shutil.which(name))), None)
@@ -134,6 +138,7 @@ NEEDS: tuple[Need, ...] = (
     Need("torch", "everything", lambda: str(torch.__version__), "pip install torch"),
     Need("a GPU", "running Triton kernels, full-scale studies", _gpu, "everything else works without one"),
     Need("triton", "Triton kernels, onelaunch inspect", lambda: _installed("triton"), 'pip install "onelaunch[triton]"'),
+    Need("NVRTC", "kernels in CUDA C++", _nvrtc, 'pip install "onelaunch[cuda]"'),
     Need("C++ compiler", "torch.compile on a CPU (variant compiled)", _compiler, "install g++, or name one in $CXX"),
     Need("nvidia-ml-py", "clocks and power in results", lambda: _installed("pynvml", "nvidia-ml-py"), "pip install nvidia-ml-py"),
     Need("NVIDIA driver", "clocks and power in results", _driver, "install the driver; without a GPU nothing is missed"),
