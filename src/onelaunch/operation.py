@@ -12,11 +12,12 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant, did_you_mean, listing
+from onelaunch.nvrtc import Source
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -143,7 +144,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class KernelBuild:
-    """One kernel of a variant in one configuration: enough to compile it on a machine without a GPU."""
+    """One Triton kernel of a variant in one configuration: enough to compile it on a machine without a GPU."""
 
     name: str
     kernel: Any
@@ -157,6 +158,26 @@ class KernelBuild:
     """Whether matrix instructions must be in the machine code."""
     by_warps: bool = False
     """Whether they are those of single warps on every NVIDIA architecture but Blackwell, see ``ops/warp_products.py``."""
+
+
+@dataclass(frozen=True)
+class CudaBuild:
+    """One CUDA C++ kernel of a variant in one configuration: enough to compile it on a machine without a GPU."""
+
+    name: str
+    source: Source
+    threads: int
+    """Of a block."""
+    shared_bytes: int = 0
+    """Dynamic, of a block."""
+    matrix: bool = False
+    """Whether matrix instructions must be in the machine code."""
+    by_warps: bool = False
+    """Whether they are those of single warps (``mma.sync``) on every architecture."""
+
+
+Build: TypeAlias = KernelBuild | CudaBuild
+"""A kernel as :meth:`Variant.kernels` lists it."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +198,7 @@ class Variant:
         self.tags = dict(tags)
         self.summary = (inspect.getdoc(run) or "").partition("\n")[0]
         self._supports: list[Callable[[Query], str | None]] = []
-        self._kernels: Callable[[str], Iterable[KernelBuild]] | None = None
+        self._kernels: Callable[[str], Iterable[Build]] | None = None
 
     def __repr__(self) -> str:
         return f"<variant {self.operation.name}.{self.name}>"
@@ -195,7 +216,7 @@ class Variant:
         self._supports.append(predicate)
         return predicate
 
-    def kernels(self, builds: Callable[[str], Iterable[KernelBuild]]) -> Callable[[str], Iterable[KernelBuild]]:
+    def kernels(self, builds: Callable[[str], Iterable[Build]]) -> Callable[[str], Iterable[Build]]:
         """Decorator: the function that lists this variant's kernels, as it would launch them on an architecture."""
         self._kernels = builds
         return builds
@@ -209,7 +230,7 @@ class Variant:
                 return reason
         return None
 
-    def builds(self, architecture: str) -> list[KernelBuild]:
+    def builds(self, architecture: str) -> list[Build]:
         """The kernels this variant launches on an architecture such as ``sm_90a`` (none for library calls)."""
         return list(self._kernels(architecture)) if self._kernels else []
 

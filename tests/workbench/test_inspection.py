@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from onelaunch import nvrtc
 from onelaunch.errors import InspectionError, UnknownVariant
-from onelaunch.operation import KernelBuild, Operation
+from onelaunch.nvrtc import Source
+from onelaunch.operation import CudaBuild, KernelBuild, Operation
 from onelaunch.workbench import inspection
 from onelaunch.workbench.inspection import ARCHITECTURES, CHECKED, find_architecture, inspect_build, inspect_operation
 
@@ -154,3 +156,145 @@ def test_an_operation_lists_the_kernels_of_its_variants():
     assert inspect_operation(toy, "sm_80", ["library"]) == []
     with pytest.raises(UnknownVariant):
         inspect_operation(toy, "sm_80", ["theirs"])
+
+
+# CUDA C++
+
+compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+
+ROTATE = """
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rotate(float* x, int rounds) {
+    __shared__ float shift[256];
+    shift[threadIdx.x % 256] = x[threadIdx.x];
+    __syncthreads();
+    float value[64];
+    #pragma unroll
+    for (int i = 0; i < 64; i++) value[i] = x[threadIdx.x * 64 + i];
+    for (int round = 0; round < rounds; round++) {
+        #pragma unroll
+        for (int i = 0; i < 64; i++) value[i] = value[i] * value[(i + 17) % 64] + shift[round % 256];
+    }
+    #pragma unroll
+    for (int i = 0; i < 64; i++) x[threadIdx.x * 64 + i] = value[i];
+}
+extern "C" __global__ void other(float* x) { *x = 0; }
+"""
+MMA = """
+extern "C" __global__ void product(float* y, int a) {
+    float d[4] = {};
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %4, %4, %4}, {%4, %4}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a));
+    for (int i = 0; i < 4; i++) y[threadIdx.x * 4 + i] = d[i];
+}
+"""
+SERIAL = """
+extern "C" __global__ void product(float* y, unsigned long long a, int rounds) {
+    float d[4] = {};
+    asm volatile("wgmma.fence.sync.aligned;");
+    for (int round = 0; round < rounds; round++) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0;"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a));
+        y[round] = d[0] += 1;  // read while the next product may run
+    }
+    asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;");
+    for (int i = 0; i < 4; i++) y[threadIdx.x * 4 + i] = d[i];
+}
+"""
+
+
+def rotate(*, blocks: int = 1, **facts: Any) -> CudaBuild:
+    source = Source("rotate.cu", ROTATE, "rotate", defines=(("THREADS", 256), ("BLOCKS", blocks)))
+    return replace(CudaBuild("rotate, 64 values", source, threads=256, shared_bytes=4096), **facts)
+
+
+def product(text: str = MMA, **facts: Any) -> CudaBuild:
+    return CudaBuild("product", Source("product.cu", text, "product"), threads=128, **facts)
+
+
+@compiled
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a"])
+def test_a_cuda_kernel_is_taken_apart(architecture):
+    found = inspect_build(rotate(), architecture, variant="ours")
+    assert found.ok, found.problems
+    assert (found.variant, found.kernel, found.architecture) == ("ours", "rotate, 64 values", architecture)
+    assert 64 <= found.registers <= 255
+    assert (found.spills, found.stack_bytes, dict(found.matrix)) == (0, 0, {})
+    assert found.shared_bytes == 4096 + 256 * 4
+    assert found.instructions > 100
+    assert ".entry rotate(" in found.assembly["ptx"]
+    assert "FFMA" in found.assembly["sass"]
+
+
+@compiled
+def test_a_cuda_kernel_without_enough_registers_spills():
+    found = inspect_build(rotate(blocks=8), "sm_90a")
+    assert found.registers == 32
+    assert found.spills > 0
+    assert found.stack_bytes > 0
+    assert "spills registers" in found.problems[0]
+
+
+@compiled
+def test_the_launch_of_a_cuda_kernel_must_fit():
+    many = inspect_build(rotate(threads=1024), "sm_90a")
+    assert many.problems == (f"needs {many.registers} registers for each of 1024 threads; a block has 65536",)
+    large = inspect_build(rotate(shared_bytes=227 * 1024), "sm_90a")
+    assert large.problems == (f"needs {228 * 1024} bytes of shared memory; sm_90a has {227 * 1024}",)
+
+
+@compiled
+def test_matrix_instructions_of_a_cuda_kernel_are_those_that_were_meant():
+    assert "has no HGMMA, IGMMA, QGMMA; its matrix products became none" in inspect_build(rotate(matrix=True), "sm_90a").problems
+    assert "became HMMA" in inspect_build(product(matrix=True), "sm_90a").problems[0]
+    assert inspect_build(product(matrix=True, by_warps=True), "sm_90a").ok
+    assert inspect_build(product(matrix=True, by_warps=True), "sm_100a").ok
+
+
+@compiled
+def test_products_that_wait_for_one_another_are_a_problem():
+    found = inspect_build(product(SERIAL, matrix=True), "sm_90a")
+    assert list(found.matrix) == ["HGMMA"]
+    assert [problem for problem in found.problems if "wgmma.mma_async instructions are serialized" in problem] == list(
+        found.problems
+    )
+
+
+@compiled
+def test_a_cuda_kernel_that_does_not_compile_is_named():
+    with pytest.raises(InspectionError, match=r"(?s)'product': product.cu does not compile for sm_80:.*wgmma"):
+        inspect_build(product(SERIAL), "sm_80")
+
+
+def test_a_cuda_kernel_has_no_code_for_amd():
+    with pytest.raises(InspectionError, match="'product' is CUDA C\\+\\+ and has no code for gfx942"):
+        inspect_build(product(), "gfx942")
+
+
+def test_without_nvrtc_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    nvrtc.version.cache_clear()
+    with pytest.raises(InspectionError, match=r"'product': .*pip install 'onelaunch\[cuda\]'"):
+        inspect_build(product(), "sm_90a")
+
+
+@compiled
+def test_without_triton_a_cuda_kernel_cannot_be_taken_apart(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(InspectionError, match=r"'product' compiled; .*pip install 'onelaunch\[triton\]'"):
+        inspect_build(product(), "sm_90a")
+
+
+@compiled
+def test_a_variant_may_list_kernels_of_both_kinds():
+    toy = Operation(lambda: None, dimensions=(), outputs=(), bind=lambda: None, options={}, defaults={})  # type: ignore[arg-type]
+
+    @toy.variant("ours", launches=2)
+    def ours(call):
+        return call
+
+    @ours.kernels
+    def _(architecture):
+        return [matmul(), product()]
+
+    assert [found.kernel for found in inspect_operation(toy, "sm_90a")] == ["matmul", "product"]

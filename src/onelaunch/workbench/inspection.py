@@ -1,7 +1,7 @@
 """What the compiler made of a kernel: registers, spills, shared memory, matrix instructions, on a machine without a GPU.
 
-Triton compiles for any target on any machine, and its wheel brings NVIDIA's disassembler. So whether a kernel spills, and whether
-a matrix product became the instructions that were meant, needs no device and belongs into every test run.
+Triton and NVRTC compile for any target on any machine, and Triton's wheel brings NVIDIA's disassembler. So whether a kernel
+spills, and whether a matrix product became the instructions that were meant, needs no device and belongs into every test run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onelaunch.errors import InspectionError, did_you_mean, listing
-from onelaunch.operation import KernelBuild, Operation
+from onelaunch import nvrtc
+from onelaunch.errors import CompileError, CompilerMissing, InspectionError, did_you_mean, listing
+from onelaunch.operation import Build, CudaBuild, KernelBuild, Operation
 from onelaunch.ops.warp_products import products_by_warps
 
 
@@ -82,7 +83,7 @@ class Inspection:
     problems: tuple[str, ...] = ()
     """What is wrong with it, in sentences: spills, other matrix instructions than meant, more shared memory than there is."""
     assembly: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """The text of each stage: ``ttgir``, and ``ptx`` and ``sass``, or ``amdgcn``."""
+    """The text of each stage: Triton's ``ttgir``, and ``ptx`` and ``sass``, or ``amdgcn``."""
 
     @property
     def ok(self) -> bool:
@@ -96,8 +97,22 @@ class _Machine:
     registers: int
     spills: int
     stack_bytes: int
+    shared_bytes: int
+    """What the kernel declares; not what its launch adds."""
     matrix: dict[str, int]
     instructions: int
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A compiled kernel."""
+
+    machine: _Machine
+    shared_bytes: int
+    """Per block, as launched."""
+    assembly: Mapping[str, str]
+    remarks: tuple[str, ...] = ()
+    """The assembler's, about instructions that lost their speed."""
 
 
 def find_architecture(name: str) -> Architecture:
@@ -121,7 +136,7 @@ def inspect_operation(
         variants: names; all of the operation's by default. Those that launch no kernels of their own give no lines.
 
     Raises:
-        InspectionError: the architecture is not known, Triton is missing or interpreting, or a kernel does not compile.
+        InspectionError: the architecture is not known, the compiler is missing or interpreting, or a kernel does not compile.
         UnknownVariant: the operation has no such variant.
     """
     name = find_architecture(architecture).name
@@ -129,25 +144,18 @@ def inspect_operation(
     return [inspect_build(build, name, variant=variant.name) for variant in chosen for build in variant.builds(name)]
 
 
-def inspect_build(build: KernelBuild, architecture: str, *, variant: str = "") -> Inspection:
+def inspect_build(build: Build, architecture: str, *, variant: str = "") -> Inspection:
     """Compile one kernel for an architecture and take its machine code apart.
 
-    Pointers count as aligned to 16 bytes, as PyTorch's allocations are. An integer argument whose type ends in ``:16``
+    Triton's pointers count as aligned to 16 bytes, as PyTorch's allocations are. An integer argument whose type ends in ``:16``
     (``"i32:16"``) counts as divisible by 16, as Triton specialises it at a launch.
 
     Raises:
-        InspectionError: the architecture is not known, Triton is missing or interpreting, or the kernel does not compile.
+        InspectionError: the architecture is not known, the compiler is missing or interpreting, or the kernel does not compile.
     """
     target = find_architecture(architecture)
-    compiled = _compile(build, target)
-    stages = {stage: text for stage, text in compiled.asm.items() if isinstance(text, str)}
-    if target.backend == "cuda":
-        listed = _disassemble(compiled.asm["cubin"], build.name)
-        machine = _read_sass(listed)
-        assembly = {"ttgir": stages["ttgir"], "ptx": stages["ptx"], "sass": listed}
-    else:
-        machine = _read_amdgcn(stages["amdgcn"])
-        assembly = {"ttgir": stages["ttgir"], "amdgcn": stages["amdgcn"]}
+    code = _cuda_code(build, target) if isinstance(build, CudaBuild) else _triton_code(build, target)
+    machine = code.machine
     return Inspection(
         variant=variant,
         kernel=build.name,
@@ -155,25 +163,68 @@ def inspect_build(build: KernelBuild, architecture: str, *, variant: str = "") -
         registers=machine.registers,
         spills=machine.spills,
         stack_bytes=machine.stack_bytes,
-        shared_bytes=compiled.metadata.shared,
+        shared_bytes=code.shared_bytes,
         matrix=machine.matrix,
         instructions=machine.instructions,
-        problems=tuple(_problems(build, target, machine, compiled.metadata.shared)),
-        assembly=assembly,
+        problems=tuple(_problems(build, target, code)),
+        assembly=code.assembly,
     )
 
 
-def _problems(build: KernelBuild, target: Architecture, machine: _Machine, shared: int) -> Iterable[str]:
+def _problems(build: Build, target: Architecture, code: _Code) -> Iterable[str]:
+    machine = code.machine
     if machine.spills:
         yield f"spills registers: {machine.spills} accesses to local memory, {machine.stack_bytes} bytes of stack per thread"
-    wanted = ARCHITECTURES["sm_80"].matrix if build.by_warps and target.name == "sm_90a" else target.matrix
+    by_warps = build.by_warps and (isinstance(build, CudaBuild) or target.name == "sm_90a")
+    wanted = ARCHITECTURES["sm_80"].matrix if by_warps else target.matrix
     if build.matrix and not any(name.startswith(wanted) for name in machine.matrix):
         yield f"has no {listing(wanted)}; its matrix products became {listing(machine.matrix)}"
-    if shared > target.shared_bytes:
-        yield f"needs {shared} bytes of shared memory; {target.name} has {target.shared_bytes}"
+    if code.shared_bytes > target.shared_bytes:
+        yield f"needs {code.shared_bytes} bytes of shared memory; {target.name} has {target.shared_bytes}"
+    if isinstance(build, CudaBuild) and machine.registers * build.threads > _REGISTERS:
+        yield f"needs {machine.registers} registers for each of {build.threads} threads; a block has {_REGISTERS}"
+    yield from code.remarks
 
 
-# Compiling
+# CUDA C++
+
+_REGISTERS = 1 << 16
+"""Of a block, on every NVIDIA architecture."""
+
+_HOPPER = 90
+_RESERVED = 1024
+"""Bytes that CUDA keeps of a block's shared memory from Hopper on; the disassembler counts them, the limits do not."""
+
+
+def _cuda_code(build: CudaBuild, target: Architecture) -> _Code:
+    if target.backend != "cuda":
+        raise InspectionError(f"Kernel {build.name!r} is CUDA C++ and has no code for {target.name}.")
+    try:
+        compiled = nvrtc.compile_now(build.source, target.name)
+    except (CompilerMissing, CompileError) as error:
+        raise InspectionError(f"Kernel {build.name!r}: {error}") from error
+    listed = _disassemble(compiled.cubin, build.name)
+    machine = _read_sass(listed, build.source.entry)
+    reserved = _RESERVED if isinstance(target.target, int) and target.target >= _HOPPER else 0
+    shared = max(machine.shared_bytes - reserved, 0) + build.shared_bytes
+    remarks = tuple(line.strip() for line in compiled.log.splitlines() if "Performance Loss" in line)
+    return _Code(machine, shared, {"ptx": compiled.ptx, "sass": listed}, remarks)
+
+
+# Triton
+
+_INSTALL_TRITON = "Do: pip install 'onelaunch[triton]'."
+
+
+def _triton_code(build: KernelBuild, target: Architecture) -> _Code:
+    compiled = _compile(build, target)
+    stages = {stage: text for stage, text in compiled.asm.items() if isinstance(text, str)}
+    if target.backend == "cuda":
+        listed = _disassemble(compiled.asm["cubin"], build.name)
+        assembly = {"ttgir": stages["ttgir"], "ptx": stages["ptx"], "sass": listed}
+        return _Code(_read_sass(listed), compiled.metadata.shared, assembly)
+    assembly = {"ttgir": stages["ttgir"], "amdgcn": stages["amdgcn"]}
+    return _Code(_read_amdgcn(stages["amdgcn"]), compiled.metadata.shared, assembly)
 
 
 def _compile(build: KernelBuild, target: Architecture) -> Any:
@@ -183,7 +234,7 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
         from triton.compiler import ASTSource
         from triton.experimental.gluon._runtime import GluonASTSource
     except ImportError as error:
-        raise InspectionError("Triton is not installed, nothing can be compiled. Do: pip install 'onelaunch[triton]'.") from error
+        raise InspectionError(f"Triton is not installed, nothing can be compiled. {_INSTALL_TRITON}") from error
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise InspectionError("TRITON_INTERPRET=1 is set, so kernels are interpreted and cannot be compiled. Unset it.")
     source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
@@ -220,13 +271,15 @@ def _first_line(error: Exception) -> str:
 # Reading NVIDIA's machine code
 
 _SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", re.MULTILINE)
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 _SASS_MATRIX = re.compile(r"(?:UTC)?[A-Z]+MMA")
 
 
 def _disassemble(cubin: bytes, kernel: str) -> str:
     """Resource usage and SASS, by the ``cuobjdump`` that Triton brings."""
-    from triton import knobs
+    try:
+        from triton import knobs
+    except ImportError as error:
+        raise InspectionError(f"Kernel {kernel!r} compiled; Triton brings the disassembler. {_INSTALL_TRITON}") from error
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -238,8 +291,9 @@ def _disassemble(cubin: bytes, kernel: str) -> str:
             raise InspectionError(f"Kernel {kernel!r} compiled, but cuobjdump cannot take it apart: {error}.") from error
 
 
-def _read_sass(text: str) -> _Machine:
-    usage = _USAGE.search(text)
+def _read_sass(text: str, entry: str = "") -> _Machine:
+    """What the listing tells of a kernel, the only one or the one of this name; instructions are those of all functions."""
+    usage = re.search(rf"Function {re.escape(entry) or '.*'}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
     if usage is None:
         raise InspectionError("cuobjdump printed no resource usage; its format has changed.")
     names = Counter(_SASS.findall(text))
@@ -248,6 +302,7 @@ def _read_sass(text: str) -> _Machine:
         registers=int(usage[1]),
         spills=names["STL"] + names["LDL"],
         stack_bytes=int(usage[2]),
+        shared_bytes=int(usage[3]),
         matrix={name: count for name, count in sorted(names.items()) if _SASS_MATRIX.fullmatch(name)},
         instructions=names.total(),
     )
@@ -271,6 +326,7 @@ def _read_amdgcn(text: str) -> _Machine:
         registers=fact("vgpr_count"),
         spills=fact("vgpr_spill_count"),
         stack_bytes=fact("private_segment_fixed_size"),
+        shared_bytes=fact("group_segment_fixed_size"),
         matrix={name: count for name, count in sorted(names.items()) if name.startswith(_GCN_MATRIX)},
         instructions=names.total(),
     )

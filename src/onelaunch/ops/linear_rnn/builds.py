@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.operation import KernelBuild
+from onelaunch.operation import Build, KernelBuild
 from onelaunch.ops.copy_engine import descriptor_type
 from onelaunch.ops.gated_scan import triton_variants as scan
 from onelaunch.ops.linear_rnn.hopper import fused_hopper
@@ -95,33 +95,33 @@ def hopper_persistent_build() -> KernelBuild:
 
 
 @three_launch.kernels
-def _(architecture: str) -> list[KernelBuild]:
+def _(architecture: str) -> list[Build]:
     return [matmul_build(), *scan.separate.builds(architecture)]
 
 
 @three_launch_cublas.kernels
-def _(architecture: str) -> list[KernelBuild]:
+def _(architecture: str) -> list[Build]:
     return scan.separate.builds(architecture)
 
 
 @semi_fused.kernels
-def _(architecture: str) -> list[KernelBuild]:
+def _(architecture: str) -> list[Build]:
     return scan.fused.builds(architecture)
 
 
 @fused_stepwise.kernels
-def _(architecture: str) -> list[KernelBuild]:
+def _(architecture: str) -> list[Build]:
     return [stepwise_build(), *scan.fused.builds(architecture)[1:]]
 
 
 @fused_chunked.kernels
-def _(architecture: str) -> list[KernelBuild]:
+def _(architecture: str) -> list[Build]:
     hopper = hopper_chunked_builds() if architecture == "sm_90a" else []
     return [*hopper, chunked_build(), *scan.fused.builds(architecture)[1:]]
 
 
 @fused_hopper.kernels
-def _(architecture: str) -> list[KernelBuild]:
+def _(architecture: str) -> list[Build]:
     if architecture not in fused_hopper.tags["architectures"]:
         return []
     return [hopper_persistent_build(), *scan.fused.builds(architecture)[1:]]
