@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onelaunch.ops import workspace as module
-from onelaunch.ops.workspace import LARGE, RESERVE, Reserve, workspace
+from onelaunch.ops.workspace import LARGE, RESERVE, Reserve, counters, workspace
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh():
     """No memory from other tests, none left for them."""
-    caches = (module._shared, module._reserve)
+    caches = (module._shared, module._counters, module._reserve)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -195,3 +195,19 @@ def test_a_graph_keeps_its_words_when_the_reserve_is_replaced(gpu):
     gpu.capturing = True
     assert StorageWeakRef(workspace(device, 200).untyped_storage()).cdata != held[0].cdata
     assert not any(reference.expired() for reference in held)
+
+
+@pytest.mark.gpu
+def test_counters_are_nobody_elses(device):
+    words = workspace(device, 50)
+    words.fill_(-1)
+    first = counters(device, 50)
+    assert not first.any()
+    assert counters(device, 50).data_ptr() == first.data_ptr()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert not overlap(counters(device, 50), first)
+    captured = []
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        captured = [counters(device, 50) for _ in range(2)]
+    assert not overlap(*captured)
+    assert not any(overlap(each, other) for each in captured for other in (words, first))

@@ -70,3 +70,17 @@ def workspace(device: torch.device, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64, device=device) if taken is None else taken
     _reserve(device).fill(device)
     return _shared(device, _stream(device), words)
+
+
+@functools.lru_cache(maxsize=64)
+def _counters(device: torch.device, stream: int, words: int) -> torch.Tensor:
+    """One per stream and number of words, apart from those that launches leave as they please."""
+    return torch.zeros(words, dtype=torch.int64, device=device)
+
+
+def counters(device: torch.device, words: int) -> torch.Tensor:
+    """int64 words for one launch on the current stream: zero when it begins, and it must leave them so."""
+    if torch.cuda.is_current_stream_capturing():
+        return workspace(device, words)  # nobody else's
+    _reserve(device).fill(device)
+    return _counters(device, _stream(device), words)

@@ -1,0 +1,435 @@
+// h = silu(x w_gate^T) * (x w_up^T) on Hopper GPUs in one launch, by the copy engine and products of warpgroups.
+//
+// Computes   h^T: 64 rows of weights are one operand of a product, ROWS rows of x the other, so that few rows of x waste nothing.
+//            CUDA C++, for Triton knows no widths but powers of two, and places no decoded codes into a product's registers.
+// Tile       COLUMNS of h, i.e. 2 COLUMNS rows of weights, times ROWS of x. STEP channels at once.
+// Warps      a thread copies tiles in. A warpgroup multiplies 32 rows of w_gate and the same of w_up in turns of 8: rows r and
+//            r + 8 of a product, which one thread holds, so that the gate meets its partner in registers. SPLIT warpgroups
+//            share such rows and take turns in K. With NVFP4 weights three warps reorder the channels of x (nvfp4.cuh).
+// Memory     weights are read where they lie: a copy takes 8 rows of one, 8 of the other, and so on, whether they are stacked or
+//            not: their distance is a stride. Sums stay in registers; h leaves by the copy engine.
+// Schedule   TAKEN 0: the steps of all tiles are cut into as many runs as there are programs, equal to a grain. Whose run begins
+//            a tile but does not finish it adds what later runs left in ``partials``, always in the same order. Runs are handed
+//            out from the last to the first: nobody waits for a program that starts later, whatever else the GPU is doing.
+//            TAKEN 1: programs take whole tiles from a counter. Words are zero before and after a launch.
+// Source     Stream-K: Osama et al., 2023.
+#include "hopper.cuh"
+#include "products.cuh"
+
+enum { BFLOAT16, FLOAT16, E4M3, FLOAT32 };  // ELEMENT of x, RESULT
+#if NVFP4
+#include "nvfp4.cuh"
+#endif
+
+constexpr int SIDES = COLUMNS / 32, GROUPS = SIDES * SPLIT, FINISHERS = 128 * SIDES;
+constexpr int STEP = NVFP4 ? 256 : ELEMENT == E4M3 ? 128 : 64;
+constexpr int PARTS = 4 / SPLIT;     // quarters of a step that a warpgroup takes
+constexpr int X_TILES = NVFP4 ? 4 : 1;  // matrices of 128 bytes a row
+constexpr int W_BYTES = 2 * COLUMNS * 128, X_BYTES = X_TILES * ROWS * 128, S_BYTES = NVFP4 ? 2 * COLUMNS * 16 : 0;
+constexpr int STAGE = W_BYTES + X_BYTES + (S_BYTES + 1023) / 1024 * 1024;
+constexpr int OUT_BYTES = RESULT == FLOAT32 ? 0 : (ROWS * COLUMNS * 2 + 1023) / 1024 * 1024;
+constexpr int HELD = ROWS / 2;                                // sums of a thread
+constexpr int HANDED = (SPLIT - 1) * FINISHERS * HELD * 4;    // bytes
+constexpr int SWATH = 8;                                      // tiles of rows that neighbours share
+constexpr int COPY_REGISTERS = GROUPS > 2 || NVFP4 ? 56 : 40;
+constexpr int MULTIPLY_REGISTERS = GROUPS == 4 ? 104 : GROUPS == 3 ? 152 : NVFP4 ? 224 : 232;
+constexpr int ALL = 1, HAND = 2, TAKEN_OVER = 3;              // named barriers
+static_assert(2 <= GROUPS && GROUPS <= 4, "registers are handed over for these");
+
+struct Item { int tile, first, last; };  // steps [first, last) of a tile
+
+// All work of a launch, and which part of it is a program's.
+struct Work {
+  int steps, tiles, row_tiles, each, more, grain, runs, run;
+  __device__ __forceinline__ int begin(int r) const { return (r * each + min(r, more)) * grain; }
+  __device__ __forceinline__ Item at(int unit, int end) const {
+    const int tile = unit / steps, first = unit - tile * steps;
+    return {tile, first, min(steps, first + end - unit)};
+  }
+  __device__ __forceinline__ void place(int tile, int& row, int& column) const {
+    const int columns = tiles / row_tiles, swath = tile / (SWATH * columns), first = swath * SWATH;
+    const int rows = min(SWATH, row_tiles - first), at = tile - first * columns;
+    row = (first + at % rows) * ROWS;
+    column = at / rows * COLUMNS;
+  }
+};
+
+// Where things lie in shared memory: stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter.
+struct Room {
+  u32 stages, out, handed, full, empty, turned, told, heard, next;
+  __device__ __forceinline__ explicit Room(u32 base) {
+    stages = base;
+    out = stages + STAGES * STAGE;
+    handed = out + OUT_BYTES;
+    full = handed + HANDED;
+    empty = full + 8 * STAGES;
+    turned = empty + 8 * STAGES;
+    told = turned + 8 * STAGES;
+    heard = told + 16;
+    next = heard + 16;
+  }
+};
+
+// A place in the ring of stages.
+struct Ring {
+  int stage = 0;
+  u32 phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+  u32 r;
+  if (RESULT == BFLOAT16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+struct Arguments {
+  const TensorMap *x, *weights, *scales, *h, *kept;
+  float* wide;  // h in float32
+  const float *x_scale, *gate_scale, *up_scale;
+  float* partials;
+  u32* words;
+  int M, N;
+  bool flip, x_scales, w_scales;  // up lies before gate; rows have scales of their own
+};
+
+// Copies: one thread.
+
+__device__ __forceinline__ void copy_item(const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring) {
+  int row, column;
+  work.place(item.tile, row, column);
+  for (int k = item.first; k < item.last; ++k, ring.advance()) {
+    barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
+    const u32 bar = room.full + 8 * ring.stage, at = room.stages + ring.stage * STAGE;
+    barrier_expect(bar, W_BYTES + X_BYTES + S_BYTES);
+    copy_in_4d(at, a.weights, NVFP4 ? k * (STEP / 2) : k * STEP, 0, 0, column / 8, bar);
+    if (NVFP4) copy_in_4d(at + W_BYTES + X_BYTES, a.scales, k * (STEP / 16), 0, 0, column / 8, bar);
+#pragma unroll
+    for (int i = 0; i < X_TILES; ++i) copy_in_2d(at + W_BYTES + i * ROWS * 128, a.x, k * STEP + i * (STEP / X_TILES), row, bar);
+  }
+}
+
+__device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, const Room& room) {
+  Ring ring;
+  if constexpr (TAKEN == 0) {
+    for (int unit = work.begin(work.run), end = work.begin(work.run + 1); unit < end;) {
+      const Item item = work.at(unit, end);
+      copy_item(a, work, room, item, ring);
+      unit += item.last - item.first;
+    }
+  } else {
+    for (int turn = 0, tile = 0; tile < work.tiles; ++turn) {
+      const int slot = turn & 1;
+      tile = atomicAdd(a.words, 1);
+      barrier_wait(room.heard + 8 * slot, (turn / 2 & 1) ^ 1);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(room.next + 4 * slot), "r"(tile) : "memory");
+      barrier_arrive(room.told + 8 * slot);
+      if (tile < work.tiles) copy_item(a, work, room, {tile, 0, work.steps}, ring);
+    }
+    if (atomicAdd(a.words + 1, 1) == work.runs - 1) {  // all others have taken their last
+      a.words[0] = 0;
+      a.words[1] = 0;
+    }
+  }
+}
+
+// The tile that the copying thread took, heard by a warp.
+__device__ __forceinline__ int next_tile(const Room& room, int turn, int lane) {
+  const int slot = turn & 1;
+  barrier_wait(room.told + 8 * slot, turn / 2 & 1);
+  const int tile = load_shared_word(room.next + 4 * slot);
+  __syncwarp();
+  if (lane == 0) barrier_arrive(room.heard + 8 * slot);
+  return tile;
+}
+
+#if NVFP4
+// Three warps: x of the next steps, whatever tiles they belong to.
+__device__ __forceinline__ void turn_steps(const Room& room, int count, Ring& ring, int warp, int lane) {
+  for (int k = 0; k < count; ++k, ring.advance()) {
+    barrier_wait(room.full + 8 * ring.stage, ring.phase);
+#pragma unroll 2
+    for (int row = warp; row < ROWS; row += 3) turn_row(room.stages + ring.stage * STAGE + W_BYTES, row, lane);
+    fence_to_copies();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(room.turned + 8 * ring.stage);
+  }
+}
+
+__device__ __forceinline__ void turn_all(const Work& work, const Room& room, int warp, int lane) {
+  Ring ring;
+  if constexpr (TAKEN == 0) {
+    turn_steps(room, work.begin(work.run + 1) - work.begin(work.run), ring, warp, lane);
+  } else {
+    for (int turn = 0; next_tile(room, turn, lane) < work.tiles; ++turn) turn_steps(room, work.steps, ring, warp, lane);
+  }
+}
+#endif
+
+// Products: warpgroups. ``side``: which 32 columns of the tile; ``split``: which quarters of each step; ``crossed``: 8 if the
+// block scales of both weights lie the other way round than their codes, or 0.
+
+#if NVFP4
+__device__ __forceinline__ void multiply(
+    float (&d)[HELD], const Room& room, int count, int crossed, Ring& ring, int side, int split) {
+  const int lane = threadIdx.x % 32, t = lane % 4, r = side * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  u32 a[2][4][4];  // one set is multiplied while the other is decoded
+  int before = 0;
+  for (int k = 0; k < count; ++k) {
+    barrier_wait(room.full + 8 * ring.stage, ring.phase);
+    barrier_wait(room.turned + 8 * ring.stage, ring.phase);
+    const u32 at = room.stages + ring.stage * STAGE;
+    u32 factors[2][PARTS];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 four = load_shared_word(at + W_BYTES + X_BYTES + (r + (8 * i ^ crossed)) * 16 + t * 4);
+      block_factors(four >> (8 * (PARTS * split)), factors[i]);
+    }
+    uint4 codes[2];
+#pragma unroll
+    for (int turn = 0; turn < PARTS; ++turn) {
+      const int block = split * PARTS + turn;
+      if (turn % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const u32 from = at + (r + 8 * i) * 128 + ((2 * t + block / 2) ^ (r % 8)) * 16;
+          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(codes[i].x), "=r"(codes[i].y), "=r"(codes[i].z), "=r"(codes[i].w) : "r"(from) : "memory");
+        }
+      }
+      product_wait<1>();  // of what read these registers
+      if (turn == 1 && k > 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 low = turn % 2 ? codes[i].z : codes[i].x, high = turn % 2 ? codes[i].w : codes[i].y, by = factors[i][turn];
+        decode(low, by, a[turn % 2][0][i], a[turn % 2][0][i + 2]);
+        decode(low >> 16, by, a[turn % 2][1][i], a[turn % 2][1][i + 2]);
+        decode(high, by, a[turn % 2][2][i], a[turn % 2][2][i + 2]);
+        decode(high >> 16, by, a[turn % 2][3][i], a[turn % 2][3][i + 2]);
+      }
+      product_fence();
+      const u64 x = matrix_at(at + W_BYTES + block * (ROWS * 128));
+#pragma unroll
+      for (int part = 0; part < 4; ++part) product(d, a[turn % 2][part], x + 2 * part, k + turn + part);
+      product_commit();
+    }
+    before = ring.stage;
+    ring.advance();
+  }
+  product_wait<0>();
+  if (lane == 0) barrier_arrive(room.empty + 8 * before);
+}
+#else
+__device__ __forceinline__ void multiply(
+    float (&d)[HELD], const Room& room, int count, int crossed, Ring& ring, int side, int split) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int k = 0; k < count; ++k) {
+    barrier_wait(room.full + 8 * ring.stage, ring.phase);
+    const u32 at = room.stages + ring.stage * STAGE;
+    const u64 w = matrix_at(at + side * (W_BYTES / SIDES)) + 2 * PARTS * split, x = matrix_at(at + W_BYTES) + 2 * PARTS * split;
+    product_fence();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) product(d, w + 2 * part, x + 2 * part, k + part);
+    product_commit();
+    product_wait<1>();
+    if (k > 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
+    before = ring.stage;
+    ring.advance();
+  }
+  product_wait<0>();
+  if (lane == 0) barrier_arrive(room.empty + 8 * before);
+}
+#endif
+
+__device__ __forceinline__ void add(float (&d)[HELD], int four, float4 more) {
+  d[4 * four] += more.x;
+  d[4 * four + 1] += more.y;
+  d[4 * four + 2] += more.z;
+  d[4 * four + 3] += more.w;
+}
+
+// Adds up what warpgroups that share rows have; true for the one that goes on with the sum.
+__device__ __forceinline__ bool gather(float (&d)[HELD], const Room& room, int split) {
+  if constexpr (SPLIT > 1) {
+    const u32 mine = room.handed + (threadIdx.x - 128) % FINISHERS * 16;
+    constexpr int FOURS = HELD / 4, PLACE = FINISHERS * 16;  // of each thread, four sums
+    named_barrier(TAKEN_OVER, 128 * GROUPS);
+    if (split > 0) {
+#pragma unroll
+      for (int i = 0; i < FOURS; ++i)
+        store_shared(mine + ((split - 1) * FOURS + i) * PLACE, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
+    }
+    named_barrier(HAND, 128 * GROUPS);
+    if (split > 0) return false;
+#pragma unroll
+    for (int i = 0; i < (SPLIT - 1) * FOURS; ++i) add(d, i % FOURS, load_shared(mine + i * PLACE));
+  }
+  return true;
+}
+
+// Leaves the sums of a tile that an earlier run began.
+__device__ __forceinline__ void leave(const float (&d)[HELD], const Arguments& a, const Work& work) {
+  float4* to = reinterpret_cast<float4*>(a.partials + (long long)work.run * (HELD * FINISHERS)) + threadIdx.x - 128;
+#pragma unroll
+  for (int i = 0; i < HELD / 4; ++i) __stcg(to + i * FINISHERS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
+  named_barrier(ALL, FINISHERS);
+  if (threadIdx.x == 128) {
+    __threadfence();
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(a.words + work.run), "r"(1) : "memory");
+  }
+}
+
+// Adds what later runs left of a tile that this one began.
+__device__ __forceinline__ void collect(float (&d)[HELD], const Arguments& a, const Work& work, int tile) {
+  const int end = (tile + 1) * work.steps;
+  for (int run = work.run + 1; work.begin(run) < end; ++run) {
+    u32 there = 0;
+    while (!there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(a.words + run) : "memory");
+    const float4* from = reinterpret_cast<const float4*>(a.partials + (long long)run * (HELD * FINISHERS)) + threadIdx.x - 128;
+#pragma unroll
+    for (int i = 0; i < HELD / 4; ++i) add(d, i, __ldcg(from + i * FINISHERS));
+  }
+  named_barrier(ALL, FINISHERS);  // all have seen the words, which the next launch must find as this one did
+  if (threadIdx.x == 128)
+    for (int run = work.run + 1; work.begin(run) < end; ++run) a.words[run] = 0;
+}
+
+// One tile of 16-bit numbers through shared memory to one of the matrices of a map: value(i) is the thread's i-th of ROWS / 4.
+template <typename Value>
+__device__ __forceinline__ void send(const TensorMap* map, int matrix, const Room& room, int row, int column, int piece, Value value) {
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 128) copies_out_read();  // what was sent before
+  named_barrier(ALL, FINISHERS);
+  constexpr int AT_ONCE = ROWS % 32 == 0 ? 4 : 1;  // matrices of 8 x 8
+#pragma unroll
+  for (int j = 0; j < ROWS / 8; j += AT_ONCE) {
+    u32 v[AT_ONCE];
+#pragma unroll
+    for (int q = 0; q < AT_ONCE; ++q) v[q] = pair_of(value(2 * (j + q)), value(2 * (j + q) + 1));
+    const u32 r = 8 * j + lane % (8 * AT_ONCE), at = room.out + r * (2 * COLUMNS) + (SIDES == 2 ? piece ^ (r % 8) : piece) * 16;
+    store_transposed(at, v);
+  }
+  fence_to_copies();
+  named_barrier(ALL, FINISHERS);
+  if (threadIdx.x == 128) {
+    copy_out_3d(map, room.out, column, matrix, row);
+    copies_out_commit();
+  }
+}
+
+// Scales, gate, and out.
+__device__ __forceinline__ void finish(
+    float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, int tile, int side) {
+  int row, column;
+  work.place(tile, row, column);
+  const int lane = threadIdx.x % 32, piece = side * 4 + threadIdx.x / 32 % 4, n = column + piece * 8 + lane / 4;
+  float gate_by = 1.0f, up_by = 1.0f;
+  if (SCALED && n < a.N) {
+    gate_by = a.gate_scale[a.w_scales ? n : 0];
+    up_by = a.up_scale[a.w_scales ? n : 0];
+  }
+  // the i-th of ROWS / 4 that the thread has of each product, in pairs of neighbouring rows
+  auto row_of = [&](int i) { return row + i / 2 * 8 + lane % 4 * 2 + i % 2; };
+  auto by_row = [&](int i) { return SCALED && a.x_scale ? a.x_scale[a.x_scales ? min(row_of(i), a.M - 1) : 0] : 1.0f; };
+  auto gate = [&](int i) {
+    const float sum = a.flip ? d[i / 2 * 4 + i % 2 + 2] : d[i / 2 * 4 + i % 2];
+    return SCALED ? sum * (gate_by * by_row(i)) : sum;
+  };
+  auto up = [&](int i) {
+    const float sum = a.flip ? d[i / 2 * 4 + i % 2] : d[i / 2 * 4 + i % 2 + 2];
+    return SCALED ? sum * (up_by * by_row(i)) : sum;
+  };
+  if constexpr (RESULT == FLOAT32) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 4; ++i) {
+      if (row_of(i) < a.M && n < a.N) a.wide[(long long)row_of(i) * a.N + n] = gated(gate(i), up(i));
+    }
+    return;
+  }
+  send(a.h, 0, room, row, column, piece, [&](int i) { return gated(gate(i), up(i)); });
+  if constexpr (KEEP) {
+    send(a.kept, 0, room, row, column, piece, gate);
+    send(a.kept, 1, room, row, column, piece, up);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1)
+dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights,
+          const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap h,
+          const __grid_constant__ TensorMap kept, float* wide, const float* x_scale, const float* gate_scale,
+          const float* up_scale, float* partials, u32* words, int M, int N, int K, int each, int more, int grain, int flip,
+          int crossed, int x_scales, int w_scales) {
+  const Arguments a = {&x, &weights, &scales, &h, &kept, wide, x_scale, gate_scale, up_scale, partials, words, M, N,
+                       flip != 0, x_scales != 0, w_scales != 0};
+  extern __shared__ char raw[];
+  const Room room((shared_address(raw) + 1023) & ~1023u);
+  const int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
+  Work work;
+  work.steps = (K + STEP - 1) / STEP;
+  work.row_tiles = (M + ROWS - 1) / ROWS;
+  work.tiles = work.row_tiles * ((N + COLUMNS - 1) / COLUMNS);
+  work.each = each;
+  work.more = more;
+  work.grain = grain;
+  work.runs = gridDim.x;
+  work.run = gridDim.x - 1 - blockIdx.x;
+  if (threadIdx.x == 0) {
+    fetch_map(a.weights);
+    fetch_map(a.x);
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(room.full + 8 * s, 1);
+      barrier_init(room.empty + 8 * s, 4 * GROUPS);
+      barrier_init(room.turned + 8 * s, 3);
+    }
+    for (int s = 0; s < 2; ++s) {
+      barrier_init(room.told + 8 * s, 1);
+      barrier_init(room.heard + 8 * s, 4 * GROUPS + (NVFP4 ? 3 : 0));
+    }
+    fence_barriers();
+  }
+  __syncthreads();
+
+  if (group == 0) {
+    registers_down<COPY_REGISTERS>();
+#if NVFP4
+    if (warp > 0) turn_all(work, room, warp - 1, lane);
+#endif
+    if (threadIdx.x == 0) copy_all(a, work, room);
+    return;
+  }
+  registers_up<MULTIPLY_REGISTERS>();
+  const int side = (group - 1) % SIDES, split = (group - 1) / SIDES;
+  float d[HELD];
+  Ring ring;
+  if constexpr (TAKEN == 0) {
+    for (int unit = work.begin(work.run), end = work.begin(work.run + 1); unit < end;) {
+      const Item item = work.at(unit, end);
+      unit += item.last - item.first;
+      multiply(d, room, item.last - item.first, crossed, ring, side, split);
+      if (!gather(d, room, split)) continue;
+      if (item.first > 0) {
+        leave(d, a, work);
+        continue;
+      }
+      if (item.last < work.steps) collect(d, a, work, item.tile);
+      finish(d, a, work, room, item.tile, side);
+    }
+  } else {
+    for (int turn = 0, tile; (tile = next_tile(room, turn, lane)) < work.tiles; ++turn) {
+      multiply(d, room, work.steps, crossed, ring, side, split);
+      if (gather(d, room, split)) finish(d, a, work, room, tile, side);
+    }
+  }
+  if (threadIdx.x == 128) copies_out_done();
+}

@@ -1,0 +1,71 @@
+// NVFP4 weights as the operand of a product that lies in registers.
+//
+// A thread takes 64 neighbouring channels of a row, four blocks, and hands the product of turn t (of 16) its channels 4 t to
+// 4 t + 3. Which channel a product calls its first is free as long as x agrees: see turn_rows.
+#pragma once
+#include "hopper.cuh"
+
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 bytes) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(bytes));
+  return r;
+}
+
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  u32 r;
+  if (ELEMENT == BFLOAT16)
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+// The first COUNT of four e4m3 scales, each as two equal 16-bit numbers: exact, NaN stays.
+template <int COUNT>
+__device__ __forceinline__ void block_factors(u32 four, u32 (&factors)[COUNT]) {
+  static_assert(COUNT % 2 == 0, "converted in pairs");
+#pragma unroll
+  for (int i = 0; i < COUNT / 2; ++i) {
+    u32 two;
+    asm("{\n.reg .b16 x;\ncvt.u16.u32 x, %1;\ncvt.rn.f16x2.e4m3x2 %0, x;\n}" : "=r"(two) : "r"(four >> (16 * i)));
+    if (ELEMENT == BFLOAT16) {
+      float low, high;
+      asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}"
+          : "=f"(low), "=f"(high) : "r"(two));
+      factors[2 * i] = permute(__float_as_uint(low), 0, 0x3232);
+      factors[2 * i + 1] = permute(__float_as_uint(high), 0, 0x3232);
+    } else {
+      factors[2 * i] = permute(two, 0, 0x1010);
+      factors[2 * i + 1] = permute(two, 0, 0x3232);
+    }
+  }
+}
+
+// The four codes in the lower half of ``codes``, times their factor, as two pairs: exact. Bytes come from tables of eight.
+__device__ __forceinline__ void decode(u32 codes, u32 factor, u32& first, u32& second) {
+  const u32 at = codes & 0x7777;
+  const u32 signs = permute(codes << 4, codes, 0xD9C8) & 0x80808080;  // a byte's top bit, copied over all of it
+  if (ELEMENT == BFLOAT16) {
+    const u32 high = permute(0x3F3F3F00, 0x40404040, at) | signs, low = permute(0xC0800000, 0xC0804000, at);
+    first = times(permute(low, high, 0x5140), factor);
+    second = times(permute(low, high, 0x7362), factor);
+  } else {
+    const u32 high = permute(0x3E3C3800, 0x46444240, at) | signs;
+    first = times(permute(high, 0, 0x1404), factor);
+    second = times(permute(high, 0, 0x3424), factor);
+  }
+}
+
+// One warp: channels of a row of x in the order in which threads decode codes. ``at`` holds four matrices of 64 channels; the
+// copy engine cannot turn them, for what moves is 4 bytes. A row's 16-byte piece c collects the words 2 c of each 64 channels.
+__device__ __forceinline__ void turn_row(u32 at, int row, int lane) {
+  u32 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 from = at + i * (ROWS * 128) + row * 128 + ((lane / 4) ^ (row % 8)) * 16 + lane % 4 * 4;
+    v[i] = load_shared_word(from);
+  }
+  __syncwarp();
+  const u32 to = at + (lane / 8) * (ROWS * 128) + row * 128 + ((lane % 8) ^ (row % 8)) * 16;
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}

@@ -1,0 +1,337 @@
+"""``swiglu`` in one launch on Hopper GPUs: who works on what, how weights are described, what is refused; results on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onelaunch.operation import Query, find_operation
+from onelaunch.ops import NVFP4Tensor, swiglu
+from onelaunch.ops.swiglu import hopper
+from onelaunch.ops.warpgroup_products import product_header
+from tests.ops.cases import assert_ok, judge
+
+pytest.importorskip("triton")
+
+from onelaunch.ops.swiglu import hopper_launch
+from onelaunch.ops.swiglu.hopper_launch import Tiles, cut_for, narrow_tiles, together, wide_tiles
+
+SWIGLU = find_operation("swiglu")
+VARIANTS = ("persistent", "stream_k", "small_m")
+RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_SHARED = 227 * 1024
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+# How work is handed out
+
+
+def begin(cut, run):
+    return (run * cut.each + min(run, cut.more)) * cut.grain
+
+
+def items(cut, run, steps):
+    """The pieces of tiles of a run, as the kernel walks them: tile, first step, last step."""
+    unit, end = begin(cut, run), begin(cut, run + 1)
+    while unit < end:
+        tile, first = divmod(unit, steps)
+        last = min(steps, first + end - unit)
+        yield tile, first, last
+        unit += last - first
+
+
+def waits_for(cut, run, tile, steps):
+    """The runs whose sums the one that began a tile adds."""
+    later = run + 1
+    while begin(cut, later) < (tile + 1) * steps:
+        yield later
+        later += 1
+
+
+@given(st.integers(1, 400), st.integers(1, 130), st.integers(1, 148))
+def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles, steps, processors):
+    cut = cut_for(tiles, steps, processors)
+    assert cut.runs <= processors
+    done, left, added = set(), [], []
+    for run in range(cut.runs):
+        pieces = list(items(cut, run, steps))
+        assert pieces  # a program without work would never be heard of
+        for tile, first, last in pieces:
+            done |= {(tile, step) for step in range(first, last)}
+            if first > 0:
+                left.append(run)
+            elif last < steps:
+                added += waits_for(cut, run, tile, steps)
+    assert len(done) == tiles * steps == begin(cut, cut.runs)
+    assert sorted(left) == sorted(added)  # each leaves sums once, and somebody takes them: words are zero again
+    assert len(set(left)) == len(left)
+    assert not left or cut.shares
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "runs", "shares"),
+    [
+        (128, 112, 128, False),  # one wave that fills the chip
+        (384, 64, 128, False),  # three whole tiles each
+        (64, 112, 128, True),  # two for each tile
+        (96, 112, 132, True),  # a long wave that would idle a quarter
+        (96, 16, 96, False),  # a short one that does not pay
+    ],
+)
+def test_cuts_of_well_known_shapes(tiles, steps, runs, shares):
+    cut = cut_for(tiles, steps, 132)
+    assert (cut.runs, cut.shares) == (runs, shares)
+
+
+@pytest.mark.parametrize("nvfp4", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 40, 64, 65, 100, 128, 129, 200, 256, 257, 9000])
+def test_tiles_fit_and_hold_all_rows_they_can(rows, nvfp4):
+    for tiles in (wide_tiles(rows, nvfp4=nvfp4), narrow_tiles(rows, nvfp4=nvfp4)):
+        assert tiles.rows % 8 == 0
+        assert tiles.rows >= min(rows, 64)
+        assert tiles.threads in (384, 512, 640)
+        for result in RESULTS:
+            assert tiles.stages(result) >= 2
+            assert tiles.shared_bytes(result) <= LARGEST_SHARED
+
+
+def test_a_tile_of_64_columns_and_256_rows_has_four_stages():
+    assert Tiles(256).stages(torch.bfloat16) == 4
+
+
+# How weights are described
+
+
+def value_at(matrices, channel, row, which, group):
+    """What the copy engine would read, by the address."""
+    strides = (matrices.dtype.itemsize, *matrices.strides)
+    at = matrices.address + sum(index * stride for index, stride in zip((channel, row, which, group), strides, strict=True))
+    return ctypes.c_int32.from_address(at).value
+
+
+@pytest.mark.parametrize("kind", ["stacked", "apart", "behind", "the_same", "other_strides", "column_major"])
+def test_two_weights_are_one_tensor(kind):
+    both = torch.arange(2 * 24 * 32, dtype=torch.int32).reshape(48, 32)
+    first, second = {
+        "stacked": (both[:24], both[24:]),
+        "apart": (both[:24].clone(), both[24:].clone()),
+        "behind": (both[24:], both[:24]),
+        "the_same": (both[:24], both[:24]),
+        "other_strides": (both[:24], torch.cat((both[24:], both[24:]), 1)[:, :32]),
+        "column_major": (both[:24].T.contiguous().T, both[24:]),
+    }[kind]
+    matrices = together(first, second)
+    assert matrices.sizes == (32, 8, 2, 3)
+    assert all(stride > 0 and stride % 16 == 0 for stride in matrices.strides)
+    order = (second, first) if matrices.flipped else (first, second)
+    for channel, row, which, group in [(0, 0, 0, 0), (5, 3, 1, 2), (31, 7, 0, 1), (31, 7, 1, 2)]:
+        assert value_at(matrices, channel, row, which, group) == order[which][8 * group + row, channel].item()
+
+
+def test_weights_that_lie_right_are_not_copied():
+    both = torch.zeros(48, 32)
+    assert together(both[:24], both[24:]).address == both.data_ptr()
+    assert together(both[24:], both[:24]).flipped
+
+
+# What is refused
+
+
+def query(M=4, N=64, K=512, dtype=torch.bfloat16, grad=False, flags=()):
+    return Query("swiglu", "cuda:0", dtype, (M, N, K), grad, tuple(flags))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"N": 20}, "N in multiples of 8 and K in multiples of 8"),
+        ({"K": 100}, "N in multiples of 8 and K in multiples of 8"),
+        ({"K": 24, "flags": ["fp8"]}, "K in multiples of 16"),
+        ({"K": 128, "flags": ["nvfp4_weights"]}, "K in multiples of 256"),
+        ({"flags": ["nvfp4"]}, "takes NVFP4 for weights alone"),
+        ({"flags": ["nvfp4_weights", "swizzled_scales"]}, "with plain scales"),
+        ({"dtype": torch.float32}, "needs float16 or bfloat16"),
+        ({"M": 0}, "needs at least one element"),
+        ({"grad": True}, "has no backward pass"),
+        ({"M": 2**20, "N": 2**20, "K": 2**10}, "takes at most"),
+    ],
+)
+def test_what_the_kernel_leaves_to_others(given, reason):
+    assert reason in str(hopper.sixteen_bits_or_fewer(query(**given)))
+
+
+@pytest.mark.parametrize("given", [{}, {"flags": ["fp8", "row_scales"], "dtype": torch.float32}, {"flags": ["nvfp4_weights"]}])
+def test_what_the_kernel_takes(given):
+    assert hopper.sixteen_bits_or_fewer(query(**given)) is None
+
+
+def test_many_rows_are_not_for_small_m():
+    assert hopper.few_rows(query(M=128)) is None
+    assert "takes at most 128 rows" in str(hopper.few_rows(query(M=129)))
+
+
+@each_variant
+def test_elsewhere_than_on_hopper(variant):
+    case = SWIGLU.case("bfloat16", M=4, N=64, K=64)
+    assert "needs an NVIDIA GPU of compute capability 9.0" in str(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("columns", [8, 96, 256])
+def test_an_instruction_names_a_register_for_every_sum(dtype, columns):
+    text = product_header(dtype, columns)
+    assert text.count('"+f"(d[') == columns // 2
+    assert f"n{columns}k{32 // dtype.itemsize}." in text
+
+
+# On a GPU
+
+DENSE: dict[str, dict[str, Any]] = {
+    "one_row": {"dtype": "bfloat16", "M": 1, "N": 48, "K": 64},
+    "one_step_short": {"dtype": "float16", "M": 5, "N": 8, "K": 8},
+    "edges_of_tiles": {"dtype": "bfloat16", "M": 127, "N": 200, "K": 136, "stacked": True},
+    "sums_in_many_runs": {"dtype": "bfloat16", "M": 16, "N": 72, "K": 4096},
+    "many_tiles": {"dtype": "float16", "M": 100, "N": 9000, "K": 72},
+}
+FP8: dict[str, dict[str, Any]] = {
+    "fp8": {"dtype": "bfloat16", "M": 20, "N": 48, "K": 1040, "format": "fp8"},
+    "fp8_rows": {"dtype": "float16", "M": 33, "N": 160, "K": 80, "format": "fp8", "row_scales": True},
+    "fp8_to_float32": {"dtype": "float32", "M": 70, "N": 32, "K": 48, "format": "fp8", "stacked": True, "row_scales": True},
+}
+NVFP4: dict[str, dict[str, Any]] = {
+    "nvfp4": {"dtype": "bfloat16", "M": 17, "N": 40, "K": 256, "format": "nvfp4_weights"},
+    "nvfp4_float16": {"dtype": "float16", "M": 1, "N": 200, "K": 1024, "format": "nvfp4_weights", "stacked": True},
+    "every_code": {"dtype": "bfloat16", "M": 9, "N": 640, "K": 2048, "format": "nvfp4_weights", "codes": "full"},
+    "every_code_float16": {"dtype": "float16", "M": 120, "N": 64, "K": 256, "format": "nvfp4_weights", "codes": "full"},
+}
+MANY: dict[str, dict[str, Any]] = {
+    "more_rows_than_a_tile": {"dtype": "bfloat16", "M": 300, "N": 328, "K": 520},
+    "swaths": {"dtype": "float16", "M": 5000, "N": 400, "K": 64},
+    "fp8_many_rows": {"dtype": "bfloat16", "M": 700, "N": 136, "K": 400, "format": "fp8", "row_scales": True},
+    "nvfp4_many_rows": {"dtype": "bfloat16", "M": 200, "N": 136, "K": 768, "format": "nvfp4_weights", "codes": "full"},
+}
+CASES = DENSE | FP8 | NVFP4 | MANY
+TAKEN = [(variant, name) for variant in VARIANTS for name in CASES if variant != "small_m" or name not in MANY]
+
+
+def made(device, **given: Any) -> dict[str, Any]:
+    return SWIGLU.make_inputs(SWIGLU.case(**{"dtype": "bfloat16", "M": 24, "N": 1000, "K": 1024, **given}), device, 0).arguments
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "name"), TAKEN)
+def test_results(variant, name, device):
+    case = SWIGLU.case(name=name, **CASES[name])
+    assert_ok(judge(SWIGLU, case, variant=variant, device=device), SWIGLU, case, variant)
+
+
+@pytest.mark.gpu
+@each_variant
+@pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
+def test_weights_in_the_other_order(form, variant, device):
+    arguments = made(device, format=form)
+    gate, up = arguments["w_gate"], arguments["w_up"]
+    swapped = copied_behind(gate, up)
+    assert torch.equal(swiglu(**arguments, variant=variant), swiglu(**{**arguments, **swapped}, variant=variant))
+
+
+def copied_behind(gate, up):
+    """Both weights again, with the gate's memory behind that of up; block scales keep their order."""
+    if isinstance(gate, NVFP4Tensor):
+        codes = torch.stack((up.codes, gate.codes))
+        return {
+            "w_gate": NVFP4Tensor(codes[1], gate.scales, gate.global_scale),
+            "w_up": NVFP4Tensor(codes[0], up.scales, up.global_scale),
+        }
+    if isinstance(gate, torch.Tensor):
+        both = torch.stack((up, gate))
+        return {"w_gate": both[1], "w_up": both[0]}
+    values = torch.stack((up.values.view(torch.uint8), gate.values.view(torch.uint8))).view(torch.float8_e4m3fn)
+    return {"w_gate": type(gate)(values[1], gate.scale), "w_up": type(up)(values[0], up.scale)}
+
+
+@pytest.mark.gpu
+@each_variant
+@pytest.mark.parametrize("form", ["dense", "nvfp4_weights"])
+def test_any_strides(form, variant, device):
+    arguments = made(device, format=form)
+    x = arguments["x"]
+    wider = torch.cat((x, x), 1)[:, : x.shape[1]]
+    turned = x.T.contiguous().T
+    expected = swiglu(**arguments, variant=variant)
+    for other in (wider, turned):
+        assert torch.equal(swiglu(**{**arguments, "x": other}, variant=variant), expected)
+
+
+@pytest.mark.gpu
+@each_variant
+@pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
+def test_equal_to_the_last_bit_beside_other_work_and_in_graphs(form, variant, device):
+    arguments = made(device, format=form)
+    expected = swiglu(**arguments, variant=variant)
+    busy = torch.randn(2048, 2048, device=device)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                busy @ busy
+                found.append(swiglu(**arguments, variant=variant))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, expected) for each in found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first, second = (swiglu(**arguments, variant=variant) for _ in range(2))
+    for _ in range(3):
+        first.zero_()
+        second.zero_()
+        graph.replay()
+        assert torch.equal(first, expected)
+        assert torch.equal(second, expected)
+
+
+@pytest.mark.gpu
+@each_variant
+def test_nan_stays_where_it_was_and_infinity_is_one(variant, device):
+    arguments = made(device)
+    x, w_up = arguments["x"].clone(), arguments["w_up"].clone()
+    x[3, 5] = torch.nan
+    w_up[7] = torch.inf
+    x[4] = x[4].abs()
+    h = swiglu(x, arguments["w_gate"], w_up, variant=variant)
+    assert h[3].isnan().all()
+    assert h[4, 7].isinf()
+    others = [row for row in range(len(x)) if row != 3]
+    columns = [column for column in range(h.shape[1]) if column != 7]
+    assert h[others][:, columns].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_nan_scale_of_a_block_shows(variant, device):
+    arguments = made(device, format="nvfp4_weights")
+    gate = arguments["w_gate"]
+    scales = gate.scales.clone()
+    scales.view(torch.uint8)[11, 3] = 0x7F
+    h = swiglu(arguments["x"], NVFP4Tensor(gate.codes, scales, gate.global_scale), arguments["w_up"], variant=variant)
+    assert h[:, 11].isnan().all()
+    assert h[:, [column for column in range(h.shape[1]) if column != 11]].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_kept_products(device):
+    arguments = made(device, M=300, N=200)
+    x, gate, up = arguments["x"], arguments["w_gate"], arguments["w_up"]
+    for schedule in ("runs", "tiles"):
+        h, both = hopper_launch.dual_gemm(x, (gate, up), None, None, x.dtype, schedule, wide_tiles(300, nvfp4=False), keep=True)
+        assert torch.equal(h, swiglu(x, gate, up, variant="stream_k" if schedule == "runs" else "persistent"))
+        expected = torch.cat((x @ gate.T, x @ up.T), 1)
+        assert torch.allclose(both, expected, rtol=1e-2, atol=1e-2)  # both rounded to bfloat16, sums in another order
