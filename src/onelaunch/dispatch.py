@@ -127,4 +127,4 @@ def _able(operation: Operation[..., Any], query: Query) -> list[str]:
 
 def _measured(operation: Operation[..., Any], query: Query) -> Measured | None:
     sizes = dict(zip(operation.dimensions, query.sizes, strict=True))
-    return nearest(describe(query.device).slug, operation.name, query.direction, query.dtype, sizes)
+    return nearest(describe(query.device).slug, operation.name, query.direction, query.dtype, sizes, query.flags)

@@ -8,6 +8,7 @@ import torch
 
 from onelaunch import measured as tables
 from onelaunch.errors import ResultCorrupt, ResultMismatch
+from onelaunch.operation import Query, find_operation
 from onelaunch.workbench.adopt import adopt
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.study import Shape
@@ -22,9 +23,9 @@ def folder(tmp_path, monkeypatch):
     tables._rows.cache_clear()
 
 
-def nearest(sizes: Any, direction: str = "forward", dtype: torch.dtype = torch.float16) -> Any:
+def nearest(sizes: Any, direction: str = "forward", dtype: torch.dtype = torch.float16, flags: tuple[str, ...] = ()) -> Any:
     tables._rows.cache_clear()
-    return tables.nearest("some-gpu", "ladder", direction, dtype, sizes)
+    return tables.nearest("some-gpu", "ladder", direction, dtype, sizes, flags)
 
 
 def test_the_dispatcher_finds_what_was_adopted(folder):
@@ -46,7 +47,7 @@ def test_only_correct_and_believed_cold_times_are_adopted(folder):
     assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
 
 
-def test_rows_are_merged_by_operation_direction_dtype_and_sizes(folder):
+def test_rows_are_merged_by_operation_direction_dtype_flags_and_sizes(folder):
     adopt([measured(study(), ok_cell("three", 10.0), ok_cell("one", 5.0))], folder)
     backward = ok_cell("one", 15.0, direction="forward_backward")
     again = study(directions=("forward", "forward_backward"))
@@ -89,3 +90,18 @@ def test_a_broken_table_is_not_replaced(folder, text):
     with pytest.raises(ResultCorrupt, match=r"some-gpu\.json"):
         adopt([measured(study(), ok_cell("one", 5.0))], folder)
     assert (folder / "some-gpu.json").read_text() == text
+
+
+def test_options_that_flags_tell_are_found_by_them(folder, monkeypatch):
+    def flagged(case, device, grad):
+        flags = ("odd",) if case.options.get("kind") == "odd" else ()
+        return Query("ladder", device, case.dtype, tuple(case.sizes.values()), grad, flags)
+
+    monkeypatch.setattr(find_operation("ladder"), "_query", flagged)
+    odd = Shape(name="odd", dtype="float16", sizes=MEGA.sizes, options={"kind": "odd"})
+    adopt([measured(study(shapes=(MEGA, odd)), ok_cell("one", 5.0), ok_cell("two", 50.0, of=odd))], folder)
+    assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
+    assert nearest(MEGA.sizes, flags=("odd",)).microseconds == {"two": 50.0}
+    assert nearest(MEGA.sizes, flags=("odd",)).where() == "N=1000, V=1000, odd on Some GPU"
+    assert nearest(MEGA.sizes, flags=("strange",)).microseconds == {"one": 5.0}  # as near as another size
+    assert nearest(MEGA.sizes, flags=("a", "b", "c", "d")) is None

@@ -1,7 +1,8 @@
 """What was measured on which device: tables that ship with the package, one JSON file per device.
 
 Written from stored results by ``onelaunch study adopt``, read by the dispatcher. A file holds
-``{"device": name, "source": [...], "rows": [{operation, direction, dtype, sizes, microseconds: {variant: time}}]}``.
+``{"device": name, "source": [...], "rows": [{operation, direction, dtype, flags, sizes, microseconds: {variant: time}}]}``, where
+flags are the query's and may be absent.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 TABLES = Path(__file__).parent
 
 NEAR = 3.0
-"""How far a measured size may lie from the call's: the sum over all sizes of |log2(ratio)|."""
+"""How far a measured call may lie from this one: the sum over all sizes of |log2(ratio)|, and one for each flag that differs."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,26 @@ class Measured:
     device: str
     sizes: Mapping[str, int]
     microseconds: Mapping[str, float]
+    flags: frozenset[str] = frozenset()
+    """Of the query."""
 
     def where(self) -> str:
-        return f"{', '.join(f'{key}={value}' for key, value in self.sizes.items())} on {self.device}"
+        said = [f"{key}={value}" for key, value in self.sizes.items()] + sorted(self.flags)
+        return f"{', '.join(said)} on {self.device}"
 
 
-def nearest(slug: str, operation: str, direction: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> Measured | None:
-    """The measured sizes nearest to the given ones, or ``None`` when none is near enough to be believed."""
+def nearest(
+    slug: str, operation: str, direction: str, dtype: torch.dtype, sizes: Mapping[str, int], flags: Iterable[str] = ()
+) -> Measured | None:
+    """The measured call nearest to this one, or ``None`` when none is near enough to be believed."""
     rows = _rows(slug).get((operation, direction, str(dtype).removeprefix("torch.")), ())
-    best = min(rows, key=lambda row: _distance(row.sizes, sizes), default=None)
-    return best if best is not None and _distance(best.sizes, sizes) <= NEAR else None
+    wanted = frozenset(flags)
 
+    def distance(row: Measured) -> float:
+        return len(row.flags ^ wanted) + sum(abs(math.log2(max(row.sizes[key], 1) / max(sizes[key], 1))) for key in row.sizes)
 
-def _distance(a: Mapping[str, int], b: Mapping[str, int]) -> float:
-    return sum(abs(math.log2(max(a[key], 1) / max(b[key], 1))) for key in a)
+    best = min(rows, key=distance, default=None)
+    return best if best is not None and distance(best) <= NEAR else None
 
 
 @functools.cache
@@ -53,5 +60,6 @@ def _rows(slug: str) -> dict[tuple[str, str, str], list[Measured]]:
     rows: dict[tuple[str, str, str], list[Measured]] = {}
     for row in table["rows"]:
         key = (row["operation"], row["direction"], row["dtype"])
-        rows.setdefault(key, []).append(Measured(table["device"], row["sizes"], row["microseconds"]))
+        flags = frozenset(row.get("flags", ()))
+        rows.setdefault(key, []).append(Measured(table["device"], row["sizes"], row["microseconds"], flags))
     return rows

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onelaunch.errors import ResultCorrupt, ResultMismatch
 from onelaunch.operation import find_operation
 from onelaunch.workbench.result import Cell, Result
+from onelaunch.workbench.study import Shape, Study
 
-RowKey = tuple[str, str, str, tuple[tuple[str, int], ...]]
+RowKey = tuple[str, str, str, tuple[str, ...], tuple[tuple[str, int], ...]]
 
 
 def adopt(results: Sequence[Result], into: Path) -> Path:
     """Merge results of one device into its table, ``into/<slug>.json``, in the format that :mod:`onelaunch.measured` reads.
 
-    A row is one operation, direction, dtype and size; its microseconds are cold medians of the variants that are correct. Rows
-    that the results do not measure again stay as they are; in rows that they do, only the variants measured again change.
+    A row is one operation, direction, dtype, size and set of flags; its microseconds are cold medians of the variants that are
+    correct. Rows that the results do not measure again stay as they are; in rows that they do, only the variants measured again
+    change.
 
     Returns:
         The path of the table.
@@ -66,17 +68,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _key(row: dict[str, Any]) -> RowKey:
-    return row["operation"], row["direction"], row["dtype"], tuple(row["sizes"].items())
+    return row["operation"], row["direction"], row["dtype"], tuple(row.get("flags", ())), tuple(row["sizes"].items())
 
 
 def _rows(result: Result) -> list[dict[str, Any]]:
-    """One row for each shape and direction with a believed time. Shapes with options are special cases and left out."""
+    """One row for each shape and direction with a believed time. Shapes of which flags do not say all are left out."""
     dimensions = find_operation(result.study.operation).dimensions
     rows = []
     for shape in result.study.shapes:
+        if (flags := _flags(result.study, shape)) is None:
+            continue
         for direction in result.study.directions:
-            if shape.options:
-                continue
             cells = [cell for cell in result.cells if (cell.shape, cell.direction) == (shape.name, direction)]
             times = {cell.variant: time for cell in cells if (time := _adoptable(cell)) is not None}
             if times:
@@ -85,11 +87,26 @@ def _rows(result: Result) -> list[dict[str, Any]]:
                         "operation": result.study.operation,
                         "direction": direction,
                         "dtype": shape.dtype,
+                        **({"flags": flags} if flags else {}),
                         "sizes": {name: shape.sizes[name] for name in dimensions},
                         "microseconds": dict(sorted(times.items(), key=lambda entry: entry[1])),
                     }
                 )
     return rows
+
+
+def _flags(study: Study, shape: Shape) -> list[str] | None:
+    """What tells a dispatcher the options of a shape, or ``None`` where one of them shows in no flag."""
+
+    def shown(options: Mapping[str, Any]) -> frozenset[str]:
+        return frozenset(operation.query(operation.case(shape.dtype, **shape.sizes, **options), "cpu").flags)
+
+    operation = find_operation(study.operation)
+    flags = shown(shape.options)
+    for option in shape.options:
+        if shown({name: value for name, value in shape.options.items() if name != option}) == flags:
+            return None
+    return sorted(flags)
 
 
 def _adoptable(cell: Cell) -> float | None:
