@@ -74,10 +74,15 @@ def resolve(name: str = "auto") -> torch.device:
 
 
 @functools.cache
+def compute_capability(device: torch.device) -> int | None:
+    """The generation of an NVIDIA GPU, 9 for Hopper; ``None`` elsewhere."""
+    here = device.type == "cuda" and not torch.version.hip and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device)[0] if here else None
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is an NVIDIA GPU of compute capability 9.x."""
-    here = device.type == "cuda" and not torch.version.hip and torch.cuda.is_available()
-    return here and torch.cuda.get_device_capability(device)[0] == 9
+    return compute_capability(device) == 9
 
 
 @functools.cache

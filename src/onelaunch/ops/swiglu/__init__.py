@@ -2,10 +2,11 @@
 
 from onelaunch.ops.swiglu.contract import swiglu
 
-from onelaunch.ops.swiglu import cost, hopper, reference, torch_variants, triton_variants  # isort: skip  (register into swiglu)
+from onelaunch.ops.swiglu import blackwell, cost, hopper, reference, torch_variants, triton_variants  # isort: skip  (register into swiglu)
 from onelaunch.ops.swiglu.functions import dual_gemm_nvfp4, swiglu_fp8, swiglu_nvfp4
 
 __all__ = [
+    "blackwell",
     "cost",
     "dual_gemm_nvfp4",
     "hopper",

@@ -1,0 +1,75 @@
+"""``swiglu`` by block-scaled matrix instructions: what the kernel reads and where, with an emulated product; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from onelaunch.operation import Query, find_operation
+from onelaunch.ops import NVFP4Tensor
+from onelaunch.ops.formats import E2M1
+from onelaunch.ops.swiglu import blackwell
+
+pytest.importorskip("triton")
+
+SWIGLU = find_operation("swiglu")
+
+
+def decoded(codes: Any, scales: Any) -> Any:
+    """``[R, K]`` of packed codes ``[R, K / 2]`` and the bytes of scales ``[R, K / 16]``."""
+    values = np.array([*E2M1, *(-value for value in E2M1)], dtype=np.float32)
+    pairs = np.stack((values[codes & 15], values[codes >> 4]), -1).reshape(codes.shape[0], -1)
+    factors = torch.from_numpy(scales.astype(np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+    return (pairs.reshape(*factors.shape, 16) * factors[..., None]).reshape(pairs.shape)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """The product of block-scaled operands that Triton's interpreter lacks."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import TensorHandle
+
+    def product(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, acc, *rest):
+        a, b = (
+            decoded(codes, scale.handle.data) for codes, scale in ((lhs.handle.data, lhs_scale), (rhs.handle.data.T, rhs_scale))
+        )
+        return tl.tensor(TensorHandle(acc.handle.data + a @ b.T, acc.handle.dtype), acc.type)
+
+    monkeypatch.setattr(TritonSemantic, "dot_scaled", product)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize(("M", "N", "K"), [(3, 16, 32), (130, 72, 272), (40, 200, 512)])
+def test_the_kernel_reads_every_code_and_scale(M, N, K, swizzled, emulated):
+    case = SWIGLU.case("float32", M=M, N=N, K=K, format="nvfp4", codes="full", swizzled_scales=swizzled)
+    arguments = SWIGLU.make_inputs(case, torch.device("cpu"), 0).arguments
+    (expected,) = SWIGLU.reference(**{**arguments, "out_dtype": None})
+    parts: list[Any] = []
+    for name in ("x", "w_gate", "w_up"):
+        operand: NVFP4Tensor = arguments[name]
+        parts += [operand.codes, operand.scales, operand.global_scale]
+    found = blackwell.run_block_scaled(*parts, torch.float32, swizzled)
+    # sums of at most 512 products in float32
+    assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_elsewhere_than_on_blackwell():
+    assert "needs an NVIDIA GPU of compute capability 10" in str(
+        SWIGLU.get("block_scaled").why_not(Query("swiglu", "cpu", torch.float16, (4, 16, 32), flags=("nvfp4",)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "reason"),
+    [((4, 16, 32), (), "takes NVFP4 on both sides"), ((0, 16, 32), ("nvfp4",), "needs at least one element")],
+)
+def test_what_the_kernel_leaves_to_others(sizes, flags, reason, monkeypatch):
+    monkeypatch.setattr(blackwell, "compute_capability", lambda device: 10)
+    query = Query("swiglu", "cuda:0", torch.float16, sizes, flags=flags)
+    assert reason in str(blackwell.needs_blackwell(query))
+    assert blackwell.needs_blackwell(query._replace(sizes=(4, 16, 32), flags=("nvfp4",))) is None
