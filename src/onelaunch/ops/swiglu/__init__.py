@@ -2,7 +2,7 @@
 
 from onelaunch.ops.swiglu.contract import swiglu
 
-from onelaunch.ops.swiglu import blackwell, cost, hopper, reference, torch_variants, triton_variants  # isort: skip  (register into swiglu)
+from onelaunch.ops.swiglu import blackwell, cost, hopper, peers, reference, torch_variants, triton_variants  # isort: skip  (register into swiglu)
 from onelaunch.ops.swiglu.functions import dual_gemm_nvfp4, swiglu_fp8, swiglu_nvfp4
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "cost",
     "dual_gemm_nvfp4",
     "hopper",
+    "peers",
     "reference",
     "swiglu",
     "swiglu_fp8",

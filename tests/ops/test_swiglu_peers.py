@@ -1,0 +1,97 @@
+"""The peers of ``swiglu``: called as their own layers call them, with doubles in their place, and what they cannot do."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from onelaunch.operation import find_operation
+from onelaunch.ops.swiglu import peers
+from onelaunch.ops.swiglu.contract import bind
+
+SWIGLU = find_operation("swiglu")
+
+
+def pretend(monkeypatch, name: str, **held: Any) -> None:
+    """A module of that name that holds these."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ModuleType(".".join(parts[:end]))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(sys.modules[name]).update(held)
+
+
+@pytest.fixture
+def call():
+    both = torch.randn(32, 24)
+    return bind(torch.randn(5, 24), both)
+
+
+def expected(call):
+    return F.silu(call.x @ call.w_gate.T) * (call.x @ call.w_up.T)
+
+
+def test_liger(monkeypatch, call):
+    class Function:
+        @staticmethod
+        def apply(gate, up):
+            return F.silu(gate) * up
+
+    pretend(monkeypatch, "liger_kernel.ops", LigerSiLUMulFunction=Function)
+    (h,) = SWIGLU.get("liger")(call)
+    assert torch.allclose(h, expected(call), atol=1e-5)
+
+
+def test_the_fused_kernel_of_liger(monkeypatch, call):
+    def gemm_swiglu(x, gate, up, multiplier, store_preact):
+        assert x.dim() == 3  # batches of sequences
+        assert (multiplier, store_preact) == (1.0, False)
+        return F.silu(x @ gate.T) * (x @ up.T), None
+
+    pretend(monkeypatch, "liger_kernel.ops.mlp", gemm_swiglu=gemm_swiglu)
+    (h,) = SWIGLU.get("liger_fused")(call)
+    assert torch.allclose(h, expected(call), atol=1e-5)
+
+
+def test_quack(monkeypatch, call):
+    def gemm_gated(a, b, activation, store_preact, concat_layout):
+        assert (activation, store_preact, concat_layout) == ("swiglu", False, ("B",))
+        gate, up = (a @ b).chunk(2, 1)
+        return None, F.silu(gate) * up
+
+    pretend(monkeypatch, "quack.gemm_interface", gemm_gated=gemm_gated)
+    (h,) = SWIGLU.get("quack")(call)
+    assert torch.allclose(h, expected(call), atol=1e-5)
+
+
+def reason(monkeypatch, name: str, *, grad: bool = False, here: bool = True, capability: int = 9, **given: Any) -> str | None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda package: object() if here else None)
+    monkeypatch.setattr(peers, "compute_capability", lambda device: capability)
+    case = SWIGLU.case(**{"dtype": "bfloat16", "M": 4, "N": 16, "K": 32, "stacked": True, **given})
+    return SWIGLU.get(name).why_not(SWIGLU.query(case, "cuda:0", grad=grad))
+
+
+@pytest.mark.parametrize("name", ["liger", "liger_fused", "quack"])
+def test_what_peers_cannot_do(name, monkeypatch):
+    assert reason(monkeypatch, name) is None
+    assert "which is not installed" in str(reason(monkeypatch, name, here=False))
+    assert "takes plain tensors" in str(reason(monkeypatch, name, format="fp8"))
+    assert "needs at least one element" in str(reason(monkeypatch, name, M=0))
+    assert "needs a CUDA or ROCm device" in str(
+        SWIGLU.get(name).why_not(SWIGLU.query(SWIGLU.case("float32", M=1, N=1, K=1), "cpu"))
+    )
+
+
+@pytest.mark.parametrize("name", ["liger_fused", "quack"])
+def test_what_fused_peers_cannot_do(name, monkeypatch):
+    assert "only as part of a whole MLP" in str(reason(monkeypatch, name, grad=True))
+    assert "multiples of 8" in str(reason(monkeypatch, name, N=20))
+    assert "float16 or bfloat16" in str(reason(monkeypatch, name, dtype="float32"))
+    assert "compute capability 9" in str(reason(monkeypatch, name, capability=8))
+    separate = reason(monkeypatch, name, stacked=False)
+    assert separate is None if name == "liger_fused" else "needs stacked weights" in str(separate)
