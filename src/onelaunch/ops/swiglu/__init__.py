@@ -3,6 +3,10 @@
 from onelaunch.ops.swiglu.contract import swiglu
 
 from onelaunch.ops.swiglu import cost, reference, torch_variants, triton_variants  # isort: skip  (register into swiglu)
+from onelaunch.ops.swiglu import fused_variants  # isort: skip  (behind its rivals)
 from onelaunch.ops.swiglu.functions import dual_gemm_nvfp4, swiglu_fp8, swiglu_nvfp4
 
-__all__ = ["cost", "dual_gemm_nvfp4", "reference", "swiglu", "swiglu_fp8", "swiglu_nvfp4", "torch_variants", "triton_variants"]
+__all__ = [
+    "cost", "dual_gemm_nvfp4", "fused_variants", "reference", "swiglu", "swiglu_fp8", "swiglu_nvfp4", "torch_variants",
+    "triton_variants",
+]  # fmt: skip
