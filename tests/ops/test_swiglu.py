@@ -645,6 +645,21 @@ def test_a_case_of_an_unknown_format_says_which_there_are():
     assert isinstance(made(format="nvfp4")["x"], NVFP4Tensor)
 
 
+@pytest.mark.parametrize(
+    ("error", "said", "chosen"),
+    [
+        (ShapeError, "^x has .*K that is a multiple of 16", {"format": "fp8", "K": 24}),
+        (ShapeError, "^w_gate has .*N that is a multiple of 16", {"format": "fp8", "N": 24}),
+        (ShapeError, "^w_gate has .*K that is a multiple of 16", {"format": "nvfp4_weights", "K": 24}),
+        (ShapeError, r"^w_gate .*multiple of 128 .*plain\(\)", {"format": "nvfp4", "stacked": True, "swizzled_scales": True}),
+        (DTypeError, "^x is torch.float32; .* beside NVFP4 weights", {"format": "nvfp4_weights", "dtype": "float32"}),
+    ],
+)
+def test_a_case_is_refused_as_its_call_would_be(error, said, chosen):
+    case = SWIGLU.case(**{"dtype": "float16", "M": 4, "N": 16, "K": 32, **chosen})
+    refused(error, said, SWIGLU.query, case, "cpu")
+
+
 # Cost
 
 
