@@ -676,8 +676,10 @@ def test_the_least_bytes_and_products():
 
 def test_variants_add_what_their_launches_hand_on():
     case = SWIGLU.case("bfloat16", M=512, N=4096, K=7168)
-    result = 2 * 512 * 4096
-    assert SWIGLU.cost(case, SWIGLU.get("eager")).bytes == SWIGLU.cost(case).bytes + 4 * result
+    result, x = 2 * 512 * 4096, 2 * 512 * 7168
+    added = {"eager": 4 * result + x, "three_node": 4 * result + x, "wide": 4 * result, "two_node": 2 * result + x, "fused": 0}
+    for name, bytes_ in added.items():
+        assert SWIGLU.cost(case, SWIGLU.get(name)).bytes == SWIGLU.cost(case).bytes + bytes_, name
     launches = {name: (variant.launches, variant.tags.get("backward_launches")) for name, variant in SWIGLU.variants.items()}
     own = {"three_node": (3, 6), "wide": (2, 3), "two_node": (2, 4), "fused": (1, 4)}
     assert launches == {"eager": (None, None), "compiled": (None, None), **own}
