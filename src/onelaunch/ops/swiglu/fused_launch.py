@@ -84,7 +84,7 @@ PROCESSORS = 132
 """Where there is no GPU: an H200's."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def product_tiles(rows: int, columns: int, factor: str, stored: float, products: int, count: int, shared: int) -> ProductTiles:
     """Tiles for so many rows and columns of h. Not measured yet.
 

@@ -10,8 +10,8 @@ Memory     reads x once per BN columns of h and the weights once per BM rows, wr
            the backward pass reads them: [M, 2 N], the gate's first.
 Numerics   a float32 result is of float32 products without tf32: matrix units cut off what they add of other formats, and float32
            would show it. Others are of the dtype of x. float8 is multiplied as it is for bfloat16 results, where there are units
-           for it, and joins float32 sums every BK channels; else in float16, which holds every float8 number. So it does every
-           code of NVFP4 times the scale of its block, as does bfloat16.
+           for it, and joins float32 sums every BK channels; else in float16, which holds every float8 number. float16 and
+           bfloat16 hold every code of NVFP4 times the scale of its block.
 Edges      rows beyond the end are the last one again, and are not stored; channels beyond the end are zeros.
 NVFP4      which channels a product takes together is free: one multiplies channels 2 i, the lower halves of bytes, another those
            behind them. Nothing is interleaved; x in 16 bits comes as words of two channels.
