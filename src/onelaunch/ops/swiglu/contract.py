@@ -104,7 +104,7 @@ def bind(
 ) -> SwigluCall:
     """The checked call; raises as :func:`swiglu` says. ``names`` are the caller's for the three operands."""
     up = None if w_up is None else facts(names[2], w_up)
-    key = _key(facts(names[0], x), facts(names[1], w_gate), up, out_dtype, torch.is_grad_enabled())
+    key = key_of(facts(names[0], x), facts(names[1], w_gate), up, out_dtype, torch.is_grad_enabled())
     if isinstance(x, torch.Tensor) and x.dim() > 2:
         x = x.flatten(0, -2)
     if w_up is not None:
@@ -116,7 +116,7 @@ def bind(
 
 
 @remembered
-def _key(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | None, grad_enabled: bool) -> Query:
+def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | None, grad_enabled: bool) -> Query:
     """All checks that need no values, and the dispatch key."""
     if len(x.shape) < 2:
         raise ShapeError(x.name, got=x.shape, want="[..., K], a tensor of at least 2 dimensions")

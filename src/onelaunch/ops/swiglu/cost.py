@@ -25,17 +25,21 @@ def matrix_bytes(kind: str, rows: int, inner: int, itemsize: int, per_row: bool)
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """The least: x and both weights in, h out; backward x, the weights and dh in, three gradients out.
 
-    A variant adds what its launches hand to each other through memory: products that the gate is not applied to in registers
-    (tag ``hands``), and for its backward pass both products, kept, and their gradients, which two products read.
+    A variant adds x again where its two products are launches of their own (no ``products`` in tag ``fuses``), and what launches
+    hand to each other through memory: products that the gate is not applied to in registers (tag ``hands``), and for its backward
+    pass both products, kept, and their gradients, which two products read. What plain PyTorch decodes is not counted.
     """
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
     value, form = case.dtype.itemsize, format_of(case)
     x_kind = form if form in ("fp8", "nvfp4") else "dense"
     w_kind = "nvfp4" if "nvfp4" in form else x_kind
     per_row = swiglu.option(case, "row_scales")
-    operands = matrix_bytes(x_kind, rows, inner, value, per_row) + 2 * matrix_bytes(w_kind, columns, inner, value, per_row)
+    x = matrix_bytes(x_kind, rows, inner, value, per_row)
+    operands = x + 2 * matrix_bytes(w_kind, columns, inner, value, per_row)
     result = rows * columns * value
     moved = operands + result
+    if variant is not None and "products" not in variant.tags.get("fuses", ()):
+        moved += x
     handed = () if variant is None else variant.tags.get("hands", ())
     moved += 2 * len(handed) * result  # out and in
     if direction == "forward_backward":

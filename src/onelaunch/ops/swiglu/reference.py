@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from onelaunch.errors import ArgumentError, listing
+from onelaunch.errors import ArgumentError, ShapeError, listing
 from onelaunch.operation import Case, Cost, Query, Reading
 from onelaunch.ops.formats import BLOCK, NVFP4Tensor, quantize_fp8, quantize_nvfp4
-from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
+from onelaunch.ops.swiglu.contract import FORMATS, Facts, Operand, SwigluCall, key_of, swiglu
 
 CODES = ("model", "full")
 """Codes and scales of NVFP4 operands: as quantizing gives them, or every one that there is, those of zero and below included."""
@@ -87,16 +87,23 @@ def format_of(case: Case) -> str:
 
 @swiglu.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case."""
-    form = format_of(case)
-    details = {
-        "row_scales": form == "fp8" and swiglu.option(case, "row_scales"),
-        "swizzled_scales": "nvfp4" in form and swiglu.option(case, "swizzled_scales"),
-    }
-    flags = (form,) * (form != "dense") + tuple(name for name, there in details.items() if there)
-    flags += ("stacked",) * bool(swiglu.option(case, "stacked"))
-    sizes = tuple(case.sizes[name] for name in swiglu.dimensions)
-    return Query("swiglu", device, case.dtype, sizes, grad, flags)
+    """The dispatch key of a case, if the contract takes its operands. Whether anybody trains them is left to the variants."""
+    form, stacked = format_of(case), swiglu.option(case, "stacked")
+    rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
+    x_kind, kind = next(kinds for kinds, name in FORMATS.items() if name == form)
+    if "nvfp4" in form and inner % BLOCK:
+        raise ShapeError("w_gate", got=(columns, inner), want=f"of a K that is a multiple of {BLOCK}; pad with zeros")
+
+    def facts(name: str, count: int, kind: str) -> Facts:
+        details = {"fp8": "row_scales", "nvfp4": "swizzled_scales"}
+        flags = (details[kind],) if kind in details and swiglu.option(case, details[kind]) else ()
+        dtype = case.dtype if kind == "dense" else torch.float8_e4m3fn
+        return Facts(name, kind, torch.Size((count, inner)), dtype, torch.device(device), flags=flags)
+
+    up = None if stacked else facts("w_up", columns, kind)
+    gate = facts("w_gate", 2 * columns if stacked else columns, kind)
+    out_dtype = case.dtype if x_kind != "dense" else None
+    return key_of(facts("x", rows, x_kind), gate, up, out_dtype, grad_enabled=False)._replace(grad=grad)
 
 
 def _wide_cost(case: Case) -> Cost:
