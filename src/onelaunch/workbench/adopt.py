@@ -99,7 +99,8 @@ def _flags(study: Study, shape: Shape) -> list[str] | None:
     """What tells a dispatcher the options of a shape, or ``None`` where one of them shows in no flag."""
 
     def shown(options: Mapping[str, Any]) -> frozenset[str]:
-        return frozenset(operation.query(operation.case(shape.dtype, **shape.sizes, **options), "cpu").flags)
+        given: dict[str, Any] = {**shape.sizes, **options}
+        return frozenset(operation.query(operation.case(shape.dtype, **given), "cpu").flags)
 
     operation = find_operation(study.operation)
     flags = shown(shape.options)

@@ -40,7 +40,10 @@ FARTHEST = 1 << 40
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 RESULTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 3}
 
-KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 6, *["i32"] * 10)
+MAP: nvrtc.Kind = "map"
+POINTER: nvrtc.Kind = "pointer"
+NUMBER: nvrtc.Kind = "i32"
+KINDS = (*[MAP] * 5, *[POINTER] * 6, *[NUMBER] * 10)
 """Of the kernel's arguments."""
 
 
