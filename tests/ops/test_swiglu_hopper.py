@@ -153,7 +153,7 @@ def query(M=4, N=64, K=512, dtype=torch.bfloat16, grad=False, flags=()):
         ({"N": 20}, "N in multiples of 8 and K in multiples of 8"),
         ({"K": 100}, "N in multiples of 8 and K in multiples of 8"),
         ({"K": 24, "flags": ["fp8"]}, "K in multiples of 16"),
-        ({"K": 128, "flags": ["nvfp4_weights"]}, "K in multiples of 256"),
+        ({"K": 96, "flags": ["nvfp4_weights"]}, "K in multiples of 64"),
         ({"flags": ["nvfp4"]}, "takes NVFP4 for weights alone"),
         ({"flags": ["nvfp4_weights", "swizzled_scales"]}, "with plain scales"),
         ({"dtype": torch.float32}, "needs float16 or bfloat16"),
@@ -204,7 +204,7 @@ FP8: dict[str, dict[str, Any]] = {
     "fp8_to_float32": {"dtype": "float32", "M": 70, "N": 32, "K": 48, "format": "fp8", "stacked": True, "row_scales": True},
 }
 NVFP4: dict[str, dict[str, Any]] = {
-    "nvfp4": {"dtype": "bfloat16", "M": 17, "N": 40, "K": 256, "format": "nvfp4_weights"},
+    "nvfp4": {"dtype": "bfloat16", "M": 17, "N": 40, "K": 320, "format": "nvfp4_weights"},
     "nvfp4_float16": {"dtype": "float16", "M": 1, "N": 200, "K": 1024, "format": "nvfp4_weights", "stacked": True},
     "every_code": {"dtype": "bfloat16", "M": 9, "N": 640, "K": 2048, "format": "nvfp4_weights", "codes": "full"},
     "every_code_float16": {"dtype": "float16", "M": 120, "N": 64, "K": 256, "format": "nvfp4_weights", "codes": "full"},

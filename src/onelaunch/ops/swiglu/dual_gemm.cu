@@ -25,15 +25,14 @@ constexpr int SIDES = COLUMNS / 32, GROUPS = SIDES * SPLIT, FINISHERS = 128 * SI
 constexpr int STEP = NVFP4 ? 256 : ELEMENT == E4M3 ? 128 : 64;
 constexpr int PARTS = 4 / SPLIT;     // quarters of a step that a warpgroup takes
 constexpr int X_TILES = NVFP4 ? 4 : 1;  // matrices of 128 bytes a row
-constexpr int W_BYTES = 2 * COLUMNS * 128, X_BYTES = X_TILES * ROWS * 128, S_BYTES = NVFP4 ? 2 * COLUMNS * 16 : 0;
-constexpr int STAGE = W_BYTES + X_BYTES + (S_BYTES + 1023) / 1024 * 1024;
+constexpr int W_BYTES = 2 * COLUMNS * 128, X_BYTES = X_TILES * ROWS * 128, STAGE = W_BYTES + X_BYTES;
 constexpr int OUT_BYTES = RESULT == FLOAT32 ? 0 : (ROWS * COLUMNS * 2 + 1023) / 1024 * 1024;
 constexpr int HELD = ROWS / 2;                                // sums of a thread
 constexpr int HANDED = (SPLIT - 1) * FINISHERS * HELD * 4;    // bytes
 constexpr int SWATH = 8;                                      // tiles of rows that neighbours share
 constexpr int COPY_REGISTERS = GROUPS > 2 || NVFP4 ? 56 : 40;
 constexpr int MULTIPLY_REGISTERS = GROUPS == 4 ? 104 : GROUPS == 3 ? 152 : NVFP4 ? 224 : 232;
-constexpr int ALL = 1, HAND = 2, TAKEN_OVER = 3;              // named barriers
+constexpr int ALL = 1, HAND = 2, TAKEN_OVER = 3, ALL_GROUPS = 4;              // named barriers
 static_assert(2 <= GROUPS && GROUPS <= 4, "registers are handed over for these");
 
 struct Item { int tile, first, last; };  // steps [first, last) of a tile
@@ -54,9 +53,10 @@ struct Work {
   }
 };
 
-// Where things lie in shared memory: stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter.
+// Where things lie in shared memory: stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter, what
+// codes stand for.
 struct Room {
-  u32 stages, out, handed, full, empty, turned, told, heard, next;
+  u32 stages, out, handed, full, empty, turned, told, heard, next, table;
   __device__ __forceinline__ explicit Room(u32 base) {
     stages = base;
     out = stages + STAGES * STAGE;
@@ -67,6 +67,7 @@ struct Room {
     told = turned + 8 * STAGES;
     heard = told + 16;
     next = heard + 16;
+    table = next + 16;
   }
 };
 
@@ -94,12 +95,13 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 }
 
 struct Arguments {
-  const TensorMap *x, *weights, *scales, *h, *kept;
+  const TensorMap *x, *weights, *h, *kept;
+  const unsigned char* blocks[2];  // block scales of both weights, in the order in which they lie
   float* wide;  // h in float32
   const float *x_scale, *gate_scale, *up_scale;
   float* partials;
   u32* words;
-  int M, N;
+  int M, N, K;
   bool flip, x_scales, w_scales;  // up lies before gate; rows have scales of their own
 };
 
@@ -111,9 +113,8 @@ __device__ __forceinline__ void copy_item(const Arguments& a, const Work& work, 
   for (int k = item.first; k < item.last; ++k, ring.advance()) {
     barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
     const u32 bar = room.full + 8 * ring.stage, at = room.stages + ring.stage * STAGE;
-    barrier_expect(bar, W_BYTES + X_BYTES + S_BYTES);
+    barrier_expect(bar, STAGE);
     copy_in_4d(at, a.weights, NVFP4 ? k * (STEP / 2) : k * STEP, 0, 0, column / 8, bar);
-    if (NVFP4) copy_in_4d(at + W_BYTES + X_BYTES, a.scales, k * (STEP / 16), 0, 0, column / 8, bar);
 #pragma unroll
     for (int i = 0; i < X_TILES; ++i) copy_in_2d(at + W_BYTES + i * ROWS * 128, a.x, k * STEP + i * (STEP / X_TILES), row, bar);
   }
@@ -176,51 +177,71 @@ __device__ __forceinline__ void turn_all(const Work& work, const Room& room, int
 }
 #endif
 
-// Products: warpgroups. ``side``: which 32 columns of the tile; ``split``: which quarters of each step; ``crossed``: 8 if the
-// block scales of both weights lie the other way round than their codes, or 0.
+// Products: warpgroups. ``side``: which 32 columns of the tile; ``split``: which quarters of each step.
 
 #if NVFP4
+// Scales of the four blocks of a thread in a step, of one of its rows: 0 behind the last.
+__device__ __forceinline__ u32 scales_of(const unsigned char* row, int step, int K) {
+  const int at = step * (STEP / 16) + threadIdx.x % 4 * 4;
+  return at < K / 16 ? __ldg(reinterpret_cast<const u32*>(row + at)) : 0;
+}
+
 __device__ __forceinline__ void multiply(
-    float (&d)[HELD], const Room& room, int count, int crossed, Ring& ring, int side, int split) {
+    float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int side, int split) {
   const int lane = threadIdx.x % 32, t = lane % 4, r = side * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  u32 a[2][4][4];  // one set is multiplied while the other is decoded
+  constexpr int AHEAD = 3;  // steps: scales come from memory without a copy engine, which takes as long for 16 bytes as for 128
+  int row, column;
+  work.place(item.tile, row, column);
+  const int n = min(column + r / 16 * 8 + lane / 4, a.N - 1);
+  const unsigned char* scales[2];
+  u32 coming[AHEAD][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    scales[i] = a.blocks[i] + (long long)n * (a.K / 16);
+#pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ++ahead) coming[ahead][i] = scales_of(scales[i], item.first + ahead, a.K);
+  }
+  const u32 bank = room.table + lane * 4;
+  u32 w[2][4][4];  // one set is multiplied while the other is decoded
   int before = 0;
-  for (int k = 0; k < count; ++k) {
-    barrier_wait(room.full + 8 * ring.stage, ring.phase);
-    barrier_wait(room.turned + 8 * ring.stage, ring.phase);
-    const u32 at = room.stages + ring.stage * STAGE;
+  for (int k = item.first; k < item.last; ++k) {
     u32 factors[2][PARTS];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const u32 four = load_shared_word(at + W_BYTES + X_BYTES + (r + (8 * i ^ crossed)) * 16 + t * 4);
-      block_factors(four >> (8 * (PARTS * split)), factors[i]);
+      block_factors(coming[0][i] >> (8 * (PARTS * split)), factors[i]);
+#pragma unroll
+      for (int ahead = 0; ahead < AHEAD - 1; ++ahead) coming[ahead][i] = coming[ahead + 1][i];
+      coming[AHEAD - 1][i] = scales_of(scales[i], k + AHEAD, a.K);
     }
+    barrier_wait(room.full + 8 * ring.stage, ring.phase);
+    barrier_wait(room.turned + 8 * ring.stage, ring.phase);
+    const u32 at = room.stages + ring.stage * STAGE;
     uint4 codes[2];
 #pragma unroll
     for (int turn = 0; turn < PARTS; ++turn) {
       const int block = split * PARTS + turn;
       if (turn % 2 == 0) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const u32 from = at + (r + 8 * i) * 128 + ((2 * t + block / 2) ^ (r % 8)) * 16;
-          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(codes[i].x), "=r"(codes[i].y), "=r"(codes[i].z), "=r"(codes[i].w) : "r"(from) : "memory");
-        }
+        for (int i = 0; i < 2; ++i) codes[i] = load_shared_words(at + (r + 8 * i) * 128 + ((2 * t + block / 2) ^ (r % 8)) * 16);
       }
       product_wait<1>();  // of what read these registers
-      if (turn == 1 && k > 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
+      if (turn == 1 && k > item.first && lane == 0) barrier_arrive(room.empty + 8 * before);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const u32 low = turn % 2 ? codes[i].z : codes[i].x, high = turn % 2 ? codes[i].w : codes[i].y, by = factors[i][turn];
-        decode(low, by, a[turn % 2][0][i], a[turn % 2][0][i + 2]);
-        decode(low >> 16, by, a[turn % 2][1][i], a[turn % 2][1][i + 2]);
-        decode(high, by, a[turn % 2][2][i], a[turn % 2][2][i + 2]);
-        decode(high >> 16, by, a[turn % 2][3][i], a[turn % 2][3][i + 2]);
+        w[turn % 2][0][i] = decoded<0>(low, by, bank);
+        w[turn % 2][0][i + 2] = decoded<1>(low, by, bank);
+        w[turn % 2][1][i] = decoded<2>(low, by, bank);
+        w[turn % 2][1][i + 2] = decoded<3>(low, by, bank);
+        w[turn % 2][2][i] = decoded<0>(high, by, bank);
+        w[turn % 2][2][i + 2] = decoded<1>(high, by, bank);
+        w[turn % 2][3][i] = decoded<2>(high, by, bank);
+        w[turn % 2][3][i + 2] = decoded<3>(high, by, bank);
       }
       product_fence();
       const u64 x = matrix_at(at + W_BYTES + block * (ROWS * 128));
 #pragma unroll
-      for (int part = 0; part < 4; ++part) product(d, a[turn % 2][part], x + 2 * part, k + turn + part);
+      for (int part = 0; part < 4; ++part) product(d, w[turn % 2][part], x + 2 * part, k - item.first + turn + part);
       product_commit();
     }
     before = ring.stage;
@@ -231,8 +252,8 @@ __device__ __forceinline__ void multiply(
 }
 #else
 __device__ __forceinline__ void multiply(
-    float (&d)[HELD], const Room& room, int count, int crossed, Ring& ring, int side, int split) {
-  const int lane = threadIdx.x % 32;
+    float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int side, int split) {
+  const int lane = threadIdx.x % 32, count = item.last - item.first;
   int before = 0;
   for (int k = 0; k < count; ++k) {
     barrier_wait(room.full + 8 * ring.stage, ring.phase);
@@ -366,12 +387,12 @@ __device__ __forceinline__ void finish(
 
 extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1)
 dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights,
-          const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap h,
-          const __grid_constant__ TensorMap kept, float* wide, const float* x_scale, const float* gate_scale,
-          const float* up_scale, float* partials, u32* words, int M, int N, int K, int each, int more, int grain, int flip,
-          int crossed, int x_scales, int w_scales) {
-  const Arguments a = {&x, &weights, &scales, &h, &kept, wide, x_scale, gate_scale, up_scale, partials, words, M, N,
-                       flip != 0, x_scales != 0, w_scales != 0};
+          const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap kept, const unsigned char* gate_blocks,
+          const unsigned char* up_blocks, float* wide, const float* x_scale, const float* gate_scale, const float* up_scale,
+          float* partials, u32* words, int M, int N, int K, int each, int more, int grain, int flip, int x_scales,
+          int w_scales) {
+  const Arguments a = {&x, &weights, &h, &kept, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks}, wide,
+                       x_scale, gate_scale, up_scale, partials, words, M, N, K, flip != 0, x_scales != 0, w_scales != 0};
   extern __shared__ char raw[];
   const Room room((shared_address(raw) + 1023) & ~1023u);
   const int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
@@ -409,6 +430,10 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
     return;
   }
   registers_up<MULTIPLY_REGISTERS>();
+#if NVFP4
+  fill_table(room.table, threadIdx.x - 128, 128 * GROUPS);
+  named_barrier(ALL_GROUPS, 128 * GROUPS);
+#endif
   const int side = (group - 1) % SIDES, split = (group - 1) / SIDES;
   float d[HELD];
   Ring ring;
@@ -416,7 +441,7 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
     for (int unit = work.begin(work.run), end = work.begin(work.run + 1); unit < end;) {
       const Item item = work.at(unit, end);
       unit += item.last - item.first;
-      multiply(d, room, item.last - item.first, crossed, ring, side, split);
+      multiply(d, a, work, room, item, ring, side, split);
       if (!gather(d, room, split)) continue;
       if (item.first > 0) {
         leave(d, a, work);
@@ -427,7 +452,7 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
     }
   } else {
     for (int turn = 0, tile; (tile = next_tile(room, turn, lane)) < work.tiles; ++turn) {
-      multiply(d, room, work.steps, crossed, ring, side, split);
+      multiply(d, a, work, room, {tile, 0, work.steps}, ring, side, split);
       if (gather(d, room, split)) finish(d, a, work, room, tile, side);
     }
   }

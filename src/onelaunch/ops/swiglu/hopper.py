@@ -85,7 +85,7 @@ def sixteen_bits_or_fewer(query: Query) -> str | None:
         return "takes NVFP4 for weights alone, with plain scales"
     if "fp8" not in query.flags and query.dtype is torch.float32:
         return "needs float16 or bfloat16"
-    wanted = 256 if "nvfp4_weights" in query.flags else 16 if "fp8" in query.flags else 8
+    wanted = 64 if "nvfp4_weights" in query.flags else 16 if "fp8" in query.flags else 8
     if columns % 8 or inner % wanted:
         return f"needs N in multiples of 8 and K in multiples of {wanted}, which the copy engine can address"
     if -(-rows // 8) * -(-columns // 32) * -(-inner // 64) > MOST_STEPS:

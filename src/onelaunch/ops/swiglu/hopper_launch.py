@@ -43,7 +43,7 @@ RESULTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 3}
 MAP: nvrtc.Kind = "map"
 POINTER: nvrtc.Kind = "pointer"
 NUMBER: nvrtc.Kind = "i32"
-KINDS = (*[MAP] * 5, *[POINTER] * 6, *[NUMBER] * 10)
+KINDS = (*[MAP] * 4, *[POINTER] * 8, *[NUMBER] * 9)
 """Of the kernel's arguments."""
 
 
@@ -67,14 +67,14 @@ class Tiles:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a step of K: weights, x, and block scales in whole KiB."""
-        scales = cdiv(2 * self.columns * 16, 1024) * 1024 if self.nvfp4 else 0
-        return 2 * self.columns * ROWS + (4 if self.nvfp4 else 1) * self.rows * ROWS + scales
+        """Shared memory of a step of K: weights and x."""
+        return 2 * self.columns * ROWS + (4 if self.nvfp4 else 1) * self.rows * ROWS
 
     def rest_bytes(self, result: torch.dtype) -> int:
-        """Shared memory beside the stages: the tile of h, sums that warpgroups hand over, and barriers."""
+        """Shared memory beside the stages: the tile of h, sums that warpgroups hand over, barriers, and what codes stand for."""
         out = 0 if result is torch.float32 else cdiv(self.rows * self.columns * 2, 1024) * 1024
-        return out + (self.split - 1) * self.columns * 4 * self.rows // 2 * 4 + 24 * MOST_STAGES + 64
+        table = 256 * ROWS if self.nvfp4 else 0
+        return out + (self.split - 1) * self.columns * 4 * self.rows // 2 * 4 + 24 * MOST_STAGES + 64 + table
 
     def stages(self, result: torch.dtype) -> int:
         """Steps on their way at once: as many as there is room for."""
@@ -103,6 +103,10 @@ def wide_tiles(rows: int, *, nvfp4: bool) -> Tiles:
     return Tiles(width_for(rows, 64 if nvfp4 else WIDEST), nvfp4=nvfp4)
 
 
+MOST_IN_TURN = 24
+"""Rows of x beside codes up to which four warpgroups have registers enough."""
+
+
 def narrow_tiles(rows: int, *, nvfp4: bool) -> Tiles:
     """For few rows of x, where the weights' way decides: many small tiles, so that programs need not share one.
 
@@ -110,7 +114,7 @@ def narrow_tiles(rows: int, *, nvfp4: bool) -> Tiles:
     codes that are decoded 22 us with 64 and two warpgroups in turn, 24.5 with 32.
     """
     width = width_for(rows, 64 if nvfp4 else 128)
-    return Tiles(width, split=2 if width <= 32 else 1, nvfp4=True) if nvfp4 else Tiles(width, columns=32, split=2)
+    return Tiles(width, split=2 if width <= MOST_IN_TURN else 1, nvfp4=True) if nvfp4 else Tiles(width, columns=32, split=2)
 
 
 TOGETHER, ASTRIDE = 16, 20
@@ -271,7 +275,7 @@ def dual_gemm(
     x, (rows, channels), columns = addressable(x), x.shape, weights[0].shape[0]
     device = x.device
     matrices = together(*weights)
-    factors = matrices if blocks is None else together(*(each.view(torch.uint8) for each in blocks))
+    gate_blocks, up_blocks = (None, None) if blocks is None else (each.contiguous() for each in blocks)
     count, steps = tiles.count(rows, columns), cdiv(channels, tiles.step(x.dtype))
     multiprocessors = processors(device)
     cut = cut_for(count, steps, multiprocessors)
@@ -285,10 +289,6 @@ def dual_gemm(
     weight_map = tensor_map(
         matrices.dtype, matrices.address, matrices.sizes, matrices.strides, (ROWS // matrices.dtype.itemsize, GROUP, 2, groups)
     )
-    factor_map = weight_map
-    if blocks is not None:
-        box = (16, GROUP, 2, groups)
-        factor_map = tensor_map(torch.uint8, factors.address, factors.sizes, factors.strides, box, swizzle=0)
     x_map = map_of(x, tiles)
     h_map = x_map if result is torch.float32 else map_of_result(h, 1, tiles)
     kept_map = h_map if both is None else map_of_result(both, 2, tiles)
@@ -296,8 +296,7 @@ def dual_gemm(
     of_x, of_gate, of_up = scales or (None, None, None)
     per_row = [each is not None and each.numel() > 1 for each in (of_x, of_gate)]
     launch(
-        (cut.runs, 1, 1), x_map, weight_map, factor_map, h_map, kept_map, h, of_x, of_gate, of_up, partials, words,
-        rows, columns, channels, cut.each, cut.more, cut.grain, matrices.flipped,
-        GROUP if factors.flipped != matrices.flipped else 0, *per_row,
+        (cut.runs, 1, 1), x_map, weight_map, h_map, kept_map, gate_blocks, up_blocks, h, of_x, of_gate, of_up, partials, words,
+        rows, columns, channels, cut.each, cut.more, cut.grain, matrices.flipped, *per_row,
     )  # fmt: skip
     return h, both

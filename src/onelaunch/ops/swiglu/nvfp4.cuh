@@ -41,19 +41,29 @@ __device__ __forceinline__ void block_factors(u32 four, u32 (&factors)[COUNT]) {
   }
 }
 
-// The four codes in the lower half of ``codes``, times their factor, as two pairs: exact. Bytes come from tables of eight.
-__device__ __forceinline__ void decode(u32 codes, u32 factor, u32& first, u32& second) {
-  const u32 at = codes & 0x7777;
-  const u32 signs = permute(codes << 4, codes, 0xD9C8) & 0x80808080;  // a byte's top bit, copied over all of it
-  if (ELEMENT == BFLOAT16) {
-    const u32 high = permute(0x3F3F3F00, 0x40404040, at) | signs, low = permute(0xC0800000, 0xC0804000, at);
-    first = times(permute(low, high, 0x5140), factor);
-    second = times(permute(low, high, 0x7362), factor);
-  } else {
-    const u32 high = permute(0x3E3C3800, 0x46444240, at) | signs;
-    first = times(permute(high, 0, 0x1404), factor);
-    second = times(permute(high, 0, 0x3424), factor);
+// What the two codes of each byte stand for, as a pair, once for every bank: lanes that look up at once never wait for each other.
+// A look-up costs two instructions of a thread, arithmetic on a byte's bits eight.
+constexpr int TABLE_BYTES = 256 * 128;
+
+__device__ __forceinline__ void fill_table(u32 table, int thread, int threads) {
+  for (int i = thread; i < 256 * 32; i += threads) {
+    const int byte = i / 32;
+    u32 pair = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32 code = byte >> (4 * half), at = code & 7;
+      const u32 high = permute(ELEMENT == BFLOAT16 ? 0x3F3F3F00 : 0x3E3C3800, ELEMENT == BFLOAT16 ? 0x40404040 : 0x46444240, at) & 0xFF;
+      const u32 low = ELEMENT == BFLOAT16 ? permute(0xC0800000, 0xC0804000, at) & 0xFF : 0;
+      pair |= ((code & 8) << 12 | high << 8 | low) << (16 * half);
+    }
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(table + i * 4), "r"(pair) : "memory");
   }
+}
+
+// The two codes in a byte of a word, times their factor: exact. ``bank`` is the lane's column of the table.
+template <int BYTE>
+__device__ __forceinline__ u32 decoded(u32 word, u32 factor, u32 bank) {
+  return times(load_shared_word(permute(word, 0, 0x4440 | BYTE) * 128 + bank), factor);
 }
 
 // One warp: channels of a row of x in the order in which threads decode codes. ``at`` holds four matrices of 64 channels; the
