@@ -32,7 +32,7 @@ constexpr int HANDED = (SPLIT - 1) * FINISHERS * HELD * 4;    // bytes
 constexpr int SWATH = 8;                                      // tiles of rows that neighbours share
 constexpr int COPY_REGISTERS = GROUPS > 2 || NVFP4 ? 56 : 40;
 constexpr int MULTIPLY_REGISTERS = GROUPS == 4 ? 104 : GROUPS == 3 ? 152 : NVFP4 ? 224 : 232;
-constexpr int ALL = 1, HAND = 2, TAKEN_OVER = 3, ALL_GROUPS = 4;              // named barriers
+enum { ALL = 1, HAND, TAKEN_OVER, ALL_GROUPS };  // named barriers
 static_assert(2 <= GROUPS && GROUPS <= 4, "registers are handed over for these");
 
 struct Item { int tile, first, last; };  // steps [first, last) of a tile
