@@ -54,9 +54,9 @@ def waits_for(cut, run, tile, steps):
         later += 1
 
 
-@given(st.integers(1, 400), st.integers(1, 130), st.integers(1, 148))
-def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles, steps, processors):
-    cut = cut_for(tiles, steps, processors)
+@given(st.integers(1, 400), st.integers(1, 130), st.integers(1, 148), st.sampled_from([0.0, 1.0, 10.0]))
+def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles, steps, processors, sharing):
+    cut = cut_for(tiles, steps, processors, 0.5, sharing)
     assert cut.runs <= processors
     done, left, added = set(), [], []
     for run in range(cut.runs):
@@ -75,17 +75,21 @@ def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles
 
 
 @pytest.mark.parametrize(
-    ("tiles", "steps", "runs", "shares"),
+    ("tiles", "shape", "runs", "shares"),
     [
-        (128, 112, 128, False),  # one wave that fills the chip
-        (384, 64, 128, False),  # three whole tiles each
-        (64, 112, 128, True),  # two for each tile
-        (96, 112, 132, True),  # a long wave that would idle a quarter
-        (96, 16, 96, False),  # a short one that does not pay
+        (Tiles(256), (512, 4096, 7168), 128, False),  # one wave that fills the chip
+        (Tiles(8, 32, 2), (1, 12288, 4096), 128, False),  # three whole tiles each
+        (Tiles(256), (256, 4096, 7168), 128, True),  # two for each tile
+        (Tiles(256), (512, 3072, 7168), 132, True),  # a long wave that would idle a quarter
+        (Tiles(8, 32, 2), (1, 3072, 1024), 96, False),  # a short one that does not pay
+        (Tiles(8, 64, 2, nvfp4=True), (1, 4096, 7168), 128, True),  # steps of four times as many channels
     ],
 )
-def test_cuts_of_well_known_shapes(tiles, steps, runs, shares):
-    cut = cut_for(tiles, steps, 132)
+def test_cuts_of_well_known_shapes(tiles, shape, runs, shares):
+    rows, columns, inner = shape
+    steps = -(-inner // tiles.step(torch.bfloat16))
+    times = tiles.step_microseconds(torch.bfloat16), tiles.sharing_microseconds()
+    cut = cut_for(tiles.count(rows, columns), steps, 132, *times)
     assert (cut.runs, cut.shares) == (runs, shares)
 
 
@@ -257,6 +261,30 @@ def copied_behind(gate, up):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("runs", [7, 40, 100, 132])
+@pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
+@pytest.mark.parametrize("way", ["stream_k", "small_m"])
+def test_tiles_that_any_runs_share(way, form, runs, device, monkeypatch):
+    """Runs that end in the middle of tiles, leave sums, and collect others; again and again, in graphs too."""
+    arguments = made(device, M=40, N=520, K=9 * 1024, format=form)
+    expected = swiglu(**arguments, variant="eager").float()
+
+    def forced(tiles, steps, *rest):
+        count = min(runs, tiles * steps)
+        return hopper_launch.Cut(count, *divmod(tiles * steps, count), 1, shares=True, microseconds=0.0)
+
+    monkeypatch.setattr(hopper_launch, "cut_for", forced)
+    first = swiglu(**arguments, variant=way)
+    assert (first.float() - expected).norm() / expected.norm() < 5e-3  # two roundings to 16 bits
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [swiglu(**arguments, variant=way) for _ in range(2)]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(each, first) for each in (*held, swiglu(**arguments, variant=way)))
+
+
+@pytest.mark.gpu
 @each_variant
 @pytest.mark.parametrize("form", ["dense", "nvfp4_weights"])
 def test_any_strides(form, variant, device):
@@ -265,6 +293,7 @@ def test_any_strides(form, variant, device):
     wider = torch.cat((x, x), 1)[:, : x.shape[1]]
     turned = x.T.contiguous().T
     expected = swiglu(**arguments, variant=variant)
+    assert torch.equal(swiglu(**{**arguments, "x": x[:1].expand(3, -1)[:1]}, variant=variant), expected[:1])
     for other in (wider, turned):
         assert torch.equal(swiglu(**{**arguments, "x": other}, variant=variant), expected)
 

@@ -13,7 +13,7 @@ ALIGNMENT = 16
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:
     """``[rows, columns]`` itself, or a copy where its strides or address do not suit the copy engine."""
-    apart = tensor.shape[0] == 1 or tensor.stride(0) >= tensor.shape[1]  # rows that are one and the same are not
+    apart = tensor.stride(0) >= tensor.shape[1]  # rows that are one and the same are not
     aligned = apart and tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
     return tensor if aligned and tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
 

@@ -17,7 +17,7 @@ WIDEST = 256
 
 
 def product_header(dtype: torch.dtype, columns: int, *, registers: bool = False) -> str:
-    """The function ``product(d, a, b, add)``: ``d [64, columns] = a b^T``, onto ``d`` if ``add``: an instruction of four warps.
+    """The function ``product(d, a, b)``: ``d [64, columns] += a b^T`` as one instruction of four warps.
 
     Args:
         dtype: of both operands; 32 bytes of each row are multiplied.
@@ -31,7 +31,7 @@ def product_header(dtype: torch.dtype, columns: int, *, registers: bool = False)
     words = 4 if registers else 1
     first = "{" + ", ".join(f"%{sums + at}" for at in range(words)) + "}" if registers else f"%{sums}"
     inputs = ", ".join(f'"r"(a[{at}])' for at in range(words)) if registers else '"l"(a)'
-    second, add = sums + words, sums + words + 1
+    second = sums + words
     # both operands have their channels side by side; float8 knows no other way
     order = "" if dtype.itemsize == 1 else ", 0" if registers else ", 0, 0"
     name = f"wgmma.mma_async.sync.aligned.m{ROWS}n{columns}k{depth}.f32.{TYPES[dtype]}.{TYPES[dtype]}"
@@ -39,11 +39,10 @@ def product_header(dtype: torch.dtype, columns: int, *, registers: bool = False)
     return f"""#pragma once
 #include "hopper.cuh"
 
-__device__ __forceinline__ void product(float (&d)[{sums}], {operand}, u64 b, int add) {{
+__device__ __forceinline__ void product(float (&d)[{sums}], {operand}, u64 b) {{
   asm volatile(
-      "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{add}, 0;\\n"
-      "{name} {{{held}}}, {first}, %{second}, add, 1, 1{order};\\n}}"
+      "{name} {{{held}}}, {first}, %{second}, 1, 1, 1{order};"
       : {outputs}
-      : {inputs}, "l"(b), "r"(add));
+      : {inputs}, "l"(b));
 }}
 """

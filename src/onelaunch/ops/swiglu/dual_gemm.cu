@@ -19,6 +19,8 @@
 enum { BFLOAT16, FLOAT16, E4M3, FLOAT32 };  // ELEMENT of x, RESULT
 #if NVFP4
 #include "nvfp4.cuh"
+#else
+constexpr int TABLE_BYTES = 0;
 #endif
 
 constexpr int SIDES = COLUMNS / 32, GROUPS = SIDES * SPLIT, FINISHERS = 128 * SIDES;
@@ -34,6 +36,9 @@ constexpr int COPY_REGISTERS = GROUPS > 2 || NVFP4 ? 56 : 40;
 constexpr int MULTIPLY_REGISTERS = GROUPS == 4 ? 104 : GROUPS == 3 ? 152 : NVFP4 ? 224 : 232;
 enum { ALL = 1, HAND, TAKEN_OVER, ALL_GROUPS };  // named barriers
 static_assert(2 <= GROUPS && GROUPS <= 4, "registers are handed over for these");
+static_assert(GROUPS != 3 || ROWS <= 128, "three warpgroups have no registers for more sums");
+
+extern __shared__ char raw[];  // what codes stand for, and behind it the room
 
 struct Item { int tile, first, last; };  // steps [first, last) of a tile
 
@@ -53,10 +58,9 @@ struct Work {
   }
 };
 
-// Where things lie in shared memory: stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter, what
-// codes stand for.
+// Where things lie in shared memory: stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter.
 struct Room {
-  u32 stages, out, handed, full, empty, turned, told, heard, next, table;
+  u32 stages, out, handed, full, empty, turned, told, heard, next;
   __device__ __forceinline__ explicit Room(u32 base) {
     stages = base;
     out = stages + STAGES * STAGE;
@@ -67,7 +71,6 @@ struct Room {
     told = turned + 8 * STAGES;
     heard = told + 16;
     next = heard + 16;
-    table = next + 16;
   }
 };
 
@@ -177,6 +180,11 @@ __device__ __forceinline__ void turn_all(const Work& work, const Room& room, int
 }
 #endif
 
+__device__ __forceinline__ void zero(float (&d)[HELD]) {
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) d[i] = 0.0f;
+}
+
 // Products: warpgroups. ``side``: which 32 columns of the tile; ``split``: which quarters of each step.
 
 #if NVFP4
@@ -201,51 +209,53 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ++ahead) coming[ahead][i] = scales_of(scales[i], item.first + ahead, a.K);
   }
-  const u32 bank = room.table + lane * 4;
   u32 w[2][4][4];  // one set is multiplied while the other is decoded
   int before = 0;
-  for (int k = item.first; k < item.last; ++k) {
-    u32 factors[2][PARTS];
+  zero(d);
+  for (int k = item.first; k < item.last; k += AHEAD) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      block_factors(coming[0][i] >> (8 * (PARTS * split)), factors[i]);
-#pragma unroll
-      for (int ahead = 0; ahead < AHEAD - 1; ++ahead) coming[ahead][i] = coming[ahead + 1][i];
-      coming[AHEAD - 1][i] = scales_of(scales[i], k + AHEAD, a.K);
-    }
-    barrier_wait(room.full + 8 * ring.stage, ring.phase);
-    barrier_wait(room.turned + 8 * ring.stage, ring.phase);
-    const u32 at = room.stages + ring.stage * STAGE;
-    uint4 codes[2];
-#pragma unroll
-    for (int turn = 0; turn < PARTS; ++turn) {
-      const int block = split * PARTS + turn;
-      if (turn % 2 == 0) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) codes[i] = load_shared_words(at + (r + 8 * i) * 128 + ((2 * t + block / 2) ^ (r % 8)) * 16);
-      }
-      product_wait<1>();  // of what read these registers
-      if (turn == 1 && k > item.first && lane == 0) barrier_arrive(room.empty + 8 * before);
+    for (int slot = 0; slot < AHEAD; ++slot) {  // a register of its own for each step to come: moving them would wait for the last
+      if (k + slot >= item.last) break;
+      u32 factors[2][PARTS];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const u32 low = turn % 2 ? codes[i].z : codes[i].x, high = turn % 2 ? codes[i].w : codes[i].y, by = factors[i][turn];
-        w[turn % 2][0][i] = decoded<0>(low, by, bank);
-        w[turn % 2][0][i + 2] = decoded<1>(low, by, bank);
-        w[turn % 2][1][i] = decoded<2>(low, by, bank);
-        w[turn % 2][1][i + 2] = decoded<3>(low, by, bank);
-        w[turn % 2][2][i] = decoded<0>(high, by, bank);
-        w[turn % 2][2][i + 2] = decoded<1>(high, by, bank);
-        w[turn % 2][3][i] = decoded<2>(high, by, bank);
-        w[turn % 2][3][i + 2] = decoded<3>(high, by, bank);
+        block_factors(coming[slot][i] >> (8 * (PARTS * split)), factors[i]);
+        coming[slot][i] = scales_of(scales[i], k + slot + AHEAD, a.K);
       }
-      product_fence();
-      const u64 x = matrix_at(at + W_BYTES + block * (ROWS * 128));
+      barrier_wait(room.full + 8 * ring.stage, ring.phase);
+      barrier_wait(room.turned + 8 * ring.stage, ring.phase);
+      const u32 at = room.stages + ring.stage * STAGE;
+      uint4 codes[2];
 #pragma unroll
-      for (int part = 0; part < 4; ++part) product(d, w[turn % 2][part], x + 2 * part, k - item.first + turn + part);
-      product_commit();
+      for (int turn = 0; turn < PARTS; ++turn) {
+        const int block = split * PARTS + turn;
+        if (turn % 2 == 0) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) codes[i] = load_shared_words(at + (r + 8 * i) * 128 + ((2 * t + block / 2) ^ (r % 8)) * 16);
+        }
+        product_wait<1>();  // of what read these registers
+        if (turn == 1 && k + slot > item.first && lane == 0) barrier_arrive(room.empty + 8 * before);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const u32 low = turn % 2 ? codes[i].z : codes[i].x, high = turn % 2 ? codes[i].w : codes[i].y, by = factors[i][turn];
+          w[turn % 2][0][i] = decoded<0>(raw, low, by, 4 * lane);
+          w[turn % 2][0][i + 2] = decoded<1>(raw, low, by, 4 * lane);
+          w[turn % 2][1][i] = decoded<2>(raw, low, by, 4 * lane);
+          w[turn % 2][1][i + 2] = decoded<3>(raw, low, by, 4 * lane);
+          w[turn % 2][2][i] = decoded<0>(raw, high, by, 4 * lane);
+          w[turn % 2][2][i + 2] = decoded<1>(raw, high, by, 4 * lane);
+          w[turn % 2][3][i] = decoded<2>(raw, high, by, 4 * lane);
+          w[turn % 2][3][i + 2] = decoded<3>(raw, high, by, 4 * lane);
+        }
+        product_fence();
+        const u64 x = matrix_at(at + W_BYTES + block * (ROWS * 128));
+#pragma unroll
+        for (int part = 0; part < 4; ++part) product(d, w[turn % 2][part], x + 2 * part);
+        product_commit();
+      }
+      before = ring.stage;
+      ring.advance();
     }
-    before = ring.stage;
-    ring.advance();
   }
   product_wait<0>();
   if (lane == 0) barrier_arrive(room.empty + 8 * before);
@@ -255,13 +265,14 @@ __device__ __forceinline__ void multiply(
     float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int side, int split) {
   const int lane = threadIdx.x % 32, count = item.last - item.first;
   int before = 0;
+  zero(d);
   for (int k = 0; k < count; ++k) {
     barrier_wait(room.full + 8 * ring.stage, ring.phase);
     const u32 at = room.stages + ring.stage * STAGE;
     const u64 w = matrix_at(at + side * (W_BYTES / SIDES)) + 2 * PARTS * split, x = matrix_at(at + W_BYTES) + 2 * PARTS * split;
     product_fence();
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) product(d, w + 2 * part, x + 2 * part, k + part);
+    for (int part = 0; part < PARTS; ++part) product(d, w + 2 * part, x + 2 * part);
     product_commit();
     product_wait<1>();
     if (k > 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
@@ -306,7 +317,6 @@ __device__ __forceinline__ void leave(const float (&d)[HELD], const Arguments& a
   for (int i = 0; i < HELD / 4; ++i) __stcg(to + i * FINISHERS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
   named_barrier(ALL, FINISHERS);
   if (threadIdx.x == 128) {
-    __threadfence();
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(a.words + work.run), "r"(1) : "memory");
   }
 }
@@ -315,15 +325,16 @@ __device__ __forceinline__ void leave(const float (&d)[HELD], const Arguments& a
 __device__ __forceinline__ void collect(float (&d)[HELD], const Arguments& a, const Work& work, int tile) {
   const int end = (tile + 1) * work.steps;
   for (int run = work.run + 1; work.begin(run) < end; ++run) {
-    u32 there = 0;
-    while (!there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(a.words + run) : "memory");
+    if (threadIdx.x == 128) {
+      u32 there = 0;
+      while (!there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(a.words + run) : "memory");
+      a.words[run] = 0;  // as the next launch must find it
+    }
+    named_barrier(ALL, FINISHERS);
     const float4* from = reinterpret_cast<const float4*>(a.partials + (long long)run * (HELD * FINISHERS)) + threadIdx.x - 128;
 #pragma unroll
     for (int i = 0; i < HELD / 4; ++i) add(d, i, __ldcg(from + i * FINISHERS));
   }
-  named_barrier(ALL, FINISHERS);  // all have seen the words, which the next launch must find as this one did
-  if (threadIdx.x == 128)
-    for (int run = work.run + 1; work.begin(run) < end; ++run) a.words[run] = 0;
 }
 
 // One tile of 16-bit numbers through shared memory to one of the matrices of a map: value(i) is the thread's i-th of ROWS / 4.
@@ -393,8 +404,7 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
           int w_scales) {
   const Arguments a = {&x, &weights, &h, &kept, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks}, wide,
                        x_scale, gate_scale, up_scale, partials, words, M, N, K, flip != 0, x_scales != 0, w_scales != 0};
-  extern __shared__ char raw[];
-  const Room room((shared_address(raw) + 1023) & ~1023u);
+  const Room room((shared_address(raw) + TABLE_BYTES + 1023) & ~1023u);
   const int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
   Work work;
   work.steps = (K + STEP - 1) / STEP;
@@ -405,17 +415,19 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
   work.grain = grain;
   work.runs = gridDim.x;
   work.run = gridDim.x - 1 - blockIdx.x;
-  if (threadIdx.x == 0) {
-    fetch_map(a.weights);
-    fetch_map(a.x);
-    for (int s = 0; s < STAGES; ++s) {
+  if (warp == 0) {
+    if (lane == 0) {
+      fetch_map(a.weights);
+      fetch_map(a.x);
+    }
+    for (int s = lane; s < STAGES; s += 32) {
       barrier_init(room.full + 8 * s, 1);
       barrier_init(room.empty + 8 * s, 4 * GROUPS);
       barrier_init(room.turned + 8 * s, 3);
     }
-    for (int s = 0; s < 2; ++s) {
-      barrier_init(room.told + 8 * s, 1);
-      barrier_init(room.heard + 8 * s, 4 * GROUPS + (NVFP4 ? 3 : 0));
+    if (lane < 2) {
+      barrier_init(room.told + 8 * lane, 1);
+      barrier_init(room.heard + 8 * lane, 4 * GROUPS + (NVFP4 ? 3 : 0));
     }
     fence_barriers();
   }
@@ -431,7 +443,7 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
   }
   registers_up<MULTIPLY_REGISTERS>();
 #if NVFP4
-  fill_table(room.table, threadIdx.x - 128, 128 * GROUPS);
+  fill_table(raw, threadIdx.x - 128, 128 * GROUPS);
   named_barrier(ALL_GROUPS, 128 * GROUPS);
 #endif
   const int side = (group - 1) % SIDES, split = (group - 1) / SIDES;
@@ -456,5 +468,5 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
       if (gather(d, room, split)) finish(d, a, work, room, tile, side);
     }
   }
-  if (threadIdx.x == 128) copies_out_done();
+  if (threadIdx.x == 128) copies_out_read();  // shared memory must outlive what is sent from it
 }

@@ -123,6 +123,7 @@ def fake_forward(
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """x, the weights and both products."""
     ctx.save_for_backward(*inputs[:3], output[1])
+    ctx.set_materialize_grads(False)  # nobody asks for gradients of the products
 
 
 def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[Optional, ...]:

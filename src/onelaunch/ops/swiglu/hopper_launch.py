@@ -25,6 +25,11 @@ SHARED_BYTES = 227 * 1024 - 1024
 """Of a program, less what the stages' alignment may cost."""
 
 MOST_STAGES = 20
+
+BYTES_PER_MICROSECOND = 4.6e6 / 132
+FLOPS_PER_MICROSECOND = 8e8 / 132
+"""Of a processor of an H200, all at work: bulk reads, products of 16-bit numbers."""
+
 GROUP = 8
 """Rows of a weight that follow each other in a tile, before as many of the other."""
 
@@ -73,7 +78,7 @@ class Tiles:
     def rest_bytes(self, result: torch.dtype) -> int:
         """Shared memory beside the stages: the tile of h, sums that warpgroups hand over, barriers, and what codes stand for."""
         out = 0 if result is torch.float32 else cdiv(self.rows * self.columns * 2, 1024) * 1024
-        table = 256 * ROWS if self.nvfp4 else 0
+        table = 2 * 256 * ROWS if self.nvfp4 else 0
         return out + (self.split - 1) * self.columns * 4 * self.rows // 2 * 4 + 24 * MOST_STAGES + 64 + table
 
     def stages(self, result: torch.dtype) -> int:
@@ -87,6 +92,17 @@ class Tiles:
     def step(self, element: torch.dtype) -> int:
         """Channels of a step."""
         return 256 if self.nvfp4 else ROWS // element.itemsize
+
+    def step_microseconds(self, element: torch.dtype) -> float:
+        """What a step takes at least: its weights on their way, or its products."""
+        products = 2 * 2 * self.columns * self.rows * self.step(element) / (FLOPS_PER_MICROSECOND * (2 // element.itemsize))
+        return max(2 * self.columns * ROWS / BYTES_PER_MICROSECOND, products)
+
+    def sharing_microseconds(self) -> float:
+        """What it costs that two programs share a tile, by the bytes of its sums. One H200, single runs: 1 us with 8 rows and 64
+        columns, 10 with 256 rows.
+        """
+        return 1.2 + self.rows * self.columns / 1860
 
     def count(self, rows: int, columns: int) -> int:
         """Tiles of a result."""
@@ -103,7 +119,7 @@ def wide_tiles(rows: int, *, nvfp4: bool) -> Tiles:
     return Tiles(width_for(rows, 64 if nvfp4 else WIDEST), nvfp4=nvfp4)
 
 
-MOST_IN_TURN = 24
+MOST_IN_TURN = 8
 """Rows of x beside codes up to which four warpgroups have registers enough."""
 
 
@@ -117,9 +133,8 @@ def narrow_tiles(rows: int, *, nvfp4: bool) -> Tiles:
     return Tiles(width, split=2 if width <= MOST_IN_TURN else 1, nvfp4=True) if nvfp4 else Tiles(width, columns=32, split=2)
 
 
-TOGETHER, ASTRIDE = 16, 20
-"""Steps that it costs to share tiles: sums are left in memory, and somebody waits for them. Less where those who share a tile
-begin and finish it together. One H200, single runs: 10 us at M=256 and 13 us at M=512 with 256 rows, 1 and 3 us at M=1."""
+ASTRIDE = 2.5
+"""Microseconds that sharing costs more where runs begin anywhere in a tile: on an H200 2 at M=1, 3 at M=512 (single runs)."""
 
 
 class Cut(NamedTuple):
@@ -133,23 +148,26 @@ class Cut(NamedTuple):
     """Steps."""
     shares: bool
     """Whether a tile may belong to several runs."""
-    length: int
-    """Steps of the longest run, and what sharing costs in steps."""
+    microseconds: float
+    """Of the longest run, and of sharing."""
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_for(tiles: int, steps: int, multiprocessors: int) -> Cut:
-    """Whole tiles, equal parts of each, or one equal run for every processor: whichever is done first."""
+def cut_for(tiles: int, steps: int, multiprocessors: int, step: float, sharing: float) -> Cut:
+    """Whole tiles, equal parts of each, or one equal run for every processor: whichever is done first.
+
+    ``step`` and ``sharing`` are microseconds of a :class:`Tiles`.
+    """
     rounds = cdiv(tiles, multiprocessors)
     runs = cdiv(tiles, rounds)
-    found = [Cut(runs, *divmod(tiles, runs), steps, shares=False, length=rounds * steps)]
+    found = [Cut(runs, *divmod(tiles, runs), steps, shares=False, microseconds=rounds * steps * step)]
     parts = max((part for part in range(1, max(multiprocessors // tiles, 1) + 1) if steps % part == 0), default=1)
     if parts > 1:
-        found.append(Cut(tiles * parts, steps // parts, 0, 1, shares=True, length=steps // parts + TOGETHER))
+        found.append(Cut(tiles * parts, steps // parts, 0, 1, shares=True, microseconds=steps // parts * step + sharing))
     units = tiles * steps
     runs = min(multiprocessors, units)
-    found.append(Cut(runs, *divmod(units, runs), 1, shares=True, length=cdiv(units, runs) + ASTRIDE))
-    return min(found, key=lambda cut: cut.length)
+    found.append(Cut(runs, *divmod(units, runs), 1, shares=True, microseconds=cdiv(units, runs) * step + sharing + ASTRIDE))
+    return min(found, key=lambda cut: cut.microseconds)
 
 
 class Matrices(NamedTuple):
@@ -178,6 +196,12 @@ def together(first: torch.Tensor, second: torch.Tensor) -> Matrices:
         first.dtype, min(first.data_ptr(), second.data_ptr()), (channels, GROUP, 2, rows // GROUP),
         (row, abs(distance), GROUP * row), distance < 0, (first, second),
     )  # fmt: skip
+
+
+def in_words(blocks: torch.Tensor) -> torch.Tensor:
+    """Block scales as threads read them, four at once: rows one after the other, from an address that is a multiple of 4."""
+    blocks = blocks.contiguous()
+    return blocks.clone() if blocks.data_ptr() % 4 else blocks
 
 
 tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
@@ -275,12 +299,12 @@ def dual_gemm(
     x, (rows, channels), columns = addressable(x), x.shape, weights[0].shape[0]
     device = x.device
     matrices = together(*weights)
-    gate_blocks, up_blocks = (None, None) if blocks is None else (each.contiguous() for each in blocks)
+    gate_blocks, up_blocks = (None, None) if blocks is None else map(in_words, blocks)
     count, steps = tiles.count(rows, columns), cdiv(channels, tiles.step(x.dtype))
     multiprocessors = processors(device)
-    cut = cut_for(count, steps, multiprocessors)
+    cut = cut_for(count, steps, multiprocessors, tiles.step_microseconds(x.dtype), tiles.sharing_microseconds())
     if schedule == "tiles":
-        cut = Cut(min(count, multiprocessors), 0, 0, steps, shares=False, length=0)
+        cut = Cut(min(count, multiprocessors), 0, 0, steps, shares=False, microseconds=0.0)
     h = torch.empty((rows, columns), dtype=result, device=device)
     both = torch.empty((rows, 2 * columns), dtype=result, device=device) if keep else None
     partials = torch.empty(cut.runs * tiles.rows * tiles.columns * 2, device=device) if cut.shares else None

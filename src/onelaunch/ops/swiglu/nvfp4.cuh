@@ -42,28 +42,28 @@ __device__ __forceinline__ void block_factors(u32 four, u32 (&factors)[COUNT]) {
 }
 
 // What the two codes of each byte stand for, as a pair, once for every bank: lanes that look up at once never wait for each other.
-// A look-up costs two instructions of a thread, arithmetic on a byte's bits eight.
-constexpr int TABLE_BYTES = 256 * 128;
+// A row has 256 bytes though it needs half, for the address is then one byte of codes behind one that tells the bank.
+constexpr int TABLE_BYTES = 256 * 256;
 
-__device__ __forceinline__ void fill_table(u32 table, int thread, int threads) {
+__device__ __forceinline__ void fill_table(char* table, int thread, int threads) {
   for (int i = thread; i < 256 * 32; i += threads) {
-    const int byte = i / 32;
+    const int byte = i / 32, bank = i % 32;
     u32 pair = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const u32 code = byte >> (4 * half), at = code & 7;
-      const u32 high = permute(ELEMENT == BFLOAT16 ? 0x3F3F3F00 : 0x3E3C3800, ELEMENT == BFLOAT16 ? 0x40404040 : 0x46444240, at) & 0xFF;
+      const u32 high = ELEMENT == BFLOAT16 ? permute(0x3F3F3F00, 0x40404040, at) : permute(0x3E3C3800, 0x46444240, at);
       const u32 low = ELEMENT == BFLOAT16 ? permute(0xC0800000, 0xC0804000, at) & 0xFF : 0;
-      pair |= ((code & 8) << 12 | high << 8 | low) << (16 * half);
+      pair |= ((code & 8) << 12 | (high & 0xFF) << 8 | low) << (16 * half);
     }
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(table + i * 4), "r"(pair) : "memory");
+    *reinterpret_cast<u32*>(table + byte * 256 + bank * 4) = pair;
   }
 }
 
-// The two codes in a byte of a word, times their factor: exact. ``bank`` is the lane's column of the table.
+// The two codes in a byte of a word, times their factor: exact. ``bank`` is 4 times the lane.
 template <int BYTE>
-__device__ __forceinline__ u32 decoded(u32 word, u32 factor, u32 bank) {
-  return times(load_shared_word(permute(word, 0, 0x4440 | BYTE) * 128 + bank), factor);
+__device__ __forceinline__ u32 decoded(const char* table, u32 word, u32 factor, u32 bank) {
+  return times(*reinterpret_cast<const u32*>(table + permute(word, bank, 0x5504 | BYTE << 4)), factor);
 }
 
 // One warp: channels of a row of x in the order in which threads decode codes. ``at`` holds four matrices of 64 channels; the
