@@ -1,0 +1,41 @@
+"""Tensors as the copy engine addresses them: themselves where it can, copies where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onelaunch.ops.copy_engine import addressable
+
+MATRIX = torch.arange(8 * 64, dtype=torch.float16).reshape(8, 64)
+
+AS_THEY_LIE = {
+    "whole": MATRIX,
+    "some_rows": MATRIX[2:5],
+    "columns_from_an_aligned_one": MATRIX[:, 8:],
+    "every_other_row": MATRIX[::2],
+    "one_row": MATRIX[3:4],
+}
+
+COPIED = {
+    "columns_from_another": MATRIX[:, 1:],
+    "every_other_column": MATRIX[:, ::2],
+    "turned": MATRIX.T,
+    "rows_that_are_one": MATRIX[:1].expand(4, -1),
+    "a_row_of_such": MATRIX[:1].expand(4, -1)[:1],
+    "rows_of_odd_length": torch.zeros(3, 9, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", AS_THEY_LIE)
+def test_what_needs_no_copy(name):
+    assert addressable(AS_THEY_LIE[name]).data_ptr() == AS_THEY_LIE[name].data_ptr()
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_what_does(name):
+    given = COPIED[name]
+    found = addressable(given)
+    assert torch.equal(found, given)
+    assert found.is_contiguous()
+    assert found.data_ptr() != given.data_ptr()
