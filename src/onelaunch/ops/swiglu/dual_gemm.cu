@@ -1,7 +1,8 @@
 // h = silu(x w_gate^T) * (x w_up^T) on Hopper GPUs in one launch, by the copy engine and products of warpgroups.
 //
 // Computes   h^T: 64 rows of weights are one operand of a product, ROWS rows of x the other, so that few rows of x waste nothing.
-//            CUDA C++, for Triton knows no widths but powers of two, and places no decoded codes into a product's registers.
+//            CUDA C++, for Triton knows no widths but powers of two, and there the channels that a thread decodes for a product
+//            are not ours to choose.
 // Tile       COLUMNS of h, i.e. 2 COLUMNS rows of weights, times ROWS of x. STEP channels at once.
 // Warps      a thread copies tiles in. A warpgroup multiplies 32 rows of w_gate and the same of w_up in turns of 8: rows r and
 //            r + 8 of a product, which one thread holds, so that the gate meets its partner in registers. SPLIT warpgroups
@@ -197,7 +198,7 @@ __device__ __forceinline__ u32 scales_of(const unsigned char* row, int step, int
 __device__ __forceinline__ void multiply(
     float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int side, int split) {
   const int lane = threadIdx.x % 32, t = lane % 4, r = side * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  constexpr int AHEAD = 3;  // steps: scales come from memory without a copy engine, which takes as long for 16 bytes as for 128
+  constexpr int AHEAD = 3;  // steps: scales come past the copy engine, for which 16 bytes of a row are presumably as much as 128
   int row, column;
   work.place(item.tile, row, column);
   const int n = min(column + r / 16 * 8 + lane / 4, a.N - 1);

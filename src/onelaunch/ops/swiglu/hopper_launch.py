@@ -99,8 +99,8 @@ class Tiles:
         return max(2 * self.columns * ROWS / BYTES_PER_MICROSECOND, products)
 
     def sharing_microseconds(self) -> float:
-        """What it costs that two programs share a tile, by the bytes of its sums. One H200, single runs: 1 us with 8 rows and 64
-        columns, 10 with 256 rows.
+        """What it costs that two programs share a tile, by the bytes of its sums. Reckoned from single runs of a prototype on an H200:
+        1 us with 8 rows and 64 columns, 10 with 256 rows.
         """
         return 1.2 + self.rows * self.columns / 1860
 
@@ -126,15 +126,15 @@ MOST_IN_TURN = 8
 def narrow_tiles(rows: int, *, nvfp4: bool) -> Tiles:
     """For few rows of x, where the weights' way decides: many small tiles, so that programs need not share one.
 
-    One H200, single runs, M=1 N=4096 K=7168: 33.1 us with 32 columns and 128 programs, 33.7 with 64 whose tiles two share; with
-    codes that are decoded 22 us with 64 and two warpgroups in turn, 24.5 with 32.
+    A prototype on an H200, single runs, M=1 N=4096 K=7168: 33.1 us with 32 columns and 128 programs, 33.7 with 64 whose tiles two
+    share; with codes, decoded in another way, 22 us with 64 and two warpgroups in turn, 24.5 with 32.
     """
     width = width_for(rows, 64 if nvfp4 else 128)
     return Tiles(width, split=2 if width <= MOST_IN_TURN else 1, nvfp4=True) if nvfp4 else Tiles(width, columns=32, split=2)
 
 
 ASTRIDE = 2.5
-"""Microseconds that sharing costs more where runs begin anywhere in a tile: on an H200 2 at M=1, 3 at M=512 (single runs)."""
+"""Microseconds that sharing costs more where runs begin anywhere in a tile, reckoned likewise: 2 at M=1, 3 at M=512."""
 
 
 class Cut(NamedTuple):

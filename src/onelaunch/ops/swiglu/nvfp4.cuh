@@ -1,7 +1,7 @@
 // NVFP4 weights as the operand of a product that lies in registers.
 //
 // A thread takes 64 neighbouring channels of a row, four blocks, and hands the product of turn t (of 16) its channels 4 t to
-// 4 t + 3. Which channel a product calls its first is free as long as x agrees: see turn_rows.
+// 4 t + 3. Which channel a product calls its first is free as long as x agrees: see turn_row.
 #pragma once
 #include "hopper.cuh"
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ void block_factors(u32 four, u32 (&factors)[COUNT]) {
   }
 }
 
-// What the two codes of each byte stand for, as a pair, once for every bank: lanes that look up at once never wait for each other.
-// A row has 256 bytes though it needs half, for the address is then one byte of codes behind one that tells the bank.
+// What the two codes of each byte stand for, as a pair, once for every bank: lanes that look up at once do not wait for each
+// other. A row has 256 bytes though it needs half, for the address is then one byte of codes behind one that tells the bank.
 constexpr int TABLE_BYTES = 256 * 256;
 
 __device__ __forceinline__ void fill_table(char* table, int thread, int threads) {
