@@ -1,0 +1,269 @@
+"""Kernels of ``swiglu`` in Triton: results and gradients, exact decoding, layouts, and what they leave to others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import library
+from torch.nn import functional as F
+
+from onelaunch.ops import (
+    Fp8Tensor,
+    NVFP4Tensor,
+    quantize_fp8,
+    quantize_nvfp4,
+    swiglu,
+)
+from tests.ops.cases import (
+    BOTH,
+    assert_near,
+    assert_ok,
+    assert_one_call_correct,
+    judge,
+    triton_variants,
+)
+from tests.ops.swiglu_cases import CASES, DENSE, LARGE, QUANTIZED, SWIGLU, case_of, made
+
+RUNS = {"three_node": (False, True), "wide": (True,), "two_node": (False, True), "fused": (False, True)}
+"""Our own kernels, with separate and with stacked weights."""
+
+FORMS = [(name, stacked) for name, forms in RUNS.items() for stacked in forms]
+
+each_own = pytest.mark.parametrize(("variant", "stacked"), FORMS)
+
+TAKEN = [*DENSE, "fp8", "fp8_rows_bfloat16"]
+"""Cases that PyTorch's products take."""
+
+INTERPRETED = ["one_of_everything", "odd_sizes", "float32", "fp8", "fp8_rows_bfloat16"]
+"""Of these, those that the interpreter computes rightly, whatever multiplies."""
+
+
+def stacked_case(name: str, stacked: bool):
+    """A case with separate or with stacked weights; swizzled scales part between whole atoms."""
+    chosen = {**(CASES | LARGE)[name], "stacked": stacked}
+    if stacked and chosen.get("swizzled_scales"):
+        chosen["N"] = 128
+    return SWIGLU.case(name=name, **chosen)
+
+
+def runs(fused_cases: list[str], other_cases: list[str]):
+    """Variant, stacked, name: every case with the variants that take it."""
+    cells = [(*form, name) for form in FORMS for name in (fused_cases if form[0] == "fused" else other_cases)]
+    return pytest.mark.parametrize(("variant", "stacked", "name"), cells)
+
+
+@pytest.mark.interpret
+@runs([*INTERPRETED, *(name for name, chosen in QUANTIZED.items() if name not in INTERPRETED)], INTERPRETED)
+def test_kernels_give_right_results_and_gradients(variant, stacked, name):
+    case = stacked_case(name, stacked)
+    if CASES[name].get("format") == "nvfp4_weights":  # the interpreter's products of bfloat16 are wrong
+        case = dataclasses.replace(case, dtype=torch.float16)
+    assert_one_call_correct(SWIGLU, case, variant, "forward_backward" if name in DENSE else "forward")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("variant", "stacked"), [form for form in FORMS if form[0] in ("three_node", "wide")])
+def test_the_gate_in_bfloat16(variant, stacked):
+    assert_one_call_correct(SWIGLU, stacked_case("one_row", stacked), variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", ["two_node", "fused"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"M": 1, "N": 48, "K": 64}, {"M": 4, "N": 8, "K": 4096}, {"M": 260, "N": 72, "K": 40}],
+    ids=["one_row", "long_sums", "many_tiles"],
+)
+def test_products_of_other_sizes(variant, sizes):
+    assert_one_call_correct(SWIGLU, SWIGLU.case("float16", **sizes), variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("asking", [("x",), ("w_gate",), ("w_up",), ("x", "w_up")])
+@pytest.mark.parametrize("variant", ["two_node", "fused"])
+def test_gradients_of_some_of_the_operands(variant, asking):
+    given = made()
+    found, expected = {}, {}
+    for chosen, gradients in ((variant, found), ("eager", expected)):
+        leaves = {name: given[name].clone().requires_grad_(name in asking) for name in given}
+        SWIGLU(**leaves, variant=chosen).square().sum().backward()
+        gradients |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    assert_near(found, expected, 1e-5)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
+def test_every_float8_number_is_decoded_exactly(out_dtype):
+    """A row for each number, behind a gate of 64."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    x = torch.zeros(256, 32).to(torch.float8_e4m3fn)
+    x[:, 0], x[:, 1] = every, torch.ones(()).to(torch.float8_e4m3fn)
+    gate, up = torch.zeros(2, 16, 32)
+    gate[:, 1], up[:, 0] = 64.0, 1.0
+    given = [Fp8Tensor(each.to(torch.float8_e4m3fn), torch.ones(())) for each in (x, gate, up)]
+    h = swiglu(*given, out_dtype=out_dtype, variant="fused")
+    expected = 64.0 * every.float()[:, None].expand(256, 16)  # silu(64) is 64
+    assert torch.allclose(h.float(), expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("form", ["nvfp4", "nvfp4_weights"])
+def test_every_code_times_every_scale_is_decoded_exactly(form):
+    """NaN and zeros of either sign included: column n of up has scale n, and row m of x picks its channel m."""
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    codes = (torch.arange(8) * 2 + (torch.arange(8) * 2 + 1) * 16).to(torch.uint8)  # 0 to 15
+    up = NVFP4Tensor(codes.expand(256, 8), bytes_[:, None].view(torch.float8_e4m3fn))
+    gate = NVFP4Tensor(torch.full((256, 8), 0x77, dtype=torch.uint8), torch.full((256, 1), 8.0).to(torch.float8_e4m3fn))
+    rows = quantize_nvfp4(torch.eye(16) * 4.0, global_scale=1.0) if form == "nvfp4" else 4.0 * torch.eye(16).half()
+    options = {"out_dtype": torch.float32} if form == "nvfp4" else {}
+    assert torch.equal(rows.dequantize() if form == "nvfp4" else rows.float(), torch.eye(16) * 4.0)
+    h = swiglu(rows, gate, up, variant="fused", **options)
+    products = up.decode(torch.float32).T * 4.0  # [16, 256]
+    expected = (192.0 * products).to(h.dtype)  # silu(192) is 192
+    finite = bytes_ & 0x7F != 0x7F
+    assert h[:, ~finite].isnan().all()
+    assert torch.equal(h[:, finite], expected[:, finite])
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", ["two_node", "fused"])
+def test_nan_stays_in_its_row_or_column(variant):
+    given = made(M=20, N=40)
+    given["x"][3, 5] = math.nan
+    given["w_up"][7, 31] = math.nan
+    h = SWIGLU(**given, variant=variant)
+    assert h[3].isnan().all()
+    assert h[:, 7].isnan().all()
+    assert int(h.isnan().sum()) == 40 + 20 - 1
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", ["two_node", "fused"])
+def test_operands_of_any_strides(variant):
+    given = made(M=8, N=24)
+    expected = SWIGLU(**given, variant=variant)
+    wide = {name: F.pad(value, (3, 2))[:, 3:-2] for name, value in given.items()}
+    turned = {name: value.T.contiguous().T for name, value in given.items()}
+    for other in (wide, turned):
+        assert torch.equal(SWIGLU(**other, variant=variant), expected)
+
+
+@pytest.mark.interpret
+def test_rows_in_16_bits_beside_nvfp4_of_any_strides():
+    """They are read as words of two channels, which odd strides and offsets do not allow."""
+    given = made(M=5, dtype="float16", format="nvfp4_weights")
+    expected = SWIGLU(**given, variant="fused")
+    for room in ((0, 3), (1, 1), (3, 2)):
+        padded = F.pad(given["x"], room)[:, room[0] : room[0] + 32]
+        assert torch.equal(SWIGLU(**{**given, "x": padded}, variant="fused"), expected)
+        assert torch.equal(SWIGLU(**{**given, "x": padded[1:2]}, variant="fused"), expected[1:2])
+
+
+@pytest.mark.interpret
+def test_scales_that_are_swizzled_in_some_operands_alone():
+    given = made(M=5, dtype="float16", format="nvfp4")
+    expected = SWIGLU(**given, variant="fused")
+    for name in given.keys() - {"out_dtype"}:
+        assert torch.equal(SWIGLU(**{**given, name: given[name].swizzle()}, variant="fused"), expected), name
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", ["two_node", "fused"])
+def test_scales_of_rows_beside_one_scale(variant):
+    x, gate, up = torch.randn(6, 32), torch.randn(16, 32), torch.randn(16, 32)
+    given = (quantize_fp8(x), quantize_fp8(gate, per_row=True), quantize_fp8(up))
+    expected = swiglu(*given, out_dtype=torch.bfloat16)
+    assert_near({"h": swiglu(*given, variant=variant)}, {"h": expected}, 2**-7)  # two roundings of bfloat16 more or less
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kernel", ["two_node", "fused"])
+def test_the_operator_keeps_pytorchs_rules(kernel, keep, stacked):
+    given = made(grad=keep, M=3, stacked=stacked)
+    weights = (given["w_gate"], given.get("w_up"))
+    forward = torch.ops.onelaunch.swiglu_forward.default
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    library.opcheck(forward, (given["x"], *weights, *(None,) * 6, torch.float32, False, keep, kernel), test_utils=utilities)
+
+
+@pytest.mark.interpret
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [("two_node", "odd_sizes"), ("two_node", "fp8"), ("fused", "odd_sizes"), ("fused", "fp8"), ("fused", "nvfp4_swizzled")],
+)
+def test_our_own_operator_compiles_without_a_break(variant, name):
+    given = SWIGLU.make_inputs(case_of(name), torch.device("cpu"), 0).arguments
+    leaves = [value.requires_grad_() for value in given.values() if name in DENSE]
+    function = torch.compile(lambda **arguments: SWIGLU(**arguments, variant=variant), fullgraph=True, backend="aot_eager")
+    found, expected = function(**given), SWIGLU(**given, variant=variant)
+    assert torch.equal(found, expected)
+    if leaves:
+        for one, other in zip(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.interpret
+def test_float8_of_any_strides():
+    given = made(dtype="bfloat16", format="fp8", stacked=True)
+    turned = {name: Fp8Tensor(given[name].values.T.contiguous().T, given[name].scale) for name in ("x", "w_gate")}
+    assert torch.equal(swiglu(**turned, variant="wide"), swiglu(given["x"], given["w_gate"], variant="wide"))
+
+
+@pytest.mark.interpret
+def test_rows_longer_than_a_program_takes():
+    case = SWIGLU.case("float16", M=2, N=2500, K=8, stacked=True)
+    assert_one_call_correct(SWIGLU, case, "wide")
+
+
+@pytest.mark.interpret
+def test_kernels_take_products_of_any_strides():
+    from onelaunch.ops.swiglu import launch
+
+    gate, up, dh = (torch.randn(40, 12).T for _ in range(3))
+    # a sigmoid by another formula: a few roundings of numbers of unit size
+    assert torch.allclose(launch.gate(gate, up), F.silu(gate) * up, atol=1e-6)
+    leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    expected = torch.autograd.grad(F.silu(leaves[0]) * leaves[1], leaves, dh)
+    assert torch.allclose(launch.gate_backward(dh, gate, up), torch.cat(expected, 1), atol=1e-6)
+
+
+@pytest.mark.gpu
+@runs([*CASES, *LARGE], [*TAKEN, *(name for name in LARGE if "nvfp4" not in name)])
+def test_kernels_on_a_gpu(variant, stacked, name, device):
+    case = stacked_case(name, stacked)
+    directions = BOTH if "format" not in case.options else BOTH[:1]
+    assert_ok(judge(SWIGLU, case, variant=variant, device=device, directions=directions), SWIGLU, case, variant)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("variant", "changes", "reason"),
+    [
+        ("wide", {}, "needs stacked weights"),
+        ("three_node", {"format": "nvfp4"}, "takes no NVFP4 operands"),
+        ("three_node", {"format": "nvfp4_weights"}, "takes no NVFP4 operands"),
+        ("three_node", {"format": "fp8", "dtype": "float16"}, "gives no float16 of float8"),
+        ("three_node", {"format": "fp8", "dtype": "float32", "row_scales": True}, "gives bfloat16 alone"),
+        ("three_node", {"M": 0}, "needs at least one element"),
+        ("two_node", {"format": "nvfp4_weights", "dtype": "float16"}, "takes no NVFP4 operands"),
+        ("two_node", {"format": "fp8", "dtype": "float16"}, "gives no float16 of float8"),
+        ("two_node", {}, "needs a GPU for bfloat16"),
+        ("fused", {}, "needs a GPU for bfloat16"),
+        ("fused", {"format": "nvfp4_weights"}, "needs a GPU for bfloat16"),
+        ("fused", {"dtype": "float16", "M": 0}, "needs at least one element"),
+        ("fused", {"dtype": "float16", "M": 2**30}, "takes M, N and K below"),
+    ],
+)
+def test_what_our_kernels_leave_to_others(variant, changes, reason):
+    case = SWIGLU.case(**{"dtype": "bfloat16", "M": 4, "N": 16, "K": 32, **changes})
+    assert reason in str(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
+
+
+def test_every_own_variant_is_among_those_that_are_tested():
+    assert list(RUNS) == triton_variants(SWIGLU)
