@@ -53,6 +53,15 @@ class Matrix(NamedTuple):
         return None if self.scale is None else self.scale.contiguous()
 
 
+def with_scales_alike(gate: Matrix, up: Matrix) -> tuple[Matrix, Matrix]:
+    """Both weights with a scale for each row if one of them has such, as kernels read them."""
+    if gate.per_row == up.per_row:
+        return gate, up
+    rows = gate.values.shape[0]
+    one, other = (each._replace(scale=None if each.scale is None else each.scale.expand(rows, 1)) for each in (gate, up))
+    return one, other
+
+
 class Wanted(NamedTuple):
     """What launches are asked for beside their operands."""
 
@@ -106,7 +115,7 @@ def run_forward(
         gate, up = gate.rows(0, half, swizzled=swizzled), gate.rows(half, 2 * half, swizzled=swizzled)
     else:
         up = Matrix(w_up, up_blocks, up_scale)
-    h, kept = LAUNCHES[variant](rows, gate, up, Wanted(dtype, swizzled, keep))
+    h, kept = LAUNCHES[variant](rows, *with_scales_alike(gate, up), Wanted(dtype, swizzled, keep))
     return h, x.new_empty(0, dtype=dtype) if kept is None else kept
 
 

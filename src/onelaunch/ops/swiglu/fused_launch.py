@@ -140,11 +140,9 @@ def fused(x: Matrix, w_gate: Matrix, w_up: Matrix, dtype: torch.dtype, products:
     tiles, factor = tiles_for(x, w_gate, columns, dtype, 2)
     left, gate, up = (stored(each, factor) for each in (x, w_gate, w_up))
     scales = [each.flat_scale() for each in (x, w_gate, w_up)]
-    if w_gate.per_row != w_up.per_row:
-        scales[1:] = (scale.expand(columns, 1).contiguous() for scale in scales[1:] if scale is not None)
     kernels.fused_kernel[tiles.grid(rows, columns)](
         left, gate, up, *scales, h, products, rows, columns, inner, left.stride(0), gate.stride(0), up.stride(0),
-        X_ROWS=x.per_row, W_ROWS=w_gate.per_row or w_up.per_row, KEEP=products is not None, FACTOR=factor, **tiles.options(inner),
+        X_ROWS=x.per_row, W_ROWS=w_gate.per_row, KEEP=products is not None, FACTOR=factor, **tiles.options(inner),
     )  # fmt: skip
     return h
 

@@ -33,10 +33,8 @@ def run_dual_gemm(way: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted)
     from onelaunch.ops.swiglu import hopper_launch
 
     blocks = None if gate.blocks is None or up.blocks is None else (gate.blocks, up.blocks)
-    rows, columns = x.values.shape[0], gate.values.shape[0]
-    tiles = (hopper_launch.narrow_tiles if way == "small_m" else hopper_launch.wide_tiles)(rows, nvfp4=blocks is not None)
-    scales = hopper_launch.Scales.of(x.scale, gate.scale, up.scale, columns, x.values.device)
-    schedule = "tiles" if way == "persistent" else "runs"
+    tiles, schedule = hopper_launch.configuration(way, x.values.shape[0], nvfp4=blocks is not None)
+    scales = hopper_launch.Scales.of(x.scale, gate.scale, up.scale, x.values.device)
     weights = (gate.values, up.values)
     return hopper_launch.dual_gemm(x.values, weights, blocks, scales, wanted.dtype, schedule, tiles, keep=wanted.keep)
 
@@ -110,8 +108,7 @@ def build(
     """The kernel as a call of so many rows launches it."""
     from onelaunch.ops.swiglu import hopper_launch
 
-    tiles = (hopper_launch.narrow_tiles if way == "small_m" else hopper_launch.wide_tiles)(rows, nvfp4=nvfp4)
-    schedule = "tiles" if way == "persistent" else "runs"
+    tiles, schedule = hopper_launch.configuration(way, rows, nvfp4=nvfp4)
     scaled = nvfp4 or element is torch.float8_e4m3fn
     source = hopper_launch.source(tiles, element, result, schedule, scaled=scaled, keep=keep)
     return CudaBuild(name, source, tiles.threads, tiles.shared_bytes(result), matrix=True)

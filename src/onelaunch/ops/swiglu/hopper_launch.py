@@ -18,8 +18,11 @@ from onelaunch.ops.workspace import counters
 Schedule = Literal["runs", "tiles"]
 """Whether programs take equal runs of all work, or one whole tile after the other."""
 
-ROWS = 128
-"""Bytes of a row of a tile in shared memory."""
+ROW_BYTES = 128
+"""Of a tile in shared memory."""
+
+TABLE_BYTES = 256 * 256
+"""Of what the codes in a byte stand for, in shared memory: see nvfp4.cuh."""
 
 SHARED_BYTES = 227 * 1024 - 1024
 """Of a program, less what the stages' alignment may cost."""
@@ -73,12 +76,12 @@ class Tiles:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a step of K: weights and x."""
-        return 2 * self.columns * ROWS + (4 if self.nvfp4 else 1) * self.rows * ROWS
+        return 2 * self.columns * ROW_BYTES + (4 if self.nvfp4 else 1) * self.rows * ROW_BYTES
 
     def rest_bytes(self, result: torch.dtype) -> int:
         """Shared memory beside the stages: the tile of h, sums that warpgroups hand over, barriers, and what codes stand for."""
         out = 0 if result is torch.float32 else cdiv(self.rows * self.columns * 2, 1024) * 1024
-        table = 2 * 256 * ROWS if self.nvfp4 else 0
+        table = TABLE_BYTES if self.nvfp4 else 0
         return out + (self.split - 1) * self.columns * 4 * self.rows // 2 * 4 + 24 * MOST_STAGES + 64 + table
 
     def stages(self, result: torch.dtype) -> int:
@@ -91,16 +94,17 @@ class Tiles:
 
     def step(self, element: torch.dtype) -> int:
         """Channels of a step."""
-        return 256 if self.nvfp4 else ROWS // element.itemsize
+        return 256 if self.nvfp4 else ROW_BYTES // element.itemsize
 
     def step_microseconds(self, element: torch.dtype) -> float:
         """What a step takes at least: its weights on their way, or its products."""
         products = 2 * 2 * self.columns * self.rows * self.step(element) / (FLOPS_PER_MICROSECOND * (2 // element.itemsize))
-        return max(2 * self.columns * ROWS / BYTES_PER_MICROSECOND, products)
+        return max(2 * self.columns * ROW_BYTES / BYTES_PER_MICROSECOND, products)
 
     def sharing_microseconds(self) -> float:
-        """What it costs that two programs share a tile, by the bytes of its sums. Reckoned from single runs of a prototype on an H200:
-        1 us with 8 rows and 64 columns, 10 with 256 rows.
+        """What it costs that two programs share a tile, by the bytes of its sums.
+
+        Reckoned from single runs of a prototype on an H200: 1 us with 8 rows and 64 columns, 10 with 256 rows.
         """
         return 1.2 + self.rows * self.columns / 1860
 
@@ -131,6 +135,12 @@ def narrow_tiles(rows: int, *, nvfp4: bool) -> Tiles:
     """
     width = width_for(rows, 64 if nvfp4 else 128)
     return Tiles(width, split=2 if width <= MOST_IN_TURN else 1, nvfp4=True) if nvfp4 else Tiles(width, columns=32, split=2)
+
+
+def configuration(variant: str, rows: int, *, nvfp4: bool) -> tuple[Tiles, Schedule]:
+    """Of the variant of this name, for so many rows of x."""
+    tiles = (narrow_tiles if variant == "small_m" else wide_tiles)(rows, nvfp4=nvfp4)
+    return tiles, "tiles" if variant == "persistent" else "runs"
 
 
 ASTRIDE = 2.5
@@ -211,7 +221,7 @@ tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
 def map_of(matrix: torch.Tensor, tiles: Tiles) -> bytes:
     """Of x: tiles of 128 bytes of each of its rows."""
     (rows, channels), size = matrix.shape, matrix.element_size()
-    box = (ROWS // size, tiles.rows)
+    box = (ROW_BYTES // size, tiles.rows)
     return tensor_map(matrix.dtype, matrix.data_ptr(), (channels, rows), (matrix.stride(0) * size,), box)
 
 
@@ -262,7 +272,7 @@ def function(
 
 
 class Scales(NamedTuple):
-    """Factors of the products: float32, of one element or of one for each row; ``None`` is 1."""
+    """Factors of the products: float32, of one element or of one for each row, those of the weights alike; ``None`` is 1."""
 
     x: torch.Tensor | None
     gate: torch.Tensor
@@ -270,15 +280,13 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: torch.Tensor | None, gate: torch.Tensor | None, up: torch.Tensor | None, columns: int, device: torch.device
+        cls, x: torch.Tensor | None, gate: torch.Tensor | None, up: torch.Tensor | None, device: torch.device
     ) -> Scales | None:
-        """Those of the weights of one kind; ``None`` if there are none."""
+        """``None`` if there are none."""
         if x is None and gate is None and up is None:
             return None
-        gate, up = (torch.ones((), device=device) if each is None else each.reshape(-1) for each in (gate, up))
-        if gate.numel() != up.numel():
-            gate, up = (each.expand(columns) for each in (gate, up))
-        return cls(None if x is None else x.reshape(-1).contiguous(), gate.contiguous(), up.contiguous())
+        gate, up = (torch.ones((), device=device) if each is None else each.contiguous() for each in (gate, up))
+        return cls(None if x is None else x.contiguous(), gate, up)
 
 
 def dual_gemm(
@@ -311,7 +319,11 @@ def dual_gemm(
     words = counters(device, cdiv(max(cut.runs, 2), 2)) if cut.shares or schedule == "tiles" else None
     groups = tiles.columns // GROUP
     weight_map = tensor_map(
-        matrices.dtype, matrices.address, matrices.sizes, matrices.strides, (ROWS // matrices.dtype.itemsize, GROUP, 2, groups)
+        matrices.dtype,
+        matrices.address,
+        matrices.sizes,
+        matrices.strides,
+        (ROW_BYTES // matrices.dtype.itemsize, GROUP, 2, groups),
     )
     x_map = map_of(x, tiles)
     h_map = x_map if result is torch.float32 else map_of_result(h, 1, tiles)
