@@ -134,6 +134,12 @@ def test_an_architecture_that_nvrtc_does_not_know_is_named():
         compile_now(SCALE, "sm_1a")
 
 
+def test_the_compiler_is_found_where_its_bindings_are():
+    """Else all tests of CUDA C++ would be skipped, here and among the kernels, and nobody would notice."""
+    pytest.importorskip("cuda.bindings", reason="the extra cuda is not installed")
+    assert nvrtc.missing() is None
+
+
 @pytest.fixture
 def forgotten():
     """What was found out about the packages is found out again, during the test and after it."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onelaunch.operation import Query, find_operation
-from onelaunch.ops import NVFP4Tensor, swiglu
+from onelaunch.ops import NVFP4Tensor, quantize_fp8, swiglu
 from onelaunch.ops.swiglu import hopper
 from onelaunch.ops.warpgroup_products import product_header
 from tests.ops.cases import BOTH, assert_ok, judge
@@ -27,6 +27,12 @@ RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_SHARED = 227 * 1024
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def test_every_variant_for_hopper_is_tested_here():
+    assert list(VARIANTS) == [
+        name for name, variant in SWIGLU.variants.items() if variant.tags.get("architectures") == ("sm_90a",)
+    ]
 
 
 # How work is handed out
@@ -275,7 +281,7 @@ def test_tiles_that_any_runs_share(way, form, runs, device, monkeypatch):
 
     monkeypatch.setattr(hopper_launch, "cut_for", forced)
     first = swiglu(**arguments, variant=way)
-    assert (first.float() - expected).norm() / expected.norm() < 5e-3  # two roundings to 16 bits
+    assert (first.float() - expected).norm() / expected.norm() < 5e-3  # roundings to 16 bits, and what float8 units cut off
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = [swiglu(**arguments, variant=way) for _ in range(2)]
@@ -325,6 +331,19 @@ def test_equal_to_the_last_bit_beside_other_work_and_in_graphs(form, variant, de
         graph.replay()
         assert torch.equal(first, expected)
         assert torch.equal(second, expected)
+
+
+@pytest.mark.gpu
+@each_variant
+@pytest.mark.parametrize("per_row", ["x", "w_gate", "w_up"])
+def test_scales_of_rows_beside_one_scale(per_row, variant, device):
+    matrices = {"x": (24, 1040), "w_gate": (200, 1040), "w_up": (200, 1040)}
+    given = {
+        name: quantize_fp8(torch.randn(shape, device=device) / shape[1] ** 0.25, per_row=name == per_row)
+        for name, shape in matrices.items()
+    }
+    found, expected = (swiglu(**given, variant=name).float() for name in (variant, "eager"))
+    assert (found - expected).norm() / expected.norm() < 5e-3  # roundings to bfloat16, and what float8 units cut off
 
 
 @pytest.mark.gpu

@@ -171,10 +171,11 @@ def test_scales_that_are_swizzled_in_some_operands_alone():
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("per_row", ["x", "gate", "up"])
 @pytest.mark.parametrize("variant", ["two_node", "fused"])
-def test_scales_of_rows_beside_one_scale(variant):
-    x, gate, up = torch.randn(6, 32), torch.randn(16, 32), torch.randn(16, 32)
-    given = (quantize_fp8(x), quantize_fp8(gate, per_row=True), quantize_fp8(up))
+def test_scales_of_rows_beside_one_scale(variant, per_row):
+    matrices = {"x": torch.randn(6, 32), "gate": torch.randn(16, 32), "up": torch.randn(16, 32)}
+    given = [quantize_fp8(matrix, per_row=name == per_row) for name, matrix in matrices.items()]
     expected = swiglu(*given, out_dtype=torch.bfloat16)
     assert_near({"h": swiglu(*given, variant=variant)}, {"h": expected}, 2**-7)  # two roundings of bfloat16 more or less
 
@@ -226,7 +227,7 @@ def test_kernels_take_products_of_any_strides():
     from onelaunch.ops.swiglu import launch
 
     gate, up, dh = (torch.randn(40, 12).T for _ in range(3))
-    # a sigmoid by another formula: a few roundings of numbers of unit size
+    # here and below, a sigmoid by another formula: a few roundings of numbers of unit size
     assert torch.allclose(launch.gate(gate, up), F.silu(gate) * up, atol=1e-6)
     leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
     expected = torch.autograd.grad(F.silu(leaves[0]) * leaves[1], leaves, dh)

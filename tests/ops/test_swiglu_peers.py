@@ -36,6 +36,11 @@ def expected(call):
     return F.silu(call.x @ call.w_gate.T) * (call.x @ call.w_up.T)
 
 
+def assert_right(h, call):
+    """The doubles' products are sums of 24 in float32, of other shapes than the definition's: roundings of numbers up to 100."""
+    assert torch.allclose(h, expected(call), atol=1e-5)
+
+
 def test_liger(monkeypatch, call):
     class Function:
         @staticmethod
@@ -44,7 +49,7 @@ def test_liger(monkeypatch, call):
 
     pretend(monkeypatch, "liger_kernel.ops", LigerSiLUMulFunction=Function)
     (h,) = SWIGLU.get("liger")(call)
-    assert torch.allclose(h, expected(call), atol=1e-5)
+    assert_right(h, call)
 
 
 def test_the_fused_kernel_of_liger(monkeypatch, call):
@@ -55,7 +60,7 @@ def test_the_fused_kernel_of_liger(monkeypatch, call):
 
     pretend(monkeypatch, "liger_kernel.ops.mlp", gemm_swiglu=gemm_swiglu)
     (h,) = SWIGLU.get("liger_fused")(call)
-    assert torch.allclose(h, expected(call), atol=1e-5)
+    assert_right(h, call)
 
 
 def test_quack(monkeypatch, call):
@@ -66,7 +71,7 @@ def test_quack(monkeypatch, call):
 
     pretend(monkeypatch, "quack.gemm_interface", gemm_gated=gemm_gated)
     (h,) = SWIGLU.get("quack")(call)
-    assert torch.allclose(h, expected(call), atol=1e-5)
+    assert_right(h, call)
 
 
 def reason(monkeypatch, name: str, *, grad: bool = False, here: bool = True, capability: int = 9, **given: Any) -> str | None:
