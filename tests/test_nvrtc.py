@@ -262,9 +262,26 @@ CLUSTER = Source(
 )
 GRID = Source("grid.cu", 'extern "C" __global__ void grid(int* y) { if (threadIdx.x == 0) y[blockIdx.x] = 7; }', "grid")
 
+SHIFT = Source(
+    "shift.cu",
+    """
+    extern "C" __global__ void shift(const int* x, int* y, int count) {
+      asm volatile("griddepcontrol.launch_dependents;");
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      if (threadIdx.x == 0) {
+        __nanosleep(blockIdx.x % 7 * 100);
+        y[blockIdx.x] = __ldcg(x + (blockIdx.x + 1) % count);
+      }
+    }
+    """,
+    "shift",
+)
+
 
 @compiled
-@pytest.mark.parametrize("source", [BOX, BOX_OF_FOUR, CLUSTER, GRID], ids=["box", "box of four", "cluster", "grid"])
+@pytest.mark.parametrize(
+    "source", [BOX, BOX_OF_FOUR, CLUSTER, GRID, SHIFT], ids=["box", "box of four", "cluster", "grid", "shift"]
+)
 def test_the_kernels_of_the_tests_on_a_gpu_compile(source):
     assert compile_now(source, "sm_90a").log == ""
 
@@ -411,6 +428,29 @@ def test_blocks_come_in_clusters(cluster, hopper):
     y = torch.zeros(32, dtype=torch.int32, device=hopper)
     load(CLUSTER, hopper, ("pointer",), threads=32, cluster=cluster)((32, 1, 1), y)
     assert (y == cluster).all()
+
+
+@compiled
+@pytest.mark.gpu
+def test_launches_overlap_and_wait_for_each_other(hopper):
+    """Each block needs what another one wrote in the launch before, after a while."""
+    y = torch.arange(1024, dtype=torch.int32, device=hopper)
+    shift = load(SHIFT, hopper, ("pointer", "pointer", "i32"), threads=32, overlap=True)
+    other = torch.empty_like(y)
+
+    def launches():
+        for _ in range(50):
+            shift((1024, 1, 1), y, other, 1024)
+            shift((1024, 1, 1), other, y, 1024)
+
+    launches()
+    assert torch.equal(y, torch.arange(1024, device=hopper, dtype=torch.int32).roll(-100))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launches()
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(y, torch.arange(1024, device=hopper, dtype=torch.int32).roll(-400))
 
 
 @compiled

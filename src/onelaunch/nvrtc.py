@@ -16,7 +16,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -174,6 +174,20 @@ _PACKED: dict[Kind, tuple[str, int, int]] = {
 _PORTABLE_CLUSTER = 8
 """Blocks: larger clusters need a leave of their own."""
 
+_OVERLAP_CAPTURED = 12030
+"""The first driver that can capture overlapping launches in a graph: CUDA 12.3's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of launches, all but their grid: see :func:`load`."""
+
+    threads: int
+    shared_bytes: int
+    cluster: int
+    cooperative: bool
+    overlap: bool
+
 
 def load(
     source: Source,
@@ -184,6 +198,7 @@ def load(
     shared_bytes: int = 0,
     cluster: int = 1,
     cooperative: bool = False,
+    overlap: bool = False,
 ) -> Function:
     """A kernel ready to be launched on a device; compiled and loaded once. Not while a CUDA graph is captured: load before.
 
@@ -195,22 +210,22 @@ def load(
         shared_bytes: dynamic shared memory of a block.
         cluster: blocks of a cluster along x.
         cooperative: whether all blocks must be resident at once, as for a barrier over the grid.
+        overlap: whether blocks may begin before the launch before them has ended; the kernel has to wait for that itself
+            (``griddepcontrol.wait``) before it touches memory. Left alone where the driver cannot capture such launches.
 
     Raises:
         CompilerMissing, CompileError: as :func:`compile_source`.
         DriverError: the driver does not take the code, or the device has less shared memory.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _load(source, index, kinds, threads, shared_bytes, cluster, cooperative)
+    return _load(source, index, kinds, _Shape(threads, shared_bytes, cluster, cooperative, overlap))
 
 
 @functools.cache
-def _load(
-    source: Source, index: int, kinds: tuple[Kind, ...], threads: int, shared_bytes: int, cluster: int, cooperative: bool
-) -> Function:
+def _load(source: Source, index: int, kinds: tuple[Kind, ...], shape: _Shape) -> Function:
     major, minor = torch.cuda.get_device_capability(index)
     cubin = compile_source(source, f"sm_{major}{minor}" + ("a" if major >= 9 else ""))
-    return Function(cubin, source.entry, index, kinds, threads, shared_bytes, cluster=cluster, cooperative=cooperative)
+    return Function(cubin, source.entry, index, kinds, shape)
 
 
 class Function:
@@ -219,18 +234,7 @@ class Function:
     A launch neither allocates on the device nor waits for it, and can be captured in a CUDA graph. Threads may share a function.
     """
 
-    def __init__(
-        self,
-        cubin: bytes,
-        entry: str,
-        index: int,
-        kinds: tuple[Kind, ...],
-        threads: int,
-        shared_bytes: int,
-        *,
-        cluster: int,
-        cooperative: bool,
-    ) -> None:
+    def __init__(self, cubin: bytes, entry: str, index: int, kinds: tuple[Kind, ...], shape: _Shape) -> None:
         from cuda.bindings import driver
 
         self.entry = entry
@@ -245,12 +249,14 @@ class Function:
             module = _driver("cuModuleLoadData", cubin, about=f"the code of {entry}")
             self._function = _driver("cuModuleGetFunction", module, entry.encode(), about=entry)
             attributes = driver.CUfunction_attribute
-            settings = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shared_bytes}
-            if cluster > _PORTABLE_CLUSTER:
+            settings = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shape.shared_bytes}
+            if shape.cluster > _PORTABLE_CLUSTER:
                 settings[attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
             for attribute, value in settings.items():
                 _driver("cuFuncSetAttribute", self._function, attribute, value, about=f"{entry}, {attribute.name} = {value}")
-        self._packet = _Packet(kinds, threads, shared_bytes, cluster, cooperative)
+        if shape.overlap and _driver("cuDriverGetVersion") < _OVERLAP_CAPTURED:
+            shape = replace(shape, overlap=False)
+        self._packet = _Packet(kinds, shape)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch.
@@ -294,14 +300,14 @@ class Function:
 class _Packet(threading.local):
     """Arguments and configuration of a launch, written anew by each: one for each thread, for the driver runs without the GIL."""
 
-    def __init__(self, kinds: tuple[Kind, ...], threads: int, shared_bytes: int, cluster: int, cooperative: bool) -> None:
+    def __init__(self, kinds: tuple[Kind, ...], shape: _Shape) -> None:
         self.layout, offsets = _layout(kinds)
         self.buffer = ctypes.create_string_buffer(self.layout.size + _MAP_BYTES)
         self.start = -ctypes.addressof(self.buffer) % _MAP_BYTES
         first = ctypes.addressof(self.buffer) + self.start
         self._pointers = (ctypes.c_void_p * len(kinds))(*(first + offset for offset in offsets))
         self.parameters = ctypes.addressof(self._pointers)
-        self.config = _configuration(threads, shared_bytes, cluster, cooperative)
+        self.config = _configuration(shape)
 
 
 def _layout(kinds: Sequence[Kind]) -> tuple[struct.Struct, list[int]]:
@@ -316,23 +322,27 @@ def _layout(kinds: Sequence[Kind]) -> tuple[struct.Struct, list[int]]:
     return struct.Struct(form), offsets
 
 
-def _configuration(threads: int, shared_bytes: int, cluster: int, cooperative: bool) -> Any:
+def _configuration(shape: _Shape) -> Any:
     """All of a launch but its grid and its stream."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared_bytes
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
+    config.sharedMemBytes = shape.shared_bytes
     attributes = []
-    if cluster > 1:
+    if shape.cluster > 1:
         attributes.append(driver.CUlaunchAttribute())
         attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         sizes = attributes[-1].value.clusterDim
-        sizes.x, sizes.y, sizes.z = cluster, 1, 1
-    if cooperative:
+        sizes.x, sizes.y, sizes.z = shape.cluster, 1, 1
+    if shape.cooperative:
         attributes.append(driver.CUlaunchAttribute())
         attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         attributes[-1].value.cooperative = 1
+    if shape.overlap:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
     config.attrs = attributes
     config.numAttrs = len(attributes)
     return config
