@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from onelaunch.errors import ArgumentError
 from onelaunch.ops import (
     dual_gemm_nvfp4,
     quantize_fp8,
@@ -63,9 +64,19 @@ def test_no_thoughtless_answer_passes(name):
         assert not trivial_answers(Judge().truth(SWIGLU, case))
 
 
-def test_the_wide_product_alone_is_right():
-    case = case_of("stacked")
+@pytest.mark.parametrize("more", [{}, {"format": "fp8"}, {"format": "fp8", "row_scales": True}])
+def test_the_wide_product_alone_is_right(more):
+    case = SWIGLU.case("bfloat16", M=20, N=48, K=64, stacked=True, **more)
     assert judge_control(SWIGLU, case, "wide_gemm_alone").ok
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({}, "w_up is given"), ({"stacked": True, "format": "nvfp4_weights"}, "w_gate is an NVFP4Tensor")],
+)
+def test_the_wide_product_alone_says_what_it_does_not_take(more, message):
+    with pytest.raises(ArgumentError, match=message):
+        judge_control(SWIGLU, SWIGLU.case("bfloat16", M=4, N=16, K=64, **more), "wide_gemm_alone")
 
 
 def test_the_definition():

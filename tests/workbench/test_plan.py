@@ -41,6 +41,14 @@ def test_who_cannot_run_is_known_before_anything_runs():
     assert (peer.status, peer.reason) == ("not_installed", "needs the package a_package_that_nobody_has")
 
 
+@pytest.mark.parametrize("name", ["two", "product"])
+def test_what_a_shape_skips_is_planned_and_does_not_run(name):
+    left_out = planned(name, declared=study(shapes=(MEGA.model_copy(update={"skip": (name,)}),)))
+    assert (left_out.status, left_out.reason) == ("unsupported", "is left out at this shape by the study")
+    assert left_out.plan == planned(name).plan
+    assert planned(name).status is None
+
+
 def test_the_baseline_comes_first_and_controls_last_and_forward_only():
     cells = plan_study(study(baseline="two", directions=("forward", "forward_backward")), RATES, "cpu", "full").cells
     forward = [cell.variant for cell in cells if cell.direction == "forward"]

@@ -86,6 +86,10 @@ MISTAKES = {
         "shapes[0] (big) has an unknown key 'M'. Known: name, dtype, scale, skip, N, V, kind, masked.",
     ),
     "missing size": (("N = 4\n", ""), "shapes[0] (big): ladder needs the sizes N, V; N not given."),
+    "unknown name to skip": (
+        ('kind = "odd"', 'skip = ["two", "produkt"]'),
+        "shapes[0] (big): skip names no variant or control 'produkt'. Did you mean 'product'?",
+    ),
     "size of a wrong type": (("N = 4", 'N = "4"'), "shapes[0] (big): Size N of ladder is '4'; it must be an integer"),
     "negative size": (("N = 4", "N = -4"), "it must be an integer of at least 0"),
     "option of a wrong type": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from onelaunch.operation import Cost, Direction, Variant, find_operation
@@ -30,6 +30,10 @@ class Rates(Protocol):
     def matrix_flops_per_second(self) -> dict[str, float]: ...
     @property
     def launch_seconds(self) -> float: ...
+
+
+LEFT_OUT = "is left out at this shape by the study"
+"""Why what a shape skips does not run."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str
     variant = operation.get(name)
     plan = _plan(operation.cost(case, variant, direction), _least(study, shape, direction), shape.dtype, rates)
     if name in shape.skip:
-        return PlannedCell(shape, direction, name, plan, status="unsupported", reason="is left out at this shape by the study")
+        return PlannedCell(shape, direction, name, plan, status="unsupported", reason=LEFT_OUT)
     if (package := missing_package(variant)) is not None:
         return PlannedCell(shape, direction, name, plan, status="not_installed", reason=f"needs the package {package}")
     query = operation.query(case, device, grad=direction == "forward_backward")
@@ -180,7 +184,8 @@ def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str
 
 def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> PlannedCell:
     cost = find_operation(study.operation).controls[name].cost(study.case(shape))
-    return PlannedCell(shape, "forward", name, _plan(cost, cost, shape.dtype, rates), control=True)
+    cell = PlannedCell(shape, "forward", name, _plan(cost, cost, shape.dtype, rates), control=True)
+    return replace(cell, status="unsupported", reason=LEFT_OUT) if name in shape.skip else cell
 
 
 def missing_package(variant: Variant) -> str | None:

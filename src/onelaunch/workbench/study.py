@@ -67,7 +67,7 @@ class Shape(Declared):
     sizes: dict[str, int]
     options: dict[str, Any] = Field(default_factory=dict)
     skip: tuple[str, ...] = ()
-    """Variants left out at this shape, such as a loop over time that would take minutes; the report says so."""
+    """Variants and controls left out at this shape, such as a loop over time that would take minutes; the report says so."""
 
 
 SHAPE_KEYS = ("name", "dtype", "scale", "skip")
@@ -344,8 +344,8 @@ class _Reader:
             if key not in known:
                 self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
         for name in own.get("skip", ()):
-            if name not in operation.variants:
-                self.fail(f"{where}: skip names no variant {name!r}.{did_you_mean(name, operation.variants)}")
+            if name not in (known := (*operation.variants, *operation.controls)):
+                self.fail(f"{where}: skip names no variant or control {name!r}.{did_you_mean(name, known)}")
         try:
             case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
         except ArgumentError as error:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from onelaunch.errors import ArgumentError, ShapeError, listing
 from onelaunch.operation import Case, Cost, Query, Reading
-from onelaunch.ops.formats import BLOCK, NVFP4Tensor, quantize_fp8, quantize_nvfp4
+from onelaunch.ops.formats import BLOCK, Fp8Tensor, NVFP4Tensor, quantize_fp8, quantize_nvfp4
 from onelaunch.ops.swiglu.contract import FORMATS, Facts, Operand, SwigluCall, key_of, swiglu
 
 CODES = ("model", "full")
@@ -106,21 +106,33 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
     return key_of(facts("x", rows, x_kind), gate, up, out_dtype, grad_enabled=False)._replace(grad=grad)
 
 
+NO_CODES = "{name} is an NVFP4Tensor; wide_gemm_alone needs operands that PyTorch multiplies."
+
+
 def _wide_cost(case: Case) -> Cost:
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
-    elements = rows * inner + 2 * columns * inner + 2 * rows * columns
-    return Cost(4 * rows * columns * inner, elements * case.dtype.itemsize, 1)
+    operand = 1 if format_of(case) == "fp8" else case.dtype.itemsize
+    moved = (rows + 2 * columns) * inner * operand + 2 * rows * columns * case.dtype.itemsize
+    return Cost(4 * rows * columns * inner, moved, 1)
 
 
-def _both(x: Operand, w_gate: Operand, w_up: Operand | None = None, **_: Any) -> torch.Tensor:
-    weights = (w_gate,) if w_up is None else (w_gate, w_up)
-    rows, *matrices = (each if isinstance(each, torch.Tensor) else each.dequantize() for each in (x, *weights))
-    return rows @ torch.cat(matrices).mT
+def _both(x: Operand, w_gate: Operand, w_up: Operand | None = None, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Both products side by side: in the dtype of plain rows or of scales, then in ``out_dtype`` unless that is float64."""
+    if isinstance(x, NVFP4Tensor):
+        raise ArgumentError(NO_CODES.format(name="x"))
+    dtype = x.scale.dtype if isinstance(x, Fp8Tensor) else x.dtype
+    rows, *weights = (in_full(each, dtype) for each in (x, w_gate, w_up) if each is not None)
+    products = rows @ torch.cat(weights).mT
+    return products if out_dtype is None or dtype is torch.float64 else products.to(out_dtype)
 
 
 @swiglu.control("wide_gemm_alone", oracle=_both, cost=_wide_cost)
 def wide_gemm_alone(call: SwigluCall) -> torch.Tensor:
     """Both products as one by PyTorch, for stacked weights: what the operation would cost if the gate were free."""
-    if not isinstance(call.stacked, torch.Tensor) or not isinstance(call.x, torch.Tensor):
-        raise ArgumentError("w_up is given; wide_gemm_alone needs plain weights that are stacked.")
-    return call.x @ call.stacked.mT
+    from onelaunch.ops.swiglu.triton_variants import multiply
+
+    if call.stacked is None:
+        raise ArgumentError("w_up is given; wide_gemm_alone needs weights that are stacked.")
+    if isinstance(call.stacked, NVFP4Tensor) or isinstance(call.x, NVFP4Tensor):
+        raise ArgumentError(NO_CODES.format(name="w_gate"))
+    return multiply(call.x, call.stacked, call.dtype)

@@ -1,0 +1,99 @@
+"""The study of the dual GEMM asks what its write-up expected, and more at its shapes and those of decoding."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.operation import find_operation
+from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.study import load_study
+from tests.workbench.ladder import RATES
+
+WRITE_UP = ((512, 4096, 7168), (256, 4096, 7168), (256, 3072, 4096), (512, 3072, 7168))
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 8192)
+MODELS = ((1, 3072, 1024), (512, 3072, 1024), (1, 12288, 4096), (512, 12288, 4096))
+"""MLPs of 0.6 and 8 billion parameters, a token and many."""
+
+SUFFIXES = {"dense": "", "fp8": "-fp8", "nvfp4_weights": "-nvfp4"}
+
+
+@pytest.fixture(scope="module")
+def study(pytestconfig):
+    return load_study(pytestconfig.rootpath / "studies" / "dual-gemm-swiglu.toml")
+
+
+def sizes(shape):
+    return tuple(shape.sizes[name] for name in "MNK")
+
+
+def form(shape):
+    return shape.options.get("format", "dense")
+
+
+def test_its_shapes_are_the_write_up_s_and_decoding_s_and_those_of_models(study):
+    full = study.at_scale("full")
+    dense = [sizes(shape) for shape in full if form(shape) == "dense"]
+    assert tuple(dense) == (*WRITE_UP, *((rows, 4096, 7168) for rows in COUNTS), *MODELS)
+    for quantized in ("fp8", "nvfp4_weights"):
+        assert {sizes(shape) for shape in full if form(shape) == quantized} <= set(dense)  # there is something to compare with
+    for shape in study.shapes:
+        assert shape.options["stacked"]  # one product with both weights is possible
+        named = "x".join(map(str, sizes(shape))) + SUFFIXES[form(shape)]
+        assert shape.name == f"small-{named}" if shape.scale == "small" else named
+
+
+def test_its_criteria_are_those_that_were_set(study):
+    bounds = {criterion.name: (criterion.at_least, criterion.at_most) for criterion in study.criteria if criterion.decides}
+    assert bounds == {
+        "one launch is no slower than the wide product alone": (None, 1.0),
+        "one launch is never slower": (1.0, None),
+        "one launch is faster in the mean": (1.1, None),
+        "training is faster": (1.08, None),
+        "float8 in one launch": (1.15, None),
+        "NVFP4 weights at M=1": (2.5, None),
+        "NVFP4 weights at M=4": (2.5, None),
+        "NVFP4 weights at M=16": (2.5, None),
+        "NVFP4 weights at M=64": (1.8, None),
+        "NVFP4 weights at M=512": (None, 1.1),
+        "NVFP4 weights stream": (None, 1.43),  # 70 % of the bandwidth
+    }
+    expected = {criterion.of: criterion.at_least for criterion in study.criteria if isinstance(criterion.of, str)}
+    assert expected == {"two_node": 1.07, "persistent": 1.3}  # of the write-up's stages; they decide nothing
+
+
+def test_one_launch_is_held_against_every_way_to_keep_products_and_gate_apart(study):
+    for criterion in study.criteria:
+        if criterion.over == {"hands": "up"}:
+            assert {"three_node", "wide"} <= set(study.select(criterion.over))
+            assert not set(study.select(criterion.of)) & set(study.select(criterion.over))
+    (everywhere,) = [criterion for criterion in study.criteria if criterion.name == "one launch is never slower"]
+    dense = [shape.name for shape in study.at_scale("full") if form(shape) == "dense"]
+    assert [shape.name for shape in study.shapes_of(everywhere)] == dense
+
+
+def test_what_decides_speaks_of_no_peer(study):
+    operation = find_operation("swiglu")
+    assert "requires" not in operation.get(study.baseline).tags
+    for criterion in study.criteria:
+        assert all(operation.get(name).tags["launches"] == 1 for name in study.select(criterion.of) if name != "two_node")
+
+
+def test_quantized_weights_are_held_against_the_same_work_in_16_bits(study):
+    for criterion in study.criteria:
+        if criterion.over_at is not None:
+            (own,) = study.shapes_of(criterion)
+            assert sizes(own) == sizes(study.shape(criterion.over_at))
+            assert form(study.shape(criterion.over_at)) == "dense"
+
+
+def test_nothing_is_refuted_by_arithmetic_and_no_product_of_codes_is_asked_of_pytorch(study):
+    plan = plan_study(study, RATES, "cpu", "full")
+    assert plan.infeasible == {}
+    for cell in plan.cells:
+        if cell.control:
+            assert (cell.status is None) == (form(cell.shape) != "nvfp4_weights")
+
+
+def test_the_write_up_s_figures_are_told(study):
+    for figure in ("30 us", "25 to 28 us", "18 to 23 us", "13 us", "8.714 us"):
+        assert figure in study.notes
