@@ -32,6 +32,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Launches that overlap: wait until all that was launched before has ended and its writes are seen; let the next one set itself up.
+
+__device__ __forceinline__ void wait_for_earlier_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_later_launches_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // The copy engine. Coordinates are innermost first.
 
 __device__ __forceinline__ void fetch_map(const TensorMap* map) {
@@ -53,6 +58,14 @@ __device__ __forceinline__ void copy_out_3d(const TensorMap* map, u32 from, int 
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(c0), "r"(c1),
                "r"(c2), "r"(from)
                : "memory");
+}
+// A few bytes past the copy engine, by one thread; and the thread's arrival once all that it copies so are there.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void arrive_with_copies(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void copies_out_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void copies_out_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
@@ -78,6 +91,8 @@ template <int REGISTERS>
 __device__ __forceinline__ void registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
+
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // Shared memory by address.
 

@@ -4,39 +4,42 @@
 //            CUDA C++, for Triton knows no widths but powers of two, and there the channels that a thread decodes for a product
 //            are not ours to choose.
 // Tile       COLUMNS of h, i.e. 2 COLUMNS rows of weights, times ROWS of x. STEP channels at once.
-// Warps      a thread copies tiles in. A warpgroup multiplies 32 rows of w_gate and the same of w_up in turns of 8: rows r and
+// Warps      one copies tiles in. A warpgroup multiplies 32 rows of w_gate and the same of w_up in turns of 8: rows r and
 //            r + 8 of a product, which one thread holds, so that the gate meets its partner in registers. SPLIT warpgroups
-//            share such rows and take turns in K. With NVFP4 weights three warps reorder the channels of x (nvfp4.cuh).
+//            share such rows and take turns: every SPLIT-th step. Codes of NVFP4 they decode in registers (nvfp4.cuh).
 // Memory     weights are read where they lie: a copy takes 8 rows of one, 8 of the other, and so on, whether they are stacked or
 //            not: their distance is a stride. Sums stay in registers; h leaves by the copy engine.
 // Schedule   TAKEN 0: the steps of all tiles are cut into as many runs as there are programs, equal to a grain. Whose run begins
 //            a tile but does not finish it adds what later runs left in ``partials``, always in the same order. Runs are handed
 //            out from the last to the first: nobody waits for a program that starts later, whatever else the GPU is doing.
 //            TAKEN 1: programs take whole tiles from a counter. Words are zero before and after a launch.
+//            Launches overlap: programs set themselves up beside the end of the launch before, and then wait for it.
 // Source     Stream-K: Osama et al., 2023.
 #include "hopper.cuh"
 #include "products.cuh"
 
-enum { BFLOAT16, FLOAT16, E4M3, FLOAT32 };  // ELEMENT of x, RESULT
+enum { BFLOAT16, FLOAT16, E4M3 };  // ELEMENT of x, RESULT
+constexpr int STEP = ELEMENT == E4M3 ? 128 : 64 * X_TILES;  // X_TILES: matrices of x in a step, 128 bytes a row
 #if NVFP4
 #include "nvfp4.cuh"
 #else
-constexpr int TABLE_BYTES = 0;
+constexpr int TABLE_BYTES = 0, SCALE_BYTES = 0;
+constexpr float DECODED_BY = 1.0f;
 #endif
 
 constexpr int SIDES = COLUMNS / 32, GROUPS = SIDES * SPLIT, FINISHERS = 128 * SIDES;
-constexpr int STEP = NVFP4 ? 256 : ELEMENT == E4M3 ? 128 : 64;
-constexpr int PARTS = 4 / SPLIT;     // quarters of a step that a warpgroup takes
-constexpr int X_TILES = NVFP4 ? 4 : 1;  // matrices of 128 bytes a row
-constexpr int W_BYTES = 2 * COLUMNS * 128, X_BYTES = X_TILES * ROWS * 128, STAGE = W_BYTES + X_BYTES;
-constexpr int OUT_BYTES = RESULT == FLOAT32 ? 0 : (ROWS * COLUMNS * 2 + 1023) / 1024 * 1024;
+constexpr int W_BYTES = 2 * COLUMNS * (NVFP4 ? STEP / 2 : 128), X_BYTES = X_TILES * ROWS * 128, STAGE = W_BYTES + X_BYTES;
+constexpr int OUT_BYTES = (ROWS * COLUMNS * 2 + 1023) / 1024 * 1024;
 constexpr int HELD = ROWS / 2;                                // sums of a thread
 constexpr int HANDED = (SPLIT - 1) * FINISHERS * HELD * 4;    // bytes
 constexpr int SWATH = 8;                                      // tiles of rows that neighbours share
-constexpr int COPY_REGISTERS = GROUPS > 2 || NVFP4 ? 56 : 40;
-constexpr int MULTIPLY_REGISTERS = GROUPS == 4 ? 104 : GROUPS == 3 ? 152 : NVFP4 ? 224 : 232;
+// Warpgroups that multiply come first. Four of them leave no registers to hand over, and the thread that copies has a warp alone.
+constexpr int MULTIPLIERS = 128 * GROUPS, THREADS = MULTIPLIERS + (GROUPS == 4 ? 32 : 128);
+constexpr int COPY_REGISTERS = GROUPS == 3 ? 56 : 40, MULTIPLY_REGISTERS = GROUPS == 3 ? 152 : 232;
 enum { ALL = 1, HAND, TAKEN_OVER, ALL_GROUPS };  // named barriers
 static_assert(2 <= GROUPS && GROUPS <= 4, "registers are handed over for these");
+static_assert(STAGES % SPLIT == 0, "see Ring");
+static_assert(TAKEN == 0 || SPLIT == 1, "who adds up what must not depend on which tiles a program takes");
 static_assert(GROUPS != 3 || ROWS <= 128, "three warpgroups have no registers for more sums");
 
 extern __shared__ char raw[];  // what codes stand for, and behind it the room
@@ -61,28 +64,32 @@ struct Work {
 
 // Where things lie in shared memory: stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter.
 struct Room {
-  u32 stages, out, handed, full, empty, turned, told, heard, next;
+  u32 stages, out, scales, handed, full, empty, told, heard, next;
   __device__ __forceinline__ explicit Room(u32 base) {
     stages = base;
     out = stages + STAGES * STAGE;
-    handed = out + OUT_BYTES;
+    scales = out + OUT_BYTES;
+    handed = scales + STAGES * SCALE_BYTES;
     full = handed + HANDED;
     empty = full + 8 * STAGES;
-    turned = empty + 8 * STAGES;
-    told = turned + 8 * STAGES;
+    told = empty + 8 * STAGES;
     heard = told + 16;
     next = heard + 16;
   }
 };
 
-// A place in the ring of stages.
+// A place in the ring of stages. A warpgroup takes what lies in every SPLIT-th stage, whatever tile it belongs to: who waits for a
+// stage must have seen what was there before, for a barrier tells only whether it is in an even or an odd round, and copies need not
+// arrive in the order in which they were sent.
 struct Ring {
   int stage = 0;
   u32 phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
+  __device__ __forceinline__ int steps_until(int split) const { return (split + SPLIT - stage % SPLIT) % SPLIT; }
+  __device__ __forceinline__ void advance(int steps = 1) {
+    stage += steps;
+    if (stage >= STAGES) {
+      phase ^= stage / STAGES & 1;
+      stage %= STAGES;
     }
   }
 };
@@ -101,7 +108,6 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
 struct Arguments {
   const TensorMap *x, *weights, *h, *kept;
   const unsigned char* blocks[2];  // block scales of both weights, in the order in which they lie
-  float* wide;  // h in float32
   const float *x_scale, *gate_scale, *up_scale;
   float* partials;
   u32* words;
@@ -109,39 +115,57 @@ struct Arguments {
   bool flip, x_scales, w_scales;  // up lies before gate; rows have scales of their own
 };
 
-// Copies: one thread.
+// Copies: one warp, of which a thread commands the copy engine. Block scales go past the engine, which would need a box of 16 bytes a
+// row for them, and K in multiples of 256.
 
-__device__ __forceinline__ void copy_item(const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring) {
+__device__ __forceinline__ void copy_item(const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int lane) {
+  constexpr int CHANNELS = NVFP4 ? STEP / 2 : STEP;  // as the map counts them
   int row, column;
   work.place(item.tile, row, column);
   for (int k = item.first; k < item.last; ++k, ring.advance()) {
     barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
     const u32 bar = room.full + 8 * ring.stage, at = room.stages + ring.stage * STAGE;
-    barrier_expect(bar, STAGE);
-    copy_in_4d(at, a.weights, NVFP4 ? k * (STEP / 2) : k * STEP, 0, 0, column / 8, bar);
+    if (lane == 0) {
+      barrier_expect(bar, STAGE);
+      copy_in_4d(at, a.weights, k * CHANNELS, 0, 0, column / 8, bar);
 #pragma unroll
-    for (int i = 0; i < X_TILES; ++i) copy_in_2d(at + W_BYTES + i * ROWS * 128, a.x, k * STEP + i * (STEP / X_TILES), row, bar);
+      for (int i = 0; i < X_TILES; ++i) copy_in_2d(at + W_BYTES + i * ROWS * 128, a.x, k * STEP + i * (STEP / X_TILES), row, bar);
+    }
+#if NVFP4
+    copy_scales(room.scales + ring.stage * SCALE_BYTES, lane / 8 % 2 ? a.blocks[1] : a.blocks[0], column, k, a.N, a.K, lane);
+    arrive_with_copies(bar);
+#endif
   }
 }
 
-__device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, const Room& room) {
+// The one or the first of each: who finishes the first tile would wait for the memory.
+__device__ __forceinline__ void fetch_scales(const Arguments& a) {
+  prefetch(a.gate_scale);
+  prefetch(a.up_scale);
+  if (a.x_scale) prefetch(a.x_scale);
+}
+
+__device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, const Room& room, int lane) {
   Ring ring;
   if constexpr (TAKEN == 0) {
     for (int unit = work.begin(work.run), end = work.begin(work.run + 1); unit < end;) {
       const Item item = work.at(unit, end);
-      copy_item(a, work, room, item, ring);
+      copy_item(a, work, room, item, ring, lane);
       unit += item.last - item.first;
     }
   } else {
     for (int turn = 0, tile = 0; tile < work.tiles; ++turn) {
       const int slot = turn & 1;
-      tile = atomicAdd(a.words, 1);
       barrier_wait(room.heard + 8 * slot, (turn / 2 & 1) ^ 1);
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(room.next + 4 * slot), "r"(tile) : "memory");
-      barrier_arrive(room.told + 8 * slot);
-      if (tile < work.tiles) copy_item(a, work, room, {tile, 0, work.steps}, ring);
+      if (lane == 0) {
+        tile = atomicAdd(a.words, 1);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(room.next + 4 * slot), "r"(tile) : "memory");
+        barrier_arrive(room.told + 8 * slot);
+      }
+      tile = __shfl_sync(~0u, tile, 0);
+      if (tile < work.tiles) copy_item(a, work, room, {tile, 0, work.steps}, ring, lane);
     }
-    if (atomicAdd(a.words + 1, 1) == work.runs - 1) {  // all others have taken their last
+    if (lane == 0 && atomicAdd(a.words + 1, 1) == work.runs - 1) {  // all others have taken their last
       a.words[0] = 0;
       a.words[1] = 0;
     }
@@ -158,130 +182,78 @@ __device__ __forceinline__ int next_tile(const Room& room, int turn, int lane) {
   return tile;
 }
 
-#if NVFP4
-// Three warps: x of the next steps, whatever tiles they belong to.
-__device__ __forceinline__ void turn_steps(const Room& room, int count, Ring& ring, int warp, int lane) {
-  for (int k = 0; k < count; ++k, ring.advance()) {
-    barrier_wait(room.full + 8 * ring.stage, ring.phase);
-#pragma unroll 2
-    for (int row = warp; row < ROWS; row += 3) turn_row(room.stages + ring.stage * STAGE + W_BYTES, row, lane);
-    fence_to_copies();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(room.turned + 8 * ring.stage);
-  }
-}
-
-__device__ __forceinline__ void turn_all(const Work& work, const Room& room, int warp, int lane) {
-  Ring ring;
-  if constexpr (TAKEN == 0) {
-    turn_steps(room, work.begin(work.run + 1) - work.begin(work.run), ring, warp, lane);
-  } else {
-    for (int turn = 0; next_tile(room, turn, lane) < work.tiles; ++turn) turn_steps(room, work.steps, ring, warp, lane);
-  }
-}
-#endif
-
 __device__ __forceinline__ void zero(float (&d)[HELD]) {
 #pragma unroll
   for (int i = 0; i < HELD; ++i) d[i] = 0.0f;
 }
 
-// Products: warpgroups. ``side``: which 32 columns of the tile; ``split``: which quarters of each step.
+// Products: warpgroups. ``side``: which 32 columns of the tile; ``split``: which of SPLIT that take every SPLIT-th step each.
 
 #if NVFP4
-// Scales of the four blocks of a thread in a step, of one of its rows: 0 behind the last.
-__device__ __forceinline__ u32 scales_of(const unsigned char* row, int step, int K) {
-  const int at = step * (STEP / 16) + threadIdx.x % 4 * 4;
-  return at < K / 16 ? __ldg(reinterpret_cast<const u32*>(row + at)) : 0;
-}
-
 __device__ __forceinline__ void multiply(
     float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int side, int split) {
-  const int lane = threadIdx.x % 32, t = lane % 4, r = side * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  constexpr int AHEAD = 3;  // steps: scales come past the copy engine, for which 16 bytes of a row are presumably as much as 128
-  int row, column;
-  work.place(item.tile, row, column);
-  const int n = min(column + r / 16 * 8 + lane / 4, a.N - 1);
-  const unsigned char* scales[2];
-  u32 coming[AHEAD][2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    scales[i] = a.blocks[i] + (long long)n * (a.K / 16);
-#pragma unroll
-    for (int ahead = 0; ahead < AHEAD; ++ahead) coming[ahead][i] = scales_of(scales[i], item.first + ahead, a.K);
-  }
-  u32 w[2][4][4];  // one set is multiplied while the other is decoded
-  int before = 0;
+  const int lane = threadIdx.x % 32, r = side * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4, count = item.last - item.first;
+  u32 nan[2] = {};
+  const int first = ring.steps_until(split);
+  Ring mine = ring;
+  mine.advance(first);
   zero(d);
-  for (int k = item.first; k < item.last; k += AHEAD) {
+  for (int k = first; k < count; k += SPLIT) {
+    const u32 at = room.stages + mine.stage * STAGE;
+    u32 w[2][4][4];  // one set is multiplied while the other is decoded
+    barrier_wait(room.full + 8 * mine.stage, mine.phase);
+    u32 scales[2][X_TILES];
 #pragma unroll
-    for (int slot = 0; slot < AHEAD; ++slot) {  // a register of its own for each step to come: moving them would wait for the last
-      if (k + slot >= item.last) break;
-      u32 factors[2][PARTS];
+    for (int i = 0; i < 2; ++i) load_scales(scales[i], room.scales + mine.stage * SCALE_BYTES, r + 8 * i);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        block_factors(coming[slot][i] >> (8 * (PARTS * split)), factors[i]);
-        coming[slot][i] = scales_of(scales[i], k + slot + AHEAD, a.K);
-      }
-      barrier_wait(room.full + 8 * ring.stage, ring.phase);
-      barrier_wait(room.turned + 8 * ring.stage, ring.phase);
-      const u32 at = room.stages + ring.stage * STAGE;
-      uint4 codes[2];
+    for (int c = 0; c < X_TILES; ++c) {
+      if (c > 1) product_wait<1>();  // of what read these registers
 #pragma unroll
-      for (int turn = 0; turn < PARTS; ++turn) {
-        const int block = split * PARTS + turn;
-        if (turn % 2 == 0) {
+      for (int i = 0; i < 2; ++i) decode(w[c % 2], i, raw, at, r + 8 * i, c, Factors(scales[i][c], nan[i]), lane);
+      product_fence();
+      const u64 x = matrix_at(at + W_BYTES + c * (ROWS * 128));
 #pragma unroll
-          for (int i = 0; i < 2; ++i) codes[i] = load_shared_words(at + (r + 8 * i) * 128 + ((2 * t + block / 2) ^ (r % 8)) * 16);
-        }
-        product_wait<1>();  // of what read these registers
-        if (turn == 1 && k + slot > item.first && lane == 0) barrier_arrive(room.empty + 8 * before);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const u32 low = turn % 2 ? codes[i].z : codes[i].x, high = turn % 2 ? codes[i].w : codes[i].y, by = factors[i][turn];
-          w[turn % 2][0][i] = decoded<0>(raw, low, by, 4 * lane);
-          w[turn % 2][0][i + 2] = decoded<1>(raw, low, by, 4 * lane);
-          w[turn % 2][1][i] = decoded<2>(raw, low, by, 4 * lane);
-          w[turn % 2][1][i + 2] = decoded<3>(raw, low, by, 4 * lane);
-          w[turn % 2][2][i] = decoded<0>(raw, high, by, 4 * lane);
-          w[turn % 2][2][i + 2] = decoded<1>(raw, high, by, 4 * lane);
-          w[turn % 2][3][i] = decoded<2>(raw, high, by, 4 * lane);
-          w[turn % 2][3][i + 2] = decoded<3>(raw, high, by, 4 * lane);
-        }
-        product_fence();
-        const u64 x = matrix_at(at + W_BYTES + block * (ROWS * 128));
-#pragma unroll
-        for (int part = 0; part < 4; ++part) product(d, w[turn % 2][part], x + 2 * part);
-        product_commit();
-      }
-      before = ring.stage;
-      ring.advance();
+      for (int part = 0; part < 4; ++part) product(d, w[c % 2][part], x + 2 * part);
+      product_commit();
     }
+    product_wait<0>();
+    if (lane == 0) barrier_arrive(room.empty + 8 * mine.stage);
+    mine.advance(SPLIT);
   }
-  product_wait<0>();
-  if (lane == 0) barrier_arrive(room.empty + 8 * before);
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) d[i] = nan_among(nan[i / 2 % 2]) ? __int_as_float(0x7FFFFFFF) : d[i];
+  ring.advance(count);
 }
 #else
 __device__ __forceinline__ void multiply(
     float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int side, int split) {
   const int lane = threadIdx.x % 32, count = item.last - item.first;
-  int before = 0;
+  const int first = ring.steps_until(split);
+  Ring mine = ring;
+  mine.advance(first);
+  int before = -1;
   zero(d);
-  for (int k = 0; k < count; ++k) {
-    barrier_wait(room.full + 8 * ring.stage, ring.phase);
-    const u32 at = room.stages + ring.stage * STAGE;
-    const u64 w = matrix_at(at + side * (W_BYTES / SIDES)) + 2 * PARTS * split, x = matrix_at(at + W_BYTES) + 2 * PARTS * split;
+  for (int k = first; k < count; k += SPLIT) {
+    barrier_wait(room.full + 8 * mine.stage, mine.phase);
+    const u32 at = room.stages + mine.stage * STAGE;
+    const u64 w = matrix_at(at + side * (W_BYTES / SIDES)), x = matrix_at(at + W_BYTES);
     product_fence();
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) product(d, w + 2 * part, x + 2 * part);
+    for (int part = 0; part < 4; ++part) product(d, w + 2 * part, x + 2 * part);
     product_commit();
-    product_wait<1>();
-    if (k > 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
-    before = ring.stage;
-    ring.advance();
+    if constexpr (SPLIT == 1) {  // the next product is under way when this one's stage goes back
+      product_wait<1>();
+      if (before >= 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
+      before = mine.stage;
+    } else {  // another warpgroup's is
+      product_wait<0>();
+      if (lane == 0) barrier_arrive(room.empty + 8 * mine.stage);
+    }
+    mine.advance(SPLIT);
   }
   product_wait<0>();
-  if (lane == 0) barrier_arrive(room.empty + 8 * before);
+  if (before >= 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
+  ring.advance(count);
 }
 #endif
 
@@ -295,15 +267,15 @@ __device__ __forceinline__ void add(float (&d)[HELD], int four, float4 more) {
 // Adds up what warpgroups that share rows have; true for the one that goes on with the sum.
 __device__ __forceinline__ bool gather(float (&d)[HELD], const Room& room, int split) {
   if constexpr (SPLIT > 1) {
-    const u32 mine = room.handed + (threadIdx.x - 128) % FINISHERS * 16;
+    const u32 mine = room.handed + threadIdx.x % FINISHERS * 16;
     constexpr int FOURS = HELD / 4, PLACE = FINISHERS * 16;  // of each thread, four sums
-    named_barrier(TAKEN_OVER, 128 * GROUPS);
+    named_barrier(TAKEN_OVER, MULTIPLIERS);
     if (split > 0) {
 #pragma unroll
       for (int i = 0; i < FOURS; ++i)
         store_shared(mine + ((split - 1) * FOURS + i) * PLACE, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
     }
-    named_barrier(HAND, 128 * GROUPS);
+    named_barrier(HAND, MULTIPLIERS);
     if (split > 0) return false;
 #pragma unroll
     for (int i = 0; i < (SPLIT - 1) * FOURS; ++i) add(d, i % FOURS, load_shared(mine + i * PLACE));
@@ -313,11 +285,11 @@ __device__ __forceinline__ bool gather(float (&d)[HELD], const Room& room, int s
 
 // Leaves the sums of a tile that an earlier run began.
 __device__ __forceinline__ void leave(const float (&d)[HELD], const Arguments& a, const Work& work) {
-  float4* to = reinterpret_cast<float4*>(a.partials + (long long)work.run * (HELD * FINISHERS)) + threadIdx.x - 128;
+  float4* to = reinterpret_cast<float4*>(a.partials + (long long)work.run * (HELD * FINISHERS)) + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < HELD / 4; ++i) __stcg(to + i * FINISHERS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
   named_barrier(ALL, FINISHERS);
-  if (threadIdx.x == 128) {
+  if (threadIdx.x == 0) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(a.words + work.run), "r"(1) : "memory");
   }
 }
@@ -326,13 +298,13 @@ __device__ __forceinline__ void leave(const float (&d)[HELD], const Arguments& a
 __device__ __forceinline__ void collect(float (&d)[HELD], const Arguments& a, const Work& work, int tile) {
   const int end = (tile + 1) * work.steps;
   for (int run = work.run + 1; work.begin(run) < end; ++run) {
-    if (threadIdx.x == 128) {
+    if (threadIdx.x == 0) {
       u32 there = 0;
       while (!there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(a.words + run) : "memory");
       a.words[run] = 0;  // as the next launch must find it
     }
     named_barrier(ALL, FINISHERS);
-    const float4* from = reinterpret_cast<const float4*>(a.partials + (long long)run * (HELD * FINISHERS)) + threadIdx.x - 128;
+    const float4* from = reinterpret_cast<const float4*>(a.partials + (long long)run * (HELD * FINISHERS)) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < HELD / 4; ++i) add(d, i, __ldcg(from + i * FINISHERS));
   }
@@ -342,7 +314,7 @@ __device__ __forceinline__ void collect(float (&d)[HELD], const Arguments& a, co
 template <typename Value>
 __device__ __forceinline__ void send(const TensorMap* map, int matrix, const Room& room, int row, int column, int piece, Value value) {
   const int lane = threadIdx.x % 32;
-  if (threadIdx.x == 128) copies_out_read();  // what was sent before
+  if (threadIdx.x == 0) copies_out_read();  // what was sent before
   named_barrier(ALL, FINISHERS);
   constexpr int AT_ONCE = ROWS % 32 == 0 ? 4 : 1;  // matrices of 8 x 8
 #pragma unroll
@@ -355,7 +327,7 @@ __device__ __forceinline__ void send(const TensorMap* map, int matrix, const Roo
   }
   fence_to_copies();
   named_barrier(ALL, FINISHERS);
-  if (threadIdx.x == 128) {
+  if (threadIdx.x == 0) {
     copy_out_3d(map, room.out, column, matrix, row);
     copies_out_commit();
   }
@@ -367,29 +339,23 @@ __device__ __forceinline__ void finish(
   int row, column;
   work.place(tile, row, column);
   const int lane = threadIdx.x % 32, piece = side * 4 + threadIdx.x / 32 % 4, n = column + piece * 8 + lane / 4;
-  float gate_by = 1.0f, up_by = 1.0f;
+  constexpr float UNIT = NVFP4 ? DECODED_BY : 1.0f;
+  float gate_by = UNIT, up_by = UNIT;
   if (SCALED && n < a.N) {
-    gate_by = a.gate_scale[a.w_scales ? n : 0];
-    up_by = a.up_scale[a.w_scales ? n : 0];
+    gate_by *= a.gate_scale[a.w_scales ? n : 0];
+    up_by *= a.up_scale[a.w_scales ? n : 0];
   }
   // the i-th of ROWS / 4 that the thread has of each product, in pairs of neighbouring rows
   auto row_of = [&](int i) { return row + i / 2 * 8 + lane % 4 * 2 + i % 2; };
   auto by_row = [&](int i) { return SCALED && a.x_scale ? a.x_scale[a.x_scales ? min(row_of(i), a.M - 1) : 0] : 1.0f; };
   auto gate = [&](int i) {
     const float sum = a.flip ? d[i / 2 * 4 + i % 2 + 2] : d[i / 2 * 4 + i % 2];
-    return SCALED ? sum * (gate_by * by_row(i)) : sum;
+    return SCALED || NVFP4 ? sum * (gate_by * by_row(i)) : sum;
   };
   auto up = [&](int i) {
     const float sum = a.flip ? d[i / 2 * 4 + i % 2] : d[i / 2 * 4 + i % 2 + 2];
-    return SCALED ? sum * (up_by * by_row(i)) : sum;
+    return SCALED || NVFP4 ? sum * (up_by * by_row(i)) : sum;
   };
-  if constexpr (RESULT == FLOAT32) {
-#pragma unroll
-    for (int i = 0; i < ROWS / 4; ++i) {
-      if (row_of(i) < a.M && n < a.N) a.wide[(long long)row_of(i) * a.N + n] = gated(gate(i), up(i));
-    }
-    return;
-  }
   send(a.h, 0, room, row, column, piece, [&](int i) { return gated(gate(i), up(i)); });
   if constexpr (KEEP) {
     send(a.kept, 0, room, row, column, piece, gate);
@@ -397,16 +363,16 @@ __device__ __forceinline__ void finish(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights,
           const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap kept, const unsigned char* gate_blocks,
-          const unsigned char* up_blocks, float* wide, const float* x_scale, const float* gate_scale, const float* up_scale,
+          const unsigned char* up_blocks, const float* x_scale, const float* gate_scale, const float* up_scale,
           float* partials, u32* words, int M, int N, int K, int each, int more, int grain, int flip, int x_scales,
           int w_scales) {
-  const Arguments a = {&x, &weights, &h, &kept, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks}, wide,
+  const Arguments a = {&x, &weights, &h, &kept, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks},
                        x_scale, gate_scale, up_scale, partials, words, M, N, K, flip != 0, x_scales != 0, w_scales != 0};
   const Room room((shared_address(raw) + TABLE_BYTES + 1023) & ~1023u);
-  const int warp = threadIdx.x / 32, group = warp / 4, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;  // known to be uniform
   Work work;
   work.steps = (K + STEP - 1) / STEP;
   work.row_tiles = (M + ROWS - 1) / ROWS;
@@ -416,38 +382,40 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
   work.grain = grain;
   work.runs = gridDim.x;
   work.run = gridDim.x - 1 - blockIdx.x;
-  if (warp == 0) {
-    if (lane == 0) {
+  if (lane == 0) {
+    if (warp == 0) {
       fetch_map(a.weights);
       fetch_map(a.x);
     }
-    for (int s = lane; s < STAGES; s += 32) {
-      barrier_init(room.full + 8 * s, 1);
-      barrier_init(room.empty + 8 * s, 4 * GROUPS);
-      barrier_init(room.turned + 8 * s, 3);
+    for (int s = warp; s < STAGES; s += THREADS / 32) {  // 64 clocks each: by all warps
+      barrier_init(room.full + 8 * s, NVFP4 ? 33 : 1);  // the copy engine, and lanes that copy scales
+      barrier_init(room.empty + 8 * s, 4 * SIDES);
     }
-    if (lane < 2) {
-      barrier_init(room.told + 8 * lane, 1);
-      barrier_init(room.heard + 8 * lane, 4 * GROUPS + (NVFP4 ? 3 : 0));
+    if (TAKEN && warp < 2) {
+      barrier_init(room.told + 8 * warp, 1);
+      barrier_init(room.heard + 8 * warp, 4 * GROUPS);
     }
     fence_barriers();
   }
   __syncthreads();
 
-  if (group == 0) {
-    registers_down<COPY_REGISTERS>();
-#if NVFP4
-    if (warp > 0) turn_all(work, room, warp - 1, lane);
-#endif
-    if (threadIdx.x == 0) copy_all(a, work, room);
+  if (group == GROUPS) {
+    wait_for_earlier_launches();
+    let_later_launches_begin();
+    if constexpr (GROUPS < 4) registers_down<COPY_REGISTERS>();
+    if (warp == MULTIPLIERS / 32) {
+      if (SCALED && lane == 1) fetch_scales(a);
+      copy_all(a, work, room, lane);
+    }
     return;
   }
-  registers_up<MULTIPLY_REGISTERS>();
+  if constexpr (GROUPS < 4) registers_up<MULTIPLY_REGISTERS>();
 #if NVFP4
-  fill_table(raw, threadIdx.x - 128, 128 * GROUPS);
-  named_barrier(ALL_GROUPS, 128 * GROUPS);
+  fill_table(raw, threadIdx.x);
+  named_barrier(ALL_GROUPS, MULTIPLIERS);
 #endif
-  const int side = (group - 1) % SIDES, split = (group - 1) / SIDES;
+  wait_for_earlier_launches();
+  const int side = group % SIDES, split = group / SIDES;
   float d[HELD];
   Ring ring;
   if constexpr (TAKEN == 0) {
@@ -469,5 +437,5 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
       if (gather(d, room, split)) finish(d, a, work, room, tile, side);
     }
   }
-  if (threadIdx.x == 128) copies_out_read();  // shared memory must outlive what is sent from it
+  if (threadIdx.x == 0) copies_out_read();  // shared memory must outlive what is sent from it
 }

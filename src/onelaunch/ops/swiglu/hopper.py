@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from onelaunch import nvrtc
-from onelaunch.hardware import is_hopper
+from onelaunch.hardware import is_hopper, processors
 from onelaunch.operation import Build, CudaBuild, Query
 from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
 from onelaunch.ops.swiglu.forward import Matrix, Wanted, compute, launches
@@ -30,11 +30,14 @@ MOST_STEPS = 2**31 - 1
 
 def run_dual_gemm(way: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One launch, as the variant of this name has it."""
-    from onelaunch.ops.swiglu import hopper_launch
+    from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
 
     blocks = None if gate.blocks is None or up.blocks is None else (gate.blocks, up.blocks)
-    tiles, schedule = hopper_launch.configuration(way, x.values.shape[0], nvfp4=blocks is not None)
-    scales = hopper_launch.Scales.of(x.scale, gate.scale, up.scale, x.values.device)
+    (rows, channels), columns, device = x.values.shape, gate.values.shape[0], x.values.device
+    tiles, schedule = hopper_schedule.configuration(
+        way, (rows, columns, channels), x.values.dtype, processors(device), nvfp4=blocks is not None
+    )
+    scales = hopper_launch.Scales.of(x.scale, gate.scale, up.scale, device)
     weights = (gate.values, up.values)
     return hopper_launch.dual_gemm(x.values, weights, blocks, scales, wanted.dtype, schedule, tiles, keep=wanted.keep)
 
@@ -81,8 +84,8 @@ def sixteen_bits_or_fewer(query: Query) -> str | None:
         return "needs at least one element in every dimension"
     if "nvfp4" in query.flags or "swizzled_scales" in query.flags:
         return "takes NVFP4 for weights alone, with plain scales"
-    if "fp8" not in query.flags and query.dtype is torch.float32:
-        return "needs float16 or bfloat16"
+    if query.dtype is torch.float32:
+        return "needs a result in float16 or bfloat16: this chip adds up products of float8 in fewer bits than float32 has"
     wanted = 64 if "nvfp4_weights" in query.flags else 16 if "fp8" in query.flags else 8
     if columns % 8 or inner % wanted:
         return f"needs N in multiples of 8 and K in multiples of {wanted}, which the copy engine can address"
@@ -101,17 +104,22 @@ def few_rows(query: Query) -> str | None:
     return None if query.sizes[0] <= FEW else f"takes at most {FEW} rows of x"
 
 
+WEIGHTS = (4096, 7168)
+PROCESSORS = 132
+"""N and K, and a chip, that builds are made for."""
+
+
 @functools.cache
 def build(
     name: str, way: str, rows: int, element: torch.dtype, result: torch.dtype, *, nvfp4: bool = False, keep: bool = False
 ) -> CudaBuild:
     """The kernel as a call of so many rows launches it."""
-    from onelaunch.ops.swiglu import hopper_launch
+    from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
 
-    tiles, schedule = hopper_launch.configuration(way, rows, nvfp4=nvfp4)
+    tiles, schedule = hopper_schedule.configuration(way, (rows, *WEIGHTS), element, PROCESSORS, nvfp4=nvfp4)
     scaled = nvfp4 or element is torch.float8_e4m3fn
     source = hopper_launch.source(tiles, element, result, schedule, scaled=scaled, keep=keep)
-    return CudaBuild(name, source, tiles.threads, tiles.shared_bytes(result), matrix=True)
+    return CudaBuild(name, source, tiles.threads, tiles.shared_bytes, matrix=True)
 
 
 def builds(way: str, counts: Sequence[int], architecture: str) -> list[Build]:
@@ -120,7 +128,7 @@ def builds(way: str, counts: Sequence[int], architecture: str) -> list[Build]:
         return []
     from onelaunch.ops.swiglu import kernels
 
-    bfloat16, float16, float32, float8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    bfloat16, float16, float8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     found: list[Build] = []
     for rows in counts:
         found += [
@@ -133,7 +141,6 @@ def builds(way: str, counts: Sequence[int], architecture: str) -> list[Build]:
         *found,
         build("products kept", way, most, bfloat16, bfloat16, keep=True),
         build("float16", way, most, float16, float16),
-        build("float8 to float32", way, most, float8, float32),
         build("NVFP4 weights, float16", way, most, float16, float16, nvfp4=True),
         gate_build("gate_backward", kernels.gate_backward_kernel),
     ]

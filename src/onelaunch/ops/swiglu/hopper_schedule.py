@@ -1,0 +1,221 @@
+"""How the work of ``dual_gemm.cu`` is cut: tiles, who works on which of them, and what that is reckoned to take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+from onelaunch.ops.gated_scan.launch import cdiv
+
+Schedule = Literal["runs", "tiles"]
+"""Whether programs take equal runs of all work, or one whole tile after the other."""
+
+ROW_BYTES: Final = 128
+"""Of a tile in shared memory."""
+
+TABLE_BYTES = 256 * 256
+"""Of what the codes in a byte stand for, in shared memory: see nvfp4.cuh."""
+
+SHARED_BYTES = 227 * 1024 - 1024
+"""Of a program, less what the stages' alignment may cost."""
+
+MOST_STAGES = 20
+
+WIDEST = 256
+"""Rows of x in a tile."""
+
+NARROW = 128
+"""The same where a tile holds all rows of x, and few weights."""
+
+WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, WIDEST)
+"""Rows of x in a tile. A kernel is compiled for each that is met."""
+
+READ_BYTES = 4.1e6 / 132
+COPIED_BYTES = 96e3
+FLOPS = 8e8 / 132
+"""In a microsecond by a processor of an H200, all at work: read from memory, brought to shared memory, products of 16-bit
+numbers. Fitted to single runs of the kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A configuration of the kernel.
+
+    Attributes:
+        rows: of x.
+        columns: of h, 32 for each warpgroup.
+        split: warpgroups that share columns and take turns with steps of K.
+        nvfp4: whether weights are codes of NVFP4, decoded on the way.
+        chunks: times 128 bytes of each row of x are a step.
+    """
+
+    rows: int
+    columns: int = 64
+    split: int = 1
+    nvfp4: bool = False
+    chunks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a program: the warpgroups that multiply, and a warp that copies with three that hand over their registers."""
+        groups = self.columns // 32 * self.split
+        return 128 * groups + (32 if groups == 4 else 128)
+
+    @property
+    def weight_bytes(self) -> Literal[32, 64, 128]:
+        """Of a row of weights in a step."""
+        if not self.nvfp4:
+            return ROW_BYTES
+        return 32 if self.chunks == 1 else 64 if self.chunks == 2 else 128
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a step of K: weights, their block scales, and x."""
+        scales = 2 * self.columns * 4 * self.chunks if self.nvfp4 else 0
+        return 2 * self.columns * self.weight_bytes + self.chunks * self.rows * ROW_BYTES + scales
+
+    @property
+    def rest_bytes(self) -> int:
+        """Shared memory beside the stages: the tile of h, sums that warpgroups hand over, barriers, and what codes stand for."""
+        out = cdiv(self.rows * self.columns * 2, 1024) * 1024
+        handed = (self.split - 1) * self.columns * 4 * self.rows // 2 * 4
+        return out + handed + 16 * MOST_STAGES + 64 + (TABLE_BYTES if self.nvfp4 else 0)
+
+    @property
+    def stages(self) -> int:
+        """Steps on their way at once: as many as there is room for, equally many for each warpgroup that takes turns."""
+        return min((SHARED_BYTES - self.rest_bytes) // self.stage_bytes, MOST_STAGES) // self.split * self.split
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a program."""
+        return 1024 + self.stages * self.stage_bytes + self.rest_bytes
+
+    def step(self, element: torch.dtype) -> int:
+        """Channels of a step."""
+        return self.chunks * ROW_BYTES // element.itemsize
+
+    def step_microseconds(self, element: torch.dtype, rows: int) -> float:
+        """What a step takes at least with so many rows of x: reading weights from memory, all that is copied, or products."""
+        read = 2 * self.columns * self.weight_bytes / READ_BYTES / cdiv(rows, self.rows)  # one reads for all that need them
+        products = 2 * 2 * self.columns * self.rows * self.step(element) / (FLOPS * (2 // element.itemsize))
+        return max(read, self.stage_bytes / COPIED_BYTES, products)
+
+    @property
+    def sharing_microseconds(self) -> float:
+        """What it costs that two programs share a tile, by the bytes of its sums.
+
+        Reckoned from single runs of a prototype on an H200: 1 us with 8 rows and 64 columns, 10 with 256 rows.
+        """
+        return 1.2 + self.rows * self.columns / 1860
+
+    def count(self, rows: int, columns: int) -> int:
+        """Tiles of a result."""
+        return cdiv(rows, self.rows) * cdiv(columns, self.columns)
+
+
+ASTRIDE = 2.5
+"""Microseconds that sharing costs more where runs begin anywhere in a tile, reckoned likewise: 2 at M=1, 3 at M=512."""
+
+
+class Cut(NamedTuple):
+    """How the steps of all tiles are handed out."""
+
+    runs: int
+    each: int
+    """Grains of a run; one more in the first ``more`` of them."""
+    more: int
+    grain: int
+    """Steps."""
+    shares: bool
+    """Whether a tile may belong to several runs."""
+    microseconds: float
+    """Of the longest run, and of sharing."""
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_for(tiles: int, steps: int, multiprocessors: int, step: float, sharing: float) -> Cut:
+    """Whole tiles, equal parts of each, or one equal run for every processor: whichever is done first.
+
+    ``step`` and ``sharing`` are microseconds of a :class:`Tiles`.
+    """
+    rounds = cdiv(tiles, multiprocessors)
+    runs = cdiv(tiles, rounds)
+    found = [Cut(runs, *divmod(tiles, runs), steps, shares=False, microseconds=rounds * steps * step)]
+    parts = max((part for part in range(1, max(multiprocessors // tiles, 1) + 1) if steps % part == 0), default=1)
+    if parts > 1:
+        found.append(Cut(tiles * parts, steps // parts, 0, 1, shares=True, microseconds=steps // parts * step + sharing))
+    units = tiles * steps
+    runs = min(multiprocessors, units)
+    found.append(Cut(runs, *divmod(units, runs), 1, shares=True, microseconds=cdiv(units, runs) * step + sharing + ASTRIDE))
+    return min(found, key=lambda cut: cut.microseconds)
+
+
+def cut_of(tiles: Tiles, shape: tuple[int, int, int], element: torch.dtype, multiprocessors: int) -> Cut:
+    """The best cut of a call's work into tiles of this kind; ``shape`` is (M, N, K)."""
+    rows, columns, channels = shape
+    count, steps = tiles.count(rows, columns), cdiv(channels, tiles.step(element))
+    return cut_for(count, steps, multiprocessors, tiles.step_microseconds(element, rows), tiles.sharing_microseconds)
+
+
+def width_for(rows: int, most: int = WIDEST) -> int:
+    """Rows of x in a tile: all of them if a tile may be so wide."""
+    return next((width for width in WIDTHS if rows <= width <= most), most)
+
+
+def chunks_for(channels: int, most: int) -> int:
+    """Of a step beside NVFP4 weights, of which all steps are whole: 64 channels each."""
+    return next(chunks for chunks in (4, 2, 1) if chunks <= most and channels % (64 * chunks) == 0)
+
+
+def narrow_tiles(rows: int, channels: int, *, nvfp4: bool) -> Tiles:
+    """For few rows of x, where the weights' way decides: many small tiles, so that programs need not share one.
+
+    Single runs on an H200, N=4096 K=7168, us: at M=1 31.0 with three warpgroups in turn and 31.5 with two, at M=64 32.9 and 32.5;
+    with NVFP4 at M=1 14.0 with four, 14.5 with three, 15.7 with two. More rows leave no registers for four.
+    """
+    width = width_for(rows, NARROW)
+    if not nvfp4:
+        return Tiles(width, 32, split=3 if width <= 16 else 2)
+    split, most = (4, 4) if width <= 16 else (3, 2) if width <= 32 else (2, 2) if width <= 64 else (2, 1)
+    return Tiles(width, 32, split, nvfp4=True, chunks=chunks_for(channels, most))
+
+
+def wide_tiles(rows: int, channels: int, *, nvfp4: bool) -> Iterator[Tiles]:
+    """For much work, the one that needs the fewest bytes first."""
+    # where codes are decoded once for every tile of rows, there should be few
+    widths = [width_for(rows)] if rows <= 64 else [width_for(rows, most) for most in ((256, 128) if nvfp4 else (256, 128, 64))]
+    for width in dict.fromkeys(widths):
+        chunks = chunks_for(channels, 4 if width <= 32 else 2 if width <= 128 else 1) if nvfp4 else 1
+        yield Tiles(width, 64, nvfp4=nvfp4, chunks=chunks)
+        if width <= 128 and not nvfp4:
+            yield Tiles(width, 96)
+
+
+BETTER = 0.97
+"""Tiles of less reuse must be reckoned to take less than this part of the time."""
+
+
+@functools.lru_cache(maxsize=4096)
+def configuration(
+    variant: str, shape: tuple[int, int, int], element: torch.dtype, multiprocessors: int, *, nvfp4: bool
+) -> tuple[Tiles, Schedule]:
+    """Of the variant of this name, for ``shape`` (M, N, K)."""
+    rows, columns, channels = shape
+    if variant == "small_m":
+        return narrow_tiles(rows, channels, nvfp4=nvfp4), "runs"
+
+    def microseconds(tiles: Tiles) -> float:
+        if variant == "persistent":
+            rounds = cdiv(tiles.count(rows, columns), multiprocessors)
+            return rounds * cdiv(channels, tiles.step(element)) * tiles.step_microseconds(element, rows)
+        return cut_of(tiles, shape, element, multiprocessors).microseconds
+
+    first, *others = wide_tiles(rows, channels, nvfp4=nvfp4)
+    best = min(others, key=microseconds, default=first)
+    chosen = best if microseconds(best) < BETTER * microseconds(first) else first
+    return chosen, "tiles" if variant == "persistent" else "runs"
