@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -381,6 +382,13 @@ NAN_AT = 70
 """The step that holds NaN: in the second chunk of 64."""
 
 
+@functools.cache
+def unspoilt(variant: str, options: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Arguments with states and gradients, and what a variant makes of them: once for all that may be spoilt."""
+    arguments = arguments_of(GLA, initial_state=True, final_state=True, grad=True, **dict(options))
+    return arguments, results(GLA, arguments, variant)
+
+
 def with_nan(arguments: dict[str, Any], name: str, place: tuple[int, ...]) -> dict[str, Any]:
     spoilt = arguments[name].detach().clone()
     spoilt[place] = math.nan
@@ -400,8 +408,7 @@ def assert_clean(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_nan_stays_in_its_head_and_after_the_start_of_its_chunk(variant, argument, options):
     if "value_gate" in options and variant in triton_variants(GLA):
         pytest.skip("kernels take no gate on values, and refuse it: see test_kernels_refuse_what_they_cannot_do")
-    arguments = arguments_of(GLA, B=2, T=150, H=2, initial_state=True, final_state=True, grad=True, **options)
-    clean = results(GLA, arguments, variant)
+    arguments, clean = unspoilt(variant, tuple({"B": 2, "T": 150, "H": 2, **options}.items()))
     found = results(GLA, with_nan(arguments, argument, (1, NAN_AT, 0)), variant)
     steps = [name for name in clean if name not in ("final_state", "grad initial_state")]
     assert_clean(found, clean, lambda name, x: x[0], list(clean))  # the other batch entry
@@ -422,10 +429,7 @@ def test_nan_stays_in_its_sequence(variant, argument):
     lengths, gated = (30, 50, 0, 70), variant not in triton_variants(GLA)
     if argument == "gv" and not gated:
         pytest.skip("kernels take no gate on values, and refuse it: see test_kernels_refuse_what_they_cannot_do")
-    arguments = arguments_of(
-        GLA, B=1, T=150, lengths=lengths, value_gate=gated, initial_state=True, final_state=True, grad=True
-    )  # fmt: skip
-    clean = results(GLA, arguments, variant)
+    arguments, clean = unspoilt(variant, (("B", 1), ("T", 150), ("lengths", lengths), ("value_gate", gated)))
     place = (1,) if argument == "initial_state" else (0, NAN_AT)
     found = results(GLA, with_nan(arguments, argument, place), variant)
     others = torch.tensor([0, 2, 3])
