@@ -187,6 +187,7 @@ def query(M=4, N=64, K=512, dtype=torch.bfloat16, grad=False, flags=()):
         ({"dtype": torch.float32, "flags": ["fp8"]}, "needs a result in float16 or bfloat16"),
         ({"M": 0}, "needs at least one element"),
         ({"M": 2**20, "N": 2**20, "K": 2**10}, "takes at most"),
+        ({"M": 2**31 - 1, "N": 8, "K": 8}, "takes at most"),
     ],
 )
 def test_what_the_kernel_leaves_to_others(given, reason):
@@ -288,6 +289,18 @@ def copied_behind(gate, up):
     return {"w_gate": type(gate)(values[1], gate.scale), "w_up": type(up)(values[0], up.scale)}
 
 
+def shared_by(runs):
+    """A cut of all work into so many runs, which end in the middle of tiles."""
+
+    def cut(tiles, shape, element, _):
+        rows, columns, channels = shape
+        units = tiles.count(rows, columns) * -(-channels // tiles.step(element))
+        count = min(runs, units)
+        return hopper_launch.Cut(count, *divmod(units, count), 1, shares=True, microseconds=0.0)
+
+    return cut
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("runs", [7, 40, 100, 132])
 @pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
@@ -297,13 +310,7 @@ def test_tiles_that_any_runs_share(way, form, runs, device, monkeypatch):
     arguments = made(device, M=40, N=528, K=9 * 1024, format=form)
     expected = swiglu(**arguments, variant="eager").float()
 
-    def forced(tiles, shape, element, _):
-        rows, columns, channels = shape
-        units = tiles.count(rows, columns) * -(-channels // tiles.step(element))
-        count = min(runs, units)
-        return hopper_launch.Cut(count, *divmod(units, count), 1, shares=True, microseconds=0.0)
-
-    monkeypatch.setattr(hopper_launch, "cut_of", forced)
+    monkeypatch.setattr(hopper_launch, "cut_of", shared_by(runs))
     first = swiglu(**arguments, variant=way)
     assert (first.float() - expected).norm() / expected.norm() < 5e-3  # roundings to 16 bits, and what float8 units cut off
     graph = torch.cuda.CUDAGraph()
@@ -315,6 +322,23 @@ def test_tiles_that_any_runs_share(way, form, runs, device, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("form", ["dense", "nvfp4_weights"])
+def test_pytorchs_default_dtype_changes_nothing(form, dtype, device, monkeypatch):
+    """Sums that programs leave for each other are float32, and so is a scale that is not given."""
+    arguments = made(device, M=40, N=528, K=9 * 1024, format=form)
+    if form != "dense":
+        arguments["w_up"] = NVFP4Tensor(arguments["w_up"].codes, arguments["w_up"].scales)
+    monkeypatch.setattr(hopper_launch, "cut_of", shared_by(40))
+    expected = swiglu(**arguments, variant="stream_k")
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(swiglu(**arguments, variant="stream_k"), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.gpu
 @each_variant
 @pytest.mark.parametrize("form", ["dense", "nvfp4_weights"])
 def test_any_strides(form, variant, device):
@@ -323,7 +347,8 @@ def test_any_strides(form, variant, device):
     wider = torch.cat((x, x), 1)[:, : x.shape[1]]
     turned = x.T.contiguous().T
     expected = swiglu(**arguments, variant=variant)
-    assert torch.equal(swiglu(**{**arguments, "x": x[:1].expand(3, -1)[:1]}, variant=variant), expected[:1])
+    one = swiglu(**{**arguments, "x": x[:1].contiguous()}, variant=variant)
+    assert torch.equal(swiglu(**{**arguments, "x": x[:1].expand(3, -1)[:1]}, variant=variant), one)
     for other in (wider, turned):
         assert torch.equal(swiglu(**{**arguments, "x": other}, variant=variant), expected)
 

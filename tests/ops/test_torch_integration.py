@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -233,9 +234,14 @@ def every_other(value):
 STRIDES = [transposed, sliced_out_of_a_projection, every_other]
 
 
-def check_strides(operation, variant, make, names):
+@functools.cache
+def in_plain_strides(operation, variant):
     arguments = small(operation, B=2, grad=True)
-    expected = results(operation, arguments, variant)
+    return arguments, results(operation, arguments, variant)
+
+
+def check_strides(operation, variant, make, names):
+    arguments, expected = in_plain_strides(operation, variant)
     changed = dict(arguments)
     for name in names(arguments):
         changed[name] = with_strides(arguments[name], make)
@@ -268,12 +274,12 @@ def test_expanded_gradients(operation, variant):
     """``sum()`` hands back one element with strides of 0."""
     arguments = small(operation, B=2, grad=True)
     leaves = list(differentiable(arguments).values())
+    found = operation(**arguments, variant=variant)
     for outputs in ([0], [1], [0, 1]):
-        found = operation(**arguments, variant=variant)
-        summed = torch.autograd.grad(total([found[n] for n in outputs]), leaves, allow_unused=True)
-        found = operation(**arguments, variant=variant)
-        ones = [torch.ones_like(found[n]) for n in outputs]
-        expected = torch.autograd.grad([found[n] for n in outputs], leaves, ones, allow_unused=True)
+        chosen = [found[n] for n in outputs]
+        summed = torch.autograd.grad(total(chosen), leaves, allow_unused=True, retain_graph=True)
+        ones = [torch.ones_like(each) for each in chosen]
+        expected = torch.autograd.grad(chosen, leaves, ones, allow_unused=True, retain_graph=True)
         for ours, theirs in zip(summed, expected, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -288,6 +294,24 @@ def test_broadcast_inputs(operation, variant):
     dense = {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     expected = results(operation, dense, variant)
     assert_near(results(operation, arguments, variant), expected, 1e-6)
+
+
+@pytest.mark.parametrize(("operation", "variant"), EVERYWHERE)
+def test_pytorchs_default_dtype_changes_nothing(operation, variant):
+    """What is made inside is made in a dtype of its own."""
+    found = []
+    arguments = small(operation, lengths=(5, 0, 15), grad=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(results(operation, arguments, variant))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for other in found[1:]:
+        assert list(other) == list(found[0])
+        for name, value in other.items():
+            assert value.dtype == found[0][name].dtype, name
+            assert torch.equal(value, found[0][name]), name
 
 
 # Autograd

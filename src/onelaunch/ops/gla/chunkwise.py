@@ -242,7 +242,7 @@ class Packed:
         index = torch.arange(chunks, device=q.device)
         sequence = torch.searchsorted(ends, index, right=True).clamp(max=sequences - 1)
         starts = (index == (ends - counts)[sequence]) & (counts[sequence] > 0)
-        nothing = torch.zeros((), device=q.device)
+        nothing = torch.zeros((), dtype=torch.float32, device=q.device)
         states = (nothing, nothing) if initial is None else (initial[sequence], initial)
         return cls(token, place, starts, (ends - 1).clamp(min=0), counts == 0, chunk, *states)
 
@@ -282,7 +282,7 @@ class _InParts(torch.autograd.Function):
         q, _, v, _, _, _, offsets = inputs
         sequences = q.shape[0] if offsets is None else offsets.shape[0] - 1
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
-        final = torch.empty((sequences, q.shape[2], q.shape[3], v.shape[3]), device=q.device)
+        final = torch.empty((sequences, q.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32, device=q.device)
         for part in _parts(q, v, offsets):
             part.of_steps(o)[...], part.of_states(final)[...] = attend(*part.of_inputs(inputs), scale=scale)
         return o, final

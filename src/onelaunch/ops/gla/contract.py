@@ -101,7 +101,7 @@ def bind(
     if cu_seqlens is not None:
         checks.offsets(cu_seqlens, q.shape[1])
     if g is None:  # one zero for all steps and heads
-        g = torch.zeros((), device=q.device).expand(q.shape[:3])
+        g = torch.zeros((), dtype=torch.float32, device=q.device).expand(q.shape[:3])
     else:
         _at_most_zero(gate, g)
     if gv is not None:

@@ -43,7 +43,7 @@ def run_block_scaled(
     (rows, half), columns = x.shape, gate.shape[0]
     x, gate, up = (each.contiguous() for each in (x, gate, up))
     scales = [each.contiguous() for each in (x_scales, gate_scales, up_scales)]
-    one = torch.ones((), device=x.device)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
     factors = [one if each is None else each for each in (x_global, gate_global, up_global)]
     h = torch.empty((rows, columns), dtype=result, device=x.device)
     grid = (cdiv(rows, TILE["BM"]) * cdiv(columns, TILE["BN"]),)

@@ -400,9 +400,9 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
   __syncthreads();
 
   if (group == GROUPS) {
+    if constexpr (GROUPS < 4) registers_down<COPY_REGISTERS>();  // first: the others wait for them
     wait_for_earlier_launches();
     let_later_launches_begin();
-    if constexpr (GROUPS < 4) registers_down<COPY_REGISTERS>();
     if (warp == MULTIPLIERS / 32) {
       if (SCALED && lane == 1) fetch_scales(a);
       copy_all(a, work, room, lane);

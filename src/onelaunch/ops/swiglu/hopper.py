@@ -27,6 +27,9 @@ FEW = 128
 MOST_STEPS = 2**31 - 1
 """Of all tiles: they are counted in 32 bits."""
 
+MOST_ROWS = MOST_STEPS - 256
+"""Of x, and those of a tile beside them."""
+
 
 def run_dual_gemm(way: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One launch, as the variant of this name has it."""
@@ -89,8 +92,8 @@ def sixteen_bits_or_fewer(query: Query) -> str | None:
     wanted = 64 if "nvfp4_weights" in query.flags else 16 if "fp8" in query.flags else 8
     if columns % 8 or inner % wanted:
         return f"needs N in multiples of 8 and K in multiples of {wanted}, which the copy engine can address"
-    if -(-rows // 8) * -(-columns // 32) * -(-inner // 64) > MOST_STEPS:
-        return f"takes at most {MOST_STEPS} steps of all tiles"
+    if rows > MOST_ROWS or -(-rows // 8) * -(-columns // 32) * -(-inner // 64) > MOST_STEPS:
+        return f"takes at most {MOST_ROWS} rows of x, and {MOST_STEPS} steps of all tiles"
     return None
 
 

@@ -137,7 +137,9 @@ class Scales(NamedTuple):
         """``None`` if there are none."""
         if x is None and gate is None and up is None:
             return None
-        gate, up = (torch.ones((), device=device) if each is None else each.contiguous() for each in (gate, up))
+        gate, up = (
+            torch.ones((), dtype=torch.float32, device=device) if each is None else each.contiguous() for each in (gate, up)
+        )
         return cls(None if x is None else x.contiguous(), gate, up)
 
 
@@ -167,7 +169,8 @@ def dual_gemm(
         cut = cut_of(tiles, (rows, columns, channels), x.dtype, multiprocessors)
     h = torch.empty((rows, columns), dtype=result, device=device)
     both = torch.empty((rows, 2 * columns), dtype=result, device=device) if keep else None
-    partials = torch.empty(cut.runs * tiles.rows * tiles.columns * 2, device=device) if cut.shares else None
+    sums = cut.runs * tiles.rows * tiles.columns * 2 if cut.shares else 0
+    partials = torch.empty(sums, dtype=torch.float32, device=device) if sums else None
     words = counters(device, cdiv(max(cut.runs, 2), 2)) if cut.shares or schedule == "tiles" else None
     groups = tiles.columns // GROUP
     weight_map = tensor_map(
