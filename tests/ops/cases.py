@@ -105,7 +105,7 @@ GLA_SHORT: dict[str, dict[str, Any]] = {
     },
     "packed_one_sequence": {"dtype": "float16", "B": 1, "T": 40, "H": 2, "K": 24, "V": 20, "lengths": (40,), **NO_STATES},
     "packed_many_short": {
-        "dtype": "float16", "B": 1, "T": 36, "H": 2, "K": 24, "V": 16, "decay": "weak", "lengths": (1,) * 16 + (2,) * 10,
+        "dtype": "float16", "B": 1, "T": 70, "H": 2, "K": 24, "V": 16, "decay": "weak", "lengths": (1,) * 30 + (2,) * 20,
         "initial_state": True, "final_state": False,
     },
     "packed_final_state_alone": {
