@@ -19,7 +19,7 @@ from tests.ops.cases import BOTH, assert_ok, judge
 
 pytest.importorskip("triton")
 
-from onelaunch.ops.swiglu import hopper_launch
+from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
 from onelaunch.ops.swiglu.hopper_launch import together
 from onelaunch.ops.swiglu.hopper_schedule import Tiles, configuration, cut_for, cut_of, narrow_tiles, wide_tiles
 
@@ -120,7 +120,7 @@ def test_tiles_fit(rows, nvfp4, channels):
     for tiles in (*wide_tiles(rows, channels, nvfp4=nvfp4), narrow_tiles(rows, channels, nvfp4=nvfp4)):
         assert tiles.rows % 8 == 0
         assert tiles.rows >= min(rows, 64)
-        assert tiles.threads in (384, 512, 544)
+        assert tiles.threads in (384, 512, 640)
         assert tiles.stages >= 2
         assert tiles.stages % tiles.split == 0  # else a barrier's parity could mean another round
         assert tiles.shared_bytes <= LARGEST_SHARED
@@ -319,6 +319,40 @@ def test_tiles_that_any_runs_share(way, form, runs, device, monkeypatch):
     for _ in range(5):
         graph.replay()
         assert all(torch.equal(each, first) for each in (*held, swiglu(**arguments, variant=way)))
+
+
+PAIRS: list[tuple[Tiles, dict[str, Any]]] = [
+    (Tiles(64, 64), {"M": 29, "N": 200, "K": 136}),  # all rows are the first program's
+    (Tiles(64, 64), {"M": 300, "N": 328, "K": 520, "dtype": "float16", "stacked": True}),
+    (Tiles(64, 64, 2), {"M": 61, "N": 136, "K": 1160}),
+    (Tiles(128, 96), {"M": 250, "N": 312, "K": 264}),
+    (Tiles(256, 64), {"M": 384, "N": 64, "K": 128}),
+    (Tiles(16, 64), {"M": 5, "N": 8, "K": 72}),  # one step for each
+    (Tiles(32, 64), {"M": 20, "N": 48, "K": 64}),  # one step: the first program has none
+    (Tiles(64, 64), {"M": 60, "N": 144, "K": 1040, "format": "fp8", "row_scales": True}),
+    (Tiles(64, 64, 1, True, 2), {"M": 50, "N": 200, "K": 1152, "format": "nvfp4_weights", "codes": "full"}),
+    (Tiles(64, 64, 2, True, 2), {"M": 64, "N": 72, "K": 384, "format": "nvfp4_weights", "codes": "full"}),
+    (Tiles(128, 64, 1, True, 1), {"M": 141, "N": 136, "K": 320, "format": "nvfp4_weights", "codes": "full"}),
+    (Tiles(64, 96, 1, True, 2), {"M": 64, "N": 200, "K": 256, "dtype": "float16", "format": "nvfp4_weights"}),
+]
+"""Tiles of which two programs of a cluster have half of the steps each."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tiles", "given"), PAIRS)
+def test_pairs_of_programs(tiles, given, device, monkeypatch):
+    case = SWIGLU.case(name="pairs", **{"dtype": "bfloat16", **given})
+    monkeypatch.setattr(hopper_schedule, "configuration", lambda *_, **__: (tiles, "pairs"))
+    directions = BOTH if "format" not in given else BOTH[:1]
+    assert_ok(judge(SWIGLU, case, variant="stream_k", device=device, directions=directions), SWIGLU, case, "stream_k")
+    arguments = SWIGLU.make_inputs(case, device, 0).arguments
+    expected = swiglu(**arguments, variant="stream_k")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [swiglu(**arguments, variant="stream_k") for _ in range(3)]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(each, expected) for each in held)
 
 
 @pytest.mark.gpu

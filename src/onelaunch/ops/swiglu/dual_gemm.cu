@@ -13,6 +13,8 @@
 //            a tile but does not finish it adds what later runs left in ``partials``, always in the same order. Runs are handed
 //            out from the last to the first: nobody waits for a program that starts later, whatever else the GPU is doing.
 //            TAKEN 1: programs take whole tiles from a counter. Words are zero before and after a launch.
+//            TAKEN 2: two programs of a cluster have half of the steps of a tile each, hand each other the sums of half of its rows
+//            through shared memory, and finish the other half.
 //            Launches overlap: programs set themselves up beside the end of the launch before, and then wait for it.
 // Source     Stream-K: Osama et al., 2023.
 #include "hopper.cuh"
@@ -23,26 +25,27 @@ constexpr int STEP = ELEMENT == E4M3 ? 128 : 64 * X_TILES;  // X_TILES: matrices
 #if NVFP4
 #include "nvfp4.cuh"
 #else
-constexpr int TABLE_BYTES = 0, SCALE_BYTES = 0;
-constexpr float DECODED_BY = 1.0f;
+constexpr int TABLE_BYTES = 0;
 #endif
 
 constexpr int SIDES = COLUMNS / 32, GROUPS = SIDES * SPLIT, FINISHERS = 128 * SIDES;
 constexpr int W_BYTES = 2 * COLUMNS * (NVFP4 ? STEP / 2 : 128), X_BYTES = X_TILES * ROWS * 128, STAGE = W_BYTES + X_BYTES;
 constexpr int OUT_BYTES = (ROWS * COLUMNS * 2 + 1023) / 1024 * 1024;
 constexpr int HELD = ROWS / 2;                                // sums of a thread
+constexpr int FINISHED = TAKEN == 2 ? ROWS / 2 : ROWS;        // rows that a program finishes of a tile
 constexpr int HANDED = (SPLIT - 1) * FINISHERS * HELD * 4;    // bytes
 constexpr int SWATH = 8;                                      // tiles of rows that neighbours share
-// Warpgroups that multiply come first. Four of them leave no registers to hand over, and the thread that copies has a warp alone.
-constexpr int MULTIPLIERS = 128 * GROUPS, THREADS = MULTIPLIERS + (GROUPS == 4 ? 32 : 128);
-constexpr int COPY_REGISTERS = GROUPS == 3 ? 56 : 40, MULTIPLY_REGISTERS = GROUPS == 3 ? 152 : 232;
+// Warpgroups that multiply come first, then a warp that copies, then three that convert scales, if there are any.
+constexpr int MULTIPLIERS = 128 * GROUPS, THREADS = MULTIPLIERS + 128, CONVERTERS = NVFP4 ? 3 : 0;
+constexpr int COPY_REGISTERS = GROUPS > 2 ? 56 : 40, MULTIPLY_REGISTERS = GROUPS == 4 ? 104 : GROUPS == 3 ? 152 : 232;
 enum { ALL = 1, HAND, TAKEN_OVER, ALL_GROUPS };  // named barriers
 static_assert(2 <= GROUPS && GROUPS <= 4, "registers are handed over for these");
 static_assert(STAGES % SPLIT == 0, "see Ring");
-static_assert(TAKEN == 0 || SPLIT == 1, "who adds up what must not depend on which tiles a program takes");
+static_assert(TAKEN != 2 || (FINISHED % 8 == 0 && FINISHERS * HELD * 2 <= STAGES * STAGE), "halves are handed over in eights");
+static_assert(TAKEN != 1 || SPLIT == 1, "who adds up what must not depend on which tiles a program takes");
 static_assert(GROUPS != 3 || ROWS <= 128, "three warpgroups have no registers for more sums");
 
-extern __shared__ char raw[];  // what codes stand for, and behind it the room
+extern __shared__ __align__(128) char raw[];
 
 struct Item { int tile, first, last; };  // steps [first, last) of a tile
 
@@ -54,6 +57,10 @@ struct Work {
     const int tile = unit / steps, first = unit - tile * steps;
     return {tile, first, min(steps, first + end - unit)};
   }
+  __device__ __forceinline__ Item half() const {  // of this program of a pair; there are two steps at least
+    const int middle = steps / 2;
+    return cluster_rank() ? Item{(int)(blockIdx.x / 2), middle, steps} : Item{(int)(blockIdx.x / 2), 0, middle};
+  }
   __device__ __forceinline__ void place(int tile, int& row, int& column) const {
     const int columns = tiles / row_tiles, swath = tile / (SWATH * columns), first = swath * SWATH;
     const int rows = min(SWATH, row_tiles - first), at = tile - first * columns;
@@ -62,17 +69,18 @@ struct Work {
   }
 };
 
-// Where things lie in shared memory: stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter.
+// Where things lie in shared memory: what codes stand for, stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter.
 struct Room {
-  u32 stages, out, scales, handed, full, empty, told, heard, next;
+  u32 table, stages, out, handed, full, empty, converted, told, heard, next;
   __device__ __forceinline__ explicit Room(u32 base) {
-    stages = base;
+    table = base;
+    stages = (base + TABLE_BYTES + 1023) & ~1023u;
     out = stages + STAGES * STAGE;
-    scales = out + OUT_BYTES;
-    handed = scales + STAGES * SCALE_BYTES;
+    handed = out + OUT_BYTES;
     full = handed + HANDED;
     empty = full + 8 * STAGES;
-    told = empty + 8 * STAGES;
+    converted = empty + 8 * STAGES;
+    told = converted + 8 * STAGES;
     heard = told + 16;
     next = heard + 16;
   }
@@ -111,7 +119,7 @@ struct Arguments {
   const float *x_scale, *gate_scale, *up_scale;
   float* partials;
   u32* words;
-  int M, N, K;
+  int M, N, K, x_bytes;  // of x in a step: rows that are not there are not copied
   bool flip, x_scales, w_scales;  // up lies before gate; rows have scales of their own
 };
 
@@ -126,28 +134,23 @@ __device__ __forceinline__ void copy_item(const Arguments& a, const Work& work, 
     barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
     const u32 bar = room.full + 8 * ring.stage, at = room.stages + ring.stage * STAGE;
     if (lane == 0) {
-      barrier_expect(bar, STAGE);
+      barrier_expect(bar, W_BYTES + a.x_bytes);
       copy_in_4d(at, a.weights, k * CHANNELS, 0, 0, column / 8, bar);
 #pragma unroll
       for (int i = 0; i < X_TILES; ++i) copy_in_2d(at + W_BYTES + i * ROWS * 128, a.x, k * STEP + i * (STEP / X_TILES), row, bar);
     }
 #if NVFP4
-    copy_scales(room.scales + ring.stage * SCALE_BYTES, lane / 8 % 2 ? a.blocks[1] : a.blocks[0], column, k, a.N, a.K, lane);
+    copy_scales(room.table, ring.stage, lane / 8 % 2 ? a.blocks[1] : a.blocks[0], column, k, a.N, a.K, lane);
     arrive_with_copies(bar);
 #endif
   }
 }
 
-// The one or the first of each: who finishes the first tile would wait for the memory.
-__device__ __forceinline__ void fetch_scales(const Arguments& a) {
-  prefetch(a.gate_scale);
-  prefetch(a.up_scale);
-  if (a.x_scale) prefetch(a.x_scale);
-}
-
 __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, const Room& room, int lane) {
   Ring ring;
-  if constexpr (TAKEN == 0) {
+  if constexpr (TAKEN == 2) {
+    copy_item(a, work, room, work.half(), ring, lane);
+  } else if constexpr (TAKEN == 0) {
     for (int unit = work.begin(work.run), end = work.begin(work.run + 1); unit < end;) {
       const Item item = work.at(unit, end);
       copy_item(a, work, room, item, ring, lane);
@@ -182,6 +185,29 @@ __device__ __forceinline__ int next_tile(const Room& room, int turn, int lane) {
   return tile;
 }
 
+#if NVFP4
+// Scales of the next steps, whatever tiles they belong to: three warps.
+__device__ __forceinline__ void convert_steps(const Room& room, int count, Ring& ring, int thread) {
+  for (int k = 0; k < count; ++k, ring.advance()) {
+    barrier_wait(room.full + 8 * ring.stage, ring.phase);
+    convert_scales(room.table, ring.stage, thread, 32 * CONVERTERS);
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(room.converted + 8 * ring.stage);
+  }
+}
+
+__device__ __forceinline__ void convert_all(const Work& work, const Room& room, int thread) {
+  Ring ring;
+  if constexpr (TAKEN == 2) {
+    convert_steps(room, work.half().last - work.half().first, ring, thread);
+  } else if constexpr (TAKEN == 0) {
+    convert_steps(room, work.begin(work.run + 1) - work.begin(work.run), ring, thread);
+  } else {
+    for (int turn = 0; next_tile(room, turn, thread % 32) < work.tiles; ++turn) convert_steps(room, work.steps, ring, thread);
+  }
+}
+#endif
+
 __device__ __forceinline__ void zero(float (&d)[HELD]) {
 #pragma unroll
   for (int i = 0; i < HELD; ++i) d[i] = 0.0f;
@@ -193,35 +219,31 @@ __device__ __forceinline__ void zero(float (&d)[HELD]) {
 __device__ __forceinline__ void multiply(
     float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int side, int split) {
   const int lane = threadIdx.x % 32, r = side * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4, count = item.last - item.first;
-  u32 nan[2] = {};
   const int first = ring.steps_until(split);
   Ring mine = ring;
   mine.advance(first);
   zero(d);
   for (int k = first; k < count; k += SPLIT) {
     const u32 at = room.stages + mine.stage * STAGE;
+    const u64 x = matrix_at(at + W_BYTES);
     u32 w[2][4][4];  // one set is multiplied while the other is decoded
     barrier_wait(room.full + 8 * mine.stage, mine.phase);
-    u32 scales[2][X_TILES];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) load_scales(scales[i], room.scales + mine.stage * SCALE_BYTES, r + 8 * i);
+    barrier_wait(room.converted + 8 * mine.stage, mine.phase);
+    const Factors by[2] = {{room.table, mine.stage, r}, {room.table, mine.stage, r + 8}};
 #pragma unroll
     for (int c = 0; c < X_TILES; ++c) {
       if (c > 1) product_wait<1>();  // of what read these registers
 #pragma unroll
-      for (int i = 0; i < 2; ++i) decode(w[c % 2], i, raw, at, r + 8 * i, c, Factors(scales[i][c], nan[i]), lane);
+      for (int i = 0; i < 2; ++i) decode(w[c % 2], i, raw, at, r + 8 * i, c, by[i], lane);
       product_fence();
-      const u64 x = matrix_at(at + W_BYTES + c * (ROWS * 128));
 #pragma unroll
-      for (int part = 0; part < 4; ++part) product(d, w[c % 2][part], x + 2 * part);
+      for (int part = 0; part < 4; ++part) product(d, w[c % 2][part], x + c * (ROWS * 128 / 16) + 2 * part);
       product_commit();
     }
     product_wait<0>();
     if (lane == 0) barrier_arrive(room.empty + 8 * mine.stage);
     mine.advance(SPLIT);
   }
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) d[i] = nan_among(nan[i / 2 % 2]) ? __int_as_float(0x7FFFFFFF) : d[i];
   ring.advance(count);
 }
 #else
@@ -310,15 +332,38 @@ __device__ __forceinline__ void collect(float (&d)[HELD], const Arguments& a, co
   }
 }
 
-// One tile of 16-bit numbers through shared memory to one of the matrices of a map: value(i) is the thread's i-th of ROWS / 4.
+// Hands the sums of the other program's rows to it, and adds what it hands back to those of this one, which then come first.
+__device__ __forceinline__ void exchange(float (&d)[HELD], const Room& room, bool finishes) {
+  constexpr int HALF = HELD / 2;
+  const u32 rank = cluster_rank(), mine = room.stages + threadIdx.x * 16;
+  cluster_meets();  // nobody's stages are in use
+  if (finishes) {
+#pragma unroll
+    for (int i = 0; i < HALF; i += 4) {
+      float out[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[e] = rank ? d[i + e] : d[HALF + i + e];
+      store_remote(mine + i * (FINISHERS * 4), rank ^ 1, out[0], out[1], out[2], out[3]);
+    }
+  }
+  cluster_barrier();
+  if (finishes) {
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) d[i] = rank ? d[HALF + i] : d[i];
+#pragma unroll
+    for (int i = 0; i < HALF / 4; ++i) add(d, i, load_shared(mine + i * (FINISHERS * 16)));
+  }
+}
+
+// One tile of 16-bit numbers through shared memory to one of the matrices of a map: value(i) is the thread's i-th of FINISHED / 4.
 template <typename Value>
 __device__ __forceinline__ void send(const TensorMap* map, int matrix, const Room& room, int row, int column, int piece, Value value) {
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) copies_out_read();  // what was sent before
   named_barrier(ALL, FINISHERS);
-  constexpr int AT_ONCE = ROWS % 32 == 0 ? 4 : 1;  // matrices of 8 x 8
+  constexpr int AT_ONCE = FINISHED % 32 == 0 ? 4 : 1;  // matrices of 8 x 8
 #pragma unroll
-  for (int j = 0; j < ROWS / 8; j += AT_ONCE) {
+  for (int j = 0; j < FINISHED / 8; j += AT_ONCE) {
     u32 v[AT_ONCE];
 #pragma unroll
     for (int q = 0; q < AT_ONCE; ++q) v[q] = pair_of(value(2 * (j + q)), value(2 * (j + q) + 1));
@@ -333,28 +378,38 @@ __device__ __forceinline__ void send(const TensorMap* map, int matrix, const Roo
   }
 }
 
+// Scales that all rows have in common, or 1: read before there is a result to be scaled, which would wait for the memory.
+struct Common {
+  float x = 1.0f, gate = 1.0f, up = 1.0f;
+  __device__ __forceinline__ explicit Common(const Arguments& a) {
+    if (!SCALED) return;
+    if (a.x_scale && !a.x_scales) x = *a.x_scale;
+    if (!a.w_scales) gate = *a.gate_scale, up = *a.up_scale;
+  }
+};
+
 // Scales, gate, and out.
 __device__ __forceinline__ void finish(
-    float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, int tile, int side) {
+    float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, int tile, int side, const Common& common) {
   int row, column;
   work.place(tile, row, column);
+  if constexpr (TAKEN == 2) row += cluster_rank() * FINISHED;
   const int lane = threadIdx.x % 32, piece = side * 4 + threadIdx.x / 32 % 4, n = column + piece * 8 + lane / 4;
-  constexpr float UNIT = NVFP4 ? DECODED_BY : 1.0f;
-  float gate_by = UNIT, up_by = UNIT;
-  if (SCALED && n < a.N) {
-    gate_by *= a.gate_scale[a.w_scales ? n : 0];
-    up_by *= a.up_scale[a.w_scales ? n : 0];
+  float gate_by = common.gate, up_by = common.up;
+  if (SCALED && a.w_scales && n < a.N) {
+    gate_by = a.gate_scale[n];
+    up_by = a.up_scale[n];
   }
-  // the i-th of ROWS / 4 that the thread has of each product, in pairs of neighbouring rows
+  // the i-th of FINISHED / 4 that the thread has of each product, in pairs of neighbouring rows
   auto row_of = [&](int i) { return row + i / 2 * 8 + lane % 4 * 2 + i % 2; };
-  auto by_row = [&](int i) { return SCALED && a.x_scale ? a.x_scale[a.x_scales ? min(row_of(i), a.M - 1) : 0] : 1.0f; };
+  auto by_row = [&](int i) { return SCALED && a.x_scales ? a.x_scale[min(row_of(i), a.M - 1)] : common.x; };
   auto gate = [&](int i) {
     const float sum = a.flip ? d[i / 2 * 4 + i % 2 + 2] : d[i / 2 * 4 + i % 2];
-    return SCALED || NVFP4 ? sum * (gate_by * by_row(i)) : sum;
+    return SCALED ? sum * (gate_by * by_row(i)) : sum;
   };
   auto up = [&](int i) {
     const float sum = a.flip ? d[i / 2 * 4 + i % 2] : d[i / 2 * 4 + i % 2 + 2];
-    return SCALED || NVFP4 ? sum * (up_by * by_row(i)) : sum;
+    return SCALED ? sum * (up_by * by_row(i)) : sum;
   };
   send(a.h, 0, room, row, column, piece, [&](int i) { return gated(gate(i), up(i)); });
   if constexpr (KEEP) {
@@ -370,8 +425,8 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
           float* partials, u32* words, int M, int N, int K, int each, int more, int grain, int flip, int x_scales,
           int w_scales) {
   const Arguments a = {&x, &weights, &h, &kept, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks},
-                       x_scale, gate_scale, up_scale, partials, words, M, N, K, flip != 0, x_scales != 0, w_scales != 0};
-  const Room room((shared_address(raw) + TABLE_BYTES + 1023) & ~1023u);
+                       x_scale, gate_scale, up_scale, partials, words, M, N, K, X_TILES * 128 * min(ROWS, M), flip != 0, x_scales != 0, w_scales != 0};
+  const Room room(shared_address(raw));
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;  // known to be uniform
   Work work;
   work.steps = (K + STEP - 1) / STEP;
@@ -390,35 +445,48 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
     for (int s = warp; s < STAGES; s += THREADS / 32) {  // 64 clocks each: by all warps
       barrier_init(room.full + 8 * s, NVFP4 ? 33 : 1);  // the copy engine, and lanes that copy scales
       barrier_init(room.empty + 8 * s, 4 * SIDES);
+      if (NVFP4) barrier_init(room.converted + 8 * s, CONVERTERS);
     }
     if (TAKEN && warp < 2) {
       barrier_init(room.told + 8 * warp, 1);
-      barrier_init(room.heard + 8 * warp, 4 * GROUPS);
+      barrier_init(room.heard + 8 * warp, 4 * GROUPS + CONVERTERS);
     }
     fence_barriers();
   }
   __syncthreads();
 
   if (group == GROUPS) {
-    if constexpr (GROUPS < 4) registers_down<COPY_REGISTERS>();  // first: the others wait for them
+    registers_down<COPY_REGISTERS>();  // first: the others wait for them
     wait_for_earlier_launches();
     let_later_launches_begin();
-    if (warp == MULTIPLIERS / 32) {
-      if (SCALED && lane == 1) fetch_scales(a);
-      copy_all(a, work, room, lane);
+    if (warp == MULTIPLIERS / 32) copy_all(a, work, room, lane);
+#if NVFP4
+    if (warp > MULTIPLIERS / 32) convert_all(work, room, threadIdx.x - MULTIPLIERS - 32);
+#endif
+    if constexpr (TAKEN == 2) {  // as in exchange
+      __syncwarp();
+      cluster_meets();
+      cluster_barrier();
     }
     return;
   }
-  if constexpr (GROUPS < 4) registers_up<MULTIPLY_REGISTERS>();
+  registers_up<MULTIPLY_REGISTERS>();
 #if NVFP4
   fill_table(raw, threadIdx.x);
   named_barrier(ALL_GROUPS, MULTIPLIERS);
 #endif
   wait_for_earlier_launches();
+  const Common common(a);
   const int side = group % SIDES, split = group / SIDES;
   float d[HELD];
   Ring ring;
-  if constexpr (TAKEN == 0) {
+  if constexpr (TAKEN == 2) {
+    const Item item = work.half();
+    multiply(d, a, work, room, item, ring, side, split);
+    const bool finishes = gather(d, room, split);
+    exchange(d, room, finishes);
+    if (finishes) finish(d, a, work, room, item.tile, side, common);
+  } else if constexpr (TAKEN == 0) {
     for (int unit = work.begin(work.run), end = work.begin(work.run + 1); unit < end;) {
       const Item item = work.at(unit, end);
       unit += item.last - item.first;
@@ -429,12 +497,12 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
         continue;
       }
       if (item.last < work.steps) collect(d, a, work, item.tile);
-      finish(d, a, work, room, item.tile, side);
+      finish(d, a, work, room, item.tile, side, common);
     }
   } else {
     for (int turn = 0, tile; (tile = next_tile(room, turn, lane)) < work.tiles; ++turn) {
       multiply(d, a, work, room, {tile, 0, work.steps}, ring, side, split);
-      if (gather(d, room, split)) finish(d, a, work, room, tile, side);
+      if (gather(d, room, split)) finish(d, a, work, room, tile, side, common);
     }
   }
   if (threadIdx.x == 0) copies_out_read();  // shared memory must outlive what is sent from it

@@ -24,6 +24,8 @@ FARTHEST = 1 << 40
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 RESULTS = {torch.bfloat16: 0, torch.float16: 1}
 
+TAKEN: dict[Schedule, int] = {"runs": 0, "tiles": 1, "pairs": 2}
+
 MAP: nvrtc.Kind = "map"
 POINTER: nvrtc.Kind = "pointer"
 NUMBER: nvrtc.Kind = "i32"
@@ -72,18 +74,18 @@ tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
 def map_of(matrix: torch.Tensor, tiles: Tiles) -> bytes:
     """Of x: tiles of 128 bytes of each of its rows."""
     (rows, channels), size = matrix.shape, matrix.element_size()
-    box = (ROW_BYTES // size, tiles.rows)
+    box = (ROW_BYTES // size, min(tiles.rows, rows))
     return tensor_map(matrix.dtype, matrix.data_ptr(), (channels, rows), (matrix.stride(0) * size,), box)
 
 
-def map_of_result(result: torch.Tensor, matrices: int, tiles: Tiles) -> bytes:
+def map_of_result(result: torch.Tensor, matrices: int, box: tuple[int, int]) -> bytes:
     """Of matrices side by side in ``result [M, matrices N]``: a tile ends where its matrix does."""
     (rows, width), size = result.shape, result.element_size()
     columns = width // matrices
-    swizzle: Literal[0, 128] = 128 if tiles.columns == 64 else 0
+    swizzle: Literal[0, 128] = 128 if box[0] == 64 else 0
     return tensor_map(
         result.dtype, result.data_ptr(), (columns, matrices, rows), (columns * size, width * size),
-        (tiles.columns, 1, tiles.rows), swizzle=swizzle,
+        (box[0], 1, box[1]), swizzle=swizzle,
     )  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def source(
     defines = {
         "ROWS": tiles.rows, "COLUMNS": tiles.columns, "SPLIT": tiles.split, "STAGES": tiles.stages,
         "ELEMENT": ELEMENTS[element], "RESULT": RESULTS[result], "NVFP4": int(tiles.nvfp4), "SCALED": int(scaled),
-        "KEEP": int(keep), "X_TILES": tiles.chunks, "TAKEN": int(schedule == "tiles"),
+        "KEEP": int(keep), "X_TILES": tiles.chunks, "TAKEN": TAKEN[schedule],
     }  # fmt: skip
     return nvrtc.Source("dual_gemm.cu", nvrtc.read(here, "dual_gemm.cu"), "dual_gemm", headers, tuple(defines.items()))
 
@@ -119,8 +121,8 @@ def function(
 ) -> nvrtc.Function:
     """The same, loaded."""
     code = source(tiles, element, result, schedule, scaled=scaled, keep=keep)
-    shared = tiles.shared_bytes
-    return nvrtc.load(code, device, KINDS, threads=tiles.threads, shared_bytes=shared, overlap=True)
+    cluster = 2 if schedule == "pairs" else 1
+    return nvrtc.load(code, device, KINDS, threads=tiles.threads, shared_bytes=tiles.shared_bytes, cluster=cluster, overlap=True)
 
 
 class Scales(NamedTuple):
@@ -165,6 +167,8 @@ def dual_gemm(
     multiprocessors = processors(device)
     if schedule == "tiles":
         cut = Cut(min(tiles.count(rows, columns), multiprocessors), 0, 0, 1, shares=False, microseconds=0.0)
+    elif schedule == "pairs":
+        cut = Cut(2 * tiles.count(rows, columns), 0, 0, 1, shares=False, microseconds=0.0)
     else:
         cut = cut_of(tiles, (rows, columns, channels), x.dtype, multiprocessors)
     h = torch.empty((rows, columns), dtype=result, device=device)
@@ -182,8 +186,9 @@ def dual_gemm(
         swizzle=tiles.weight_bytes,
     )
     x_map = map_of(x, tiles)
-    h_map = map_of_result(h, 1, tiles)
-    kept_map = h_map if both is None else map_of_result(both, 2, tiles)
+    finished = (tiles.columns, tiles.rows // 2 if schedule == "pairs" else tiles.rows)
+    h_map = map_of_result(h, 1, finished)
+    kept_map = h_map if both is None else map_of_result(both, 2, finished)
     launch = function(device, tiles, x.dtype, result, schedule, scaled=scales is not None, keep=keep)
     of_x, of_gate, of_up = scales or (None, None, None)
     per_row = [each is not None and each.numel() > 1 for each in (of_x, of_gate)]

@@ -11,8 +11,8 @@ import torch
 
 from onelaunch.ops.gated_scan.launch import cdiv
 
-Schedule = Literal["runs", "tiles"]
-"""Whether programs take equal runs of all work, or one whole tile after the other."""
+Schedule = Literal["runs", "tiles", "pairs"]
+"""Whether programs take equal runs of all work, one whole tile after the other, or half of a tile's steps beside a neighbour."""
 
 ROW_BYTES: Final = 128
 """Of a tile in shared memory."""
@@ -61,9 +61,8 @@ class Tiles:
 
     @property
     def threads(self) -> int:
-        """Of a program: the warpgroups that multiply, and a warp that copies with three that hand over their registers."""
-        groups = self.columns // 32 * self.split
-        return 128 * groups + (32 if groups == 4 else 128)
+        """Of a program: the warpgroups that multiply, a warp that copies, and three that convert block scales."""
+        return 128 * (1 + self.columns // 32 * self.split)
 
     @property
     def weight_bytes(self) -> Literal[32, 64, 128]:
@@ -74,21 +73,23 @@ class Tiles:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a step of K: weights, their block scales, and x."""
-        scales = 2 * self.columns * 4 * self.chunks if self.nvfp4 else 0
-        return 2 * self.columns * self.weight_bytes + self.chunks * self.rows * ROW_BYTES + scales
+        """Shared memory of a step of K: weights and x. Block scales lie between the rows of the table."""
+        return 2 * self.columns * self.weight_bytes + self.chunks * self.rows * ROW_BYTES
 
     @property
     def rest_bytes(self) -> int:
         """Shared memory beside the stages: the tile of h, sums that warpgroups hand over, barriers, and what codes stand for."""
         out = cdiv(self.rows * self.columns * 2, 1024) * 1024
         handed = (self.split - 1) * self.columns * 4 * self.rows // 2 * 4
-        return out + handed + 16 * MOST_STAGES + 64 + (TABLE_BYTES if self.nvfp4 else 0)
+        return out + handed + 24 * MOST_STAGES + 64 + (TABLE_BYTES if self.nvfp4 else 0)
 
     @property
     def stages(self) -> int:
         """Steps on their way at once: as many as there is room for, equally many for each warpgroup that takes turns."""
-        return min((SHARED_BYTES - self.rest_bytes) // self.stage_bytes, MOST_STAGES) // self.split * self.split
+        most = MOST_STAGES
+        if self.nvfp4:
+            most = TABLE_BYTES // 2 // (3 * 2 * self.columns * 4 * self.chunks)  # scales as they are, and twice as wide
+        return min((SHARED_BYTES - self.rest_bytes) // self.stage_bytes, most, MOST_STAGES) // self.split * self.split
 
     @property
     def shared_bytes(self) -> int:
