@@ -71,7 +71,7 @@ struct Work {
 
 // Where things lie in shared memory: what codes stand for, stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter.
 struct Room {
-  u32 table, stages, out, handed, full, empty, converted, told, heard, next;
+  u32 table, stages, out, handed, full, empty, scaled, converted, told, heard, next;
   __device__ __forceinline__ explicit Room(u32 base) {
     table = base;
     stages = (base + TABLE_BYTES + 1023) & ~1023u;
@@ -79,7 +79,8 @@ struct Room {
     handed = out + OUT_BYTES;
     full = handed + HANDED;
     empty = full + 8 * STAGES;
-    converted = empty + 8 * STAGES;
+    scaled = empty + 8 * STAGES;
+    converted = scaled + 8 * STAGES;
     told = converted + 8 * STAGES;
     heard = told + 16;
     next = heard + 16;
@@ -119,41 +120,67 @@ struct Arguments {
   const float *x_scale, *gate_scale, *up_scale;
   float* partials;
   u32* words;
-  int M, N, K, x_bytes;  // of x in a step: rows that are not there are not copied
-  bool flip, x_scales, w_scales;  // up lies before gate; rows have scales of their own
+  int M, N, K, x_bytes;  // of x in a step: beside plain weights, rows that are not there are not copied
+  bool flip, x_scales, w_scales, early;  // up lies before gate; rows have scales of their own; weights may be read at once
 };
 
 // Copies: one warp, of which a thread commands the copy engine. Block scales go past the engine, which would need a box of 16 bytes a
 // row for them, and K in multiples of 256.
 
-__device__ __forceinline__ void copy_item(const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int lane) {
-  constexpr int CHANNELS = NVFP4 ? STEP / 2 : STEP;  // as the map counts them
-  int row, column;
-  work.place(item.tile, row, column);
-  for (int k = item.first; k < item.last; ++k, ring.advance()) {
-    barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
-    const u32 bar = room.full + 8 * ring.stage, at = room.stages + ring.stage * STAGE;
-    if (lane == 0) {
-      barrier_expect(bar, W_BYTES + a.x_bytes);
-      copy_in_4d(at, a.weights, k * CHANNELS, 0, 0, column / 8, bar);
-#pragma unroll
-      for (int i = 0; i < X_TILES; ++i) copy_in_2d(at + W_BYTES + i * ROWS * 128, a.x, k * STEP + i * (STEP / X_TILES), row, bar);
-    }
+__device__ __forceinline__ void copy_weights(const Arguments& a, const Room& room, int column, int k, int stage, int lane) {
+  const u32 bar = room.full + 8 * stage;
+  if (lane == 0) {
+    barrier_expect(bar, W_BYTES + a.x_bytes);
+    copy_in_4d(room.stages + stage * STAGE, a.weights, k * (NVFP4 ? STEP / 2 : STEP), 0, 0, column / 8, bar);  // as the map counts
+  }
 #if NVFP4
-    copy_scales(room.table, ring.stage, lane / 8 % 2 ? a.blocks[1] : a.blocks[0], column, k, a.N, a.K, lane);
-    arrive_with_copies(bar);
+  copy_scales(room.table, stage, lane / 8 % 2 ? a.blocks[1] : a.blocks[0], column, k, a.N, a.K, lane);
+  arrive_with_copies(room.scaled + 8 * stage);
 #endif
+}
+
+__device__ __forceinline__ void copy_x(const Arguments& a, const Room& room, int row, int k, int stage) {
+  const u32 bar = room.full + 8 * stage, at = room.stages + stage * STAGE + W_BYTES;
+  if (NVFP4)
+    copy_in_3d(at, a.x, 0, row, k * X_TILES, bar);
+  else
+    copy_in_2d(at, a.x, k * STEP, row, bar);
+}
+
+// ``early``: earlier launches have not been waited for yet, but their weights may be read.
+__device__ __forceinline__ void copy_item(
+    const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int lane, bool early = false) {
+  const int steps = item.last - item.first;
+  int row, column, ahead = 0;
+  work.place(item.tile, row, column);
+  if (early) {
+    for (Ring first = ring; ahead < min(steps, STAGES); ++ahead, first.advance())
+      copy_weights(a, room, column, item.first + ahead, first.stage, lane);
+    wait_for_earlier_launches();
+    let_later_launches_begin();
+  }
+  for (int i = 0; i < steps; ++i, ring.advance()) {
+    if (i >= ahead) {
+      barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
+      copy_weights(a, room, column, item.first + i, ring.stage, lane);
+    }
+    if (lane == 0) copy_x(a, room, row, item.first + i, ring.stage);
   }
 }
 
 __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, const Room& room, int lane) {
+  const bool early = TAKEN != 1 && a.early;
+  if (!early) {
+    wait_for_earlier_launches();
+    let_later_launches_begin();
+  }
   Ring ring;
   if constexpr (TAKEN == 2) {
-    copy_item(a, work, room, work.half(), ring, lane);
+    copy_item(a, work, room, work.half(), ring, lane, early);
   } else if constexpr (TAKEN == 0) {
-    for (int unit = work.begin(work.run), end = work.begin(work.run + 1); unit < end;) {
+    for (int first = work.begin(work.run), unit = first, end = work.begin(work.run + 1); unit < end;) {
       const Item item = work.at(unit, end);
-      copy_item(a, work, room, item, ring, lane);
+      copy_item(a, work, room, item, ring, lane, early && unit == first);
       unit += item.last - item.first;
     }
   } else {
@@ -189,7 +216,7 @@ __device__ __forceinline__ int next_tile(const Room& room, int turn, int lane) {
 // Scales of the next steps, whatever tiles they belong to: three warps.
 __device__ __forceinline__ void convert_steps(const Room& room, int count, Ring& ring, int thread) {
   for (int k = 0; k < count; ++k, ring.advance()) {
-    barrier_wait(room.full + 8 * ring.stage, ring.phase);
+    barrier_wait(room.scaled + 8 * ring.stage, ring.phase);
     convert_scales(room.table, ring.stage, thread, 32 * CONVERTERS);
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(room.converted + 8 * ring.stage);
@@ -423,9 +450,10 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
           const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap kept, const unsigned char* gate_blocks,
           const unsigned char* up_blocks, const float* x_scale, const float* gate_scale, const float* up_scale,
           float* partials, u32* words, int M, int N, int K, int each, int more, int grain, int flip, int x_scales,
-          int w_scales) {
+          int w_scales, int early) {
   const Arguments a = {&x, &weights, &h, &kept, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks},
-                       x_scale, gate_scale, up_scale, partials, words, M, N, K, X_TILES * 128 * min(ROWS, M), flip != 0, x_scales != 0, w_scales != 0};
+                       x_scale, gate_scale, up_scale, partials, words, M, N, K, X_TILES * 128 * (NVFP4 ? ROWS : min(ROWS, M)), flip != 0, x_scales != 0, w_scales != 0,
+                       early != 0};
   const Room room(shared_address(raw));
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;  // known to be uniform
   Work work;
@@ -443,9 +471,12 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
       fetch_map(a.x);
     }
     for (int s = warp; s < STAGES; s += THREADS / 32) {  // 64 clocks each: by all warps
-      barrier_init(room.full + 8 * s, NVFP4 ? 33 : 1);  // the copy engine, and lanes that copy scales
+      barrier_init(room.full + 8 * s, 1);
       barrier_init(room.empty + 8 * s, 4 * SIDES);
-      if (NVFP4) barrier_init(room.converted + 8 * s, CONVERTERS);
+      if (NVFP4) {
+        barrier_init(room.scaled + 8 * s, 32);  // by lanes that copy
+        barrier_init(room.converted + 8 * s, CONVERTERS);
+      }
     }
     if (TAKEN && warp < 2) {
       barrier_init(room.told + 8 * warp, 1);
@@ -457,8 +488,6 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
 
   if (group == GROUPS) {
     registers_down<COPY_REGISTERS>();  // first: the others wait for them
-    wait_for_earlier_launches();
-    let_later_launches_begin();
     if (warp == MULTIPLIERS / 32) copy_all(a, work, room, lane);
 #if NVFP4
     if (warp > MULTIPLIERS / 32) convert_all(work, room, threadIdx.x - MULTIPLIERS - 32);

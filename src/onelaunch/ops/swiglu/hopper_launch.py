@@ -29,7 +29,7 @@ TAKEN: dict[Schedule, int] = {"runs": 0, "tiles": 1, "pairs": 2}
 MAP: nvrtc.Kind = "map"
 POINTER: nvrtc.Kind = "pointer"
 NUMBER: nvrtc.Kind = "i32"
-KINDS = (*[MAP] * 4, *[POINTER] * 7, *[NUMBER] * 9)
+KINDS = (*[MAP] * 4, *[POINTER] * 7, *[NUMBER] * 10)
 """Of the kernel's arguments."""
 
 
@@ -72,10 +72,14 @@ tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
 
 
 def map_of(matrix: torch.Tensor, tiles: Tiles) -> bytes:
-    """Of x: tiles of 128 bytes of each of its rows."""
+    """Of x: 128 bytes of each row of a tile, or beside NVFP4 weights so many pieces of 128 bytes, one after the other."""
     (rows, channels), size = matrix.shape, matrix.element_size()
-    box = (ROW_BYTES // size, min(tiles.rows, rows))
-    return tensor_map(matrix.dtype, matrix.data_ptr(), (channels, rows), (matrix.stride(0) * size,), box)
+    width, row = ROW_BYTES // size, matrix.stride(0) * size
+    if tiles.nvfp4:
+        pieces = (width, rows, channels // width)
+        return tensor_map(matrix.dtype, matrix.data_ptr(), pieces, (row, ROW_BYTES), (width, tiles.rows, tiles.chunks))
+    box = (width, min(tiles.rows, rows))
+    return tensor_map(matrix.dtype, matrix.data_ptr(), (channels, rows), (row,), box)
 
 
 def map_of_result(result: torch.Tensor, matrices: int, box: tuple[int, int]) -> bytes:
@@ -155,10 +159,12 @@ def dual_gemm(
     tiles: Tiles,
     *,
     keep: bool = False,
+    early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``h [M, N]`` of ``x [M, K]``, and both products ``[M, 2 N]`` if they are to be kept.
 
     ``weights`` are ``[N, K]`` of the dtype of x, or codes ``[N, K / 2]`` beside ``blocks``, their scales ``[N, K / 16]``.
+    ``early``: nothing that the GPU may still be doing writes them, so that they may be read beside the end of earlier launches.
     """
     x, (rows, channels), columns = addressable(x), x.shape, weights[0].shape[0]
     device = x.device
@@ -194,6 +200,6 @@ def dual_gemm(
     per_row = [each is not None and each.numel() > 1 for each in (of_x, of_gate)]
     launch(
         (cut.runs, 1, 1), x_map, weight_map, h_map, kept_map, gate_blocks, up_blocks, of_x, of_gate, of_up, partials, words,
-        rows, columns, channels, cut.each, cut.more, cut.grain, matrices.flipped, *per_row,
+        rows, columns, channels, cut.each, cut.more, cut.grain, matrices.flipped, *per_row, early,
     )  # fmt: skip
     return h, both

@@ -81,14 +81,14 @@ class Tiles:
         """Shared memory beside the stages: the tile of h, sums that warpgroups hand over, barriers, and what codes stand for."""
         out = cdiv(self.rows * self.columns * 2, 1024) * 1024
         handed = (self.split - 1) * self.columns * 4 * self.rows // 2 * 4
-        return out + handed + 24 * MOST_STAGES + 64 + (TABLE_BYTES if self.nvfp4 else 0)
+        return out + handed + 32 * MOST_STAGES + 64 + (TABLE_BYTES if self.nvfp4 else 0)
 
     @property
     def stages(self) -> int:
         """Steps on their way at once: as many as there is room for, equally many for each warpgroup that takes turns."""
         most = MOST_STAGES
         if self.nvfp4:
-            most = TABLE_BYTES // 2 // (3 * 2 * self.columns * 4 * self.chunks)  # scales as they are, and twice as wide
+            most = TABLE_BYTES // 2 // (2 * 2 * self.columns * 4 * self.chunks)  # room for 16-bit factors between its rows
         return min((SHARED_BYTES - self.rest_bytes) // self.stage_bytes, most, MOST_STAGES) // self.split * self.split
 
     @property

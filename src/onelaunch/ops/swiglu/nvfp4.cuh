@@ -59,23 +59,24 @@ __device__ __forceinline__ u32 looked_up(const char* table, u32 word, u32 bytes,
   return *reinterpret_cast<const u32*>(table + permute(word, bank, bytes));
 }
 
-// Block scales of a step: 4 X_TILES of each row of a tile, as they lie in memory, and as factors of numbers. K is a multiple of STEP.
-constexpr int ROW_SCALES = 4 * X_TILES, SCALE_BYTES = 2 * COLUMNS * ROW_SCALES, FACTOR_BYTES = 2 * SCALE_BYTES;
-static_assert(STAGES * (SCALE_BYTES + FACTOR_BYTES) <= TABLE_BYTES / 2, "they lie between the table's rows");
+// Block scales of a step, as factors of numbers: 4 X_TILES of each row of a tile. K is a multiple of STEP. A row's scales come as they
+// are where its last factors will be. Factors lie by matrices of x: two matrices' of a row side by side, then the next row's.
+constexpr int ROW_SCALES = 4 * X_TILES, FACTOR_BYTES = 2 * 2 * COLUMNS * ROW_SCALES, PIECE = X_TILES == 1 ? 8 : 16;
+static_assert(STAGES * FACTOR_BYTES <= TABLE_BYTES / 2, "they lie between the table's rows");
 
-__device__ __forceinline__ u32 between_rows(u32 offset) { return offset + offset / 128 * 128 + 128; }
-// Of a stage, in the table.
-__device__ __forceinline__ u32 scales_at(int stage, u32 offset) { return between_rows(stage * SCALE_BYTES + offset); }
-__device__ __forceinline__ u32 factors_at(int stage, u32 offset) {
-  return between_rows(STAGES * SCALE_BYTES + stage * FACTOR_BYTES + offset);
+// Those of row r, by one or two matrices of x.
+__device__ __forceinline__ u32 factors_at(u32 table, int stage, int r, int piece) {
+  const u32 offset = stage * FACTOR_BYTES + (piece * 2 * COLUMNS + r) * PIECE;
+  return table + offset + offset / 128 * 128 + 128;
 }
+__device__ __forceinline__ u32 scales_at(u32 table, int stage, int r) { return factors_at(table, stage, r, (X_TILES - 1) / 2); }
 
 // From where they lie: a lane's rows are all of one weight, whose ``blocks`` it brings. 128 bytes go to the L2 cache at once.
 __device__ __forceinline__ void copy_scales(u32 table, int stage, const unsigned char* blocks, int column, int step, int N, int K, int lane) {
 #pragma unroll
   for (int r = 0; r < 2 * COLUMNS; r += 32) {
     const int n = min(column + (r + lane) / 16 * 8 + lane % 8, N - 1);
-    copy_async<ROW_SCALES>(table + scales_at(stage, (r + lane) * ROW_SCALES), blocks + (long long)n * (K / 16) + step * ROW_SCALES);
+    copy_async<ROW_SCALES>(scales_at(table, stage, r + lane), blocks + (long long)n * (K / 16) + step * ROW_SCALES);
   }
 }
 
@@ -97,20 +98,20 @@ __device__ __forceinline__ void convert(u32 four, u32& first, u32& second) {
   second = pairs[1];
 }
 
-// All of a step, by ``threads`` threads. Factors lie by matrices of x: two matrices' of a row side by side, then the next row's.
+// All of a step, by ``threads`` threads: a row each.
 __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread, int threads) {
   for (int r = thread; r < 2 * COLUMNS; r += threads) {
+    u32 words[X_TILES], v[2 * X_TILES];
 #pragma unroll
-    for (int c = 0; c < X_TILES; c += 2) {
-      const u32 from = table + scales_at(stage, r * ROW_SCALES + 4 * c);
-      u32 v[4];
-      convert(load_shared_word(from), v[0], v[1]);
-      if constexpr (X_TILES > 1) {
-        convert(load_shared_word(from + 4), v[2], v[3]);
-        store_shared_words(table + factors_at(stage, (c / 2 * 2 * COLUMNS + r) * 16), v[0], v[1], v[2], v[3]);
-      } else {
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(table + factors_at(stage, r * 8)), "r"(v[0]), "r"(v[1]) : "memory");
-      }
+    for (int i = 0; i < X_TILES; ++i) words[i] = load_shared_word(scales_at(table, stage, r) + 4 * i);
+#pragma unroll
+    for (int i = 0; i < X_TILES; ++i) convert(words[i], v[2 * i], v[2 * i + 1]);
+    if constexpr (X_TILES == 1) {
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(factors_at(table, stage, r, 0)), "r"(v[0]), "r"(v[1]) : "memory");
+    } else {
+#pragma unroll
+      for (int i = 0; i < X_TILES / 2; ++i)
+        store_shared_words(factors_at(table, stage, r, i), v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
     }
   }
 }
@@ -121,11 +122,11 @@ struct Factors {
   __device__ __forceinline__ Factors(u32 table, int stage, int r) {
     if constexpr (X_TILES == 1) {
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(words[0]), "=r"(words[1]) : "r"(table + factors_at(stage, r * 8)) : "memory");
+                   : "=r"(words[0]), "=r"(words[1]) : "r"(factors_at(table, stage, r, 0)) : "memory");
     } else {
 #pragma unroll
       for (int c = 0; c < X_TILES; c += 2) {
-        const uint4 v = load_shared_words(table + factors_at(stage, (c / 2 * 2 * COLUMNS + r) * 16));
+        const uint4 v = load_shared_words(factors_at(table, stage, r, c / 2));
         words[2 * c] = v.x, words[2 * c + 1] = v.y, words[2 * c + 2] = v.z, words[2 * c + 3] = v.w;
       }
     }
