@@ -127,16 +127,10 @@ struct Arguments {
 // Copies: one warp, of which a thread commands the copy engine. Block scales go past the engine, which would need a box of 16 bytes a
 // row for them, and K in multiples of 256.
 
-__device__ __forceinline__ void copy_weights(const Arguments& a, const Room& room, int column, int k, int stage, int lane) {
+__device__ __forceinline__ void copy_weights(const Arguments& a, const Room& room, int column, int k, int stage) {
   const u32 bar = room.full + 8 * stage;
-  if (lane == 0) {
-    barrier_expect(bar, W_BYTES + a.x_bytes);
-    copy_in_4d(room.stages + stage * STAGE, a.weights, k * (NVFP4 ? STEP / 2 : STEP), 0, 0, column / 8, bar);  // as the map counts
-  }
-#if NVFP4
-  copy_scales(room.table, stage, lane / 8 % 2 ? a.blocks[1] : a.blocks[0], column, k, a.N, a.K, lane);
-  arrive_with_copies(room.scaled + 8 * stage);
-#endif
+  barrier_expect(bar, W_BYTES + a.x_bytes);
+  copy_in_4d(room.stages + stage * STAGE, a.weights, k * (NVFP4 ? STEP / 2 : STEP), 0, 0, column / 8, bar);  // as the map counts
 }
 
 __device__ __forceinline__ void copy_x(const Arguments& a, const Room& room, int row, int k, int stage) {
@@ -147,7 +141,7 @@ __device__ __forceinline__ void copy_x(const Arguments& a, const Room& room, int
     copy_in_2d(at, a.x, k * STEP, row, bar);
 }
 
-// ``early``: earlier launches have not been waited for yet, but their weights may be read.
+// ``early``: earlier launches have not been waited for, but weights may be read; block scales are so few that they can come with x.
 __device__ __forceinline__ void copy_item(
     const Arguments& a, const Work& work, const Room& room, Item item, Ring& ring, int lane, bool early = false) {
   const int steps = item.last - item.first;
@@ -155,16 +149,21 @@ __device__ __forceinline__ void copy_item(
   work.place(item.tile, row, column);
   if (early) {
     for (Ring first = ring; ahead < min(steps, STAGES); ++ahead, first.advance())
-      copy_weights(a, room, column, item.first + ahead, first.stage, lane);
+      if (lane == 0) copy_weights(a, room, column, item.first + ahead, first.stage);
     wait_for_earlier_launches();
     let_later_launches_begin();
   }
   for (int i = 0; i < steps; ++i, ring.advance()) {
-    if (i >= ahead) {
-      barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
-      copy_weights(a, room, column, item.first + i, ring.stage, lane);
+    if (i >= ahead) barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
+    if (lane == 0) {
+      if (i >= ahead) copy_weights(a, room, column, item.first + i, ring.stage);
+      copy_x(a, room, row, item.first + i, ring.stage);
     }
-    if (lane == 0) copy_x(a, room, row, item.first + i, ring.stage);
+#if NVFP4
+    const unsigned char* blocks = lane / 8 % 2 ? a.blocks[1] : a.blocks[0];
+    copy_scales(room.table, ring.stage, blocks, column, item.first + i, a.N, a.K, lane);
+    arrive_with_copies(room.scaled + 8 * ring.stage);
+#endif
   }
 }
 
@@ -253,15 +252,20 @@ __device__ __forceinline__ void multiply(
   for (int k = first; k < count; k += SPLIT) {
     const u32 at = room.stages + mine.stage * STAGE;
     const u64 x = matrix_at(at + W_BYTES);
-    u32 w[2][4][4];  // one set is multiplied while the other is decoded
+    u32 w[2][4][4];  // one set is multiplied while the other is made
+    Decoder decoder(raw, at, mine.stage, r, lane);
     barrier_wait(room.full + 8 * mine.stage, mine.phase);
+    decoder.load(0);
     barrier_wait(room.converted + 8 * mine.stage, mine.phase);
-    const Factors by[2] = {{room.table, mine.stage, r}, {room.table, mine.stage, r + 8}};
+    decoder.look_up();
+    if (X_TILES > 1) decoder.load(1);
 #pragma unroll
     for (int c = 0; c < X_TILES; ++c) {
+      decoder.load_factors(room.table, c);
       if (c > 1) product_wait<1>();  // of what read these registers
-#pragma unroll
-      for (int i = 0; i < 2; ++i) decode(w[c % 2], i, raw, at, r + 8 * i, c, by[i], lane);
+      decoder.scale(w[c % 2], c);
+      if (c + 1 < X_TILES) decoder.look_up();
+      if (c + 2 < X_TILES) decoder.load(c + 2);
       product_fence();
 #pragma unroll
       for (int part = 0; part < 4; ++part) product(d, w[c % 2][part], x + c * (ROWS * 128 / 16) + 2 * part);

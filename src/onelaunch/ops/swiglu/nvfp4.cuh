@@ -116,41 +116,68 @@ __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread,
   }
 }
 
-// The factors of one row, by the four blocks of each matrix of x.
-struct Factors {
-  u32 words[2 * X_TILES];
-  __device__ __forceinline__ Factors(u32 table, int stage, int r) {
-    if constexpr (X_TILES == 1) {
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(words[0]), "=r"(words[1]) : "r"(factors_at(table, stage, r, 0)) : "memory");
-    } else {
-#pragma unroll
-      for (int c = 0; c < X_TILES; c += 2) {
-        const uint4 v = load_shared_words(factors_at(table, stage, r, c / 2));
-        words[2 * c] = v.x, words[2 * c + 1] = v.y, words[2 * c + 2] = v.z, words[2 * c + 3] = v.w;
-      }
-    }
-  }
-  __device__ __forceinline__ u32 of(int c, int block) const { return twice(words[2 * c + block / 2], block % 2); }
-};
-
 // 16 bytes of codes of row ``r`` of a step: those of 32 channels.
 __device__ __forceinline__ uint4 load_codes(u32 at, int r, int piece) {
   constexpr int PITCH = 32 * X_TILES, PIECES = 2 * X_TILES;  // swizzled over the row
   return load_shared_words((at + r * PITCH + r / (8 / PIECES) % PIECES * 16) ^ piece * 16);
 }
 
-// What a thread needs of a row for the four products of 64 channels, as their row i of two. Such a product wants channels 2 t and
-// 2 t + 1 of each eight from lane t of four, a byte of each word.
-__device__ __forceinline__ void decode(u32 (&w)[4][4], int i, const char* table, u32 at, int r, int c, const Factors& by, int lane) {
-  const u32 byte = 0x5504 | lane % 4 << 4, bank = 4 * lane;
+// Makes what a thread needs of its rows r and r + 8 for the four products of 64 channels. In three steps, for shared memory is slow to
+// answer: the next 64 channels' are under way meanwhile.
+struct Decoder {
+  const char* table;
+  u32 at;  // of a stage
+  int stage, r;
+  u32 byte, bank;
+  uint4 codes[2][2];  // by row, by half of the channels
+  u32 pairs[2][8];    // by row, by eight channels
+  u32 factors[2][4];  // by row; of two matrices of x, if there are two
+
+  __device__ __forceinline__ Decoder(const char* table, u32 at, int stage, int r, int lane)
+      : table(table), at(at), stage(stage), r(r), byte(0x5504 | lane % 4 << 4), bank(4 * lane) {}
+
+  __device__ __forceinline__ void load(int c) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint4 codes = load_codes(at, r, 2 * c + half);
-    const u32 first = by.of(c, 2 * half), second = by.of(c, 2 * half + 1);
-    w[2 * half][i] = times(looked_up(table, codes.x, byte, bank), first);
-    w[2 * half][i + 2] = times(looked_up(table, codes.y, byte, bank), first);
-    w[2 * half + 1][i] = times(looked_up(table, codes.z, byte, bank), second);
-    w[2 * half + 1][i + 2] = times(looked_up(table, codes.w, byte, bank), second);
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) codes[i][half] = load_codes(at, r + 8 * i, 2 * c + half);
   }
-}
+
+  // A product wants channels 2 t and 2 t + 1 of each eight from lane t of four, a byte of each word.
+  __device__ __forceinline__ void look_up() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 four = codes[i][half];
+        pairs[i][4 * half] = looked_up(table, four.x, byte, bank);
+        pairs[i][4 * half + 1] = looked_up(table, four.y, byte, bank);
+        pairs[i][4 * half + 2] = looked_up(table, four.z, byte, bank);
+        pairs[i][4 * half + 3] = looked_up(table, four.w, byte, bank);
+      }
+  }
+
+  __device__ __forceinline__ void load_factors(u32 table_at, int c) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 from = factors_at(table_at, stage, r + 8 * i, c / 2);
+      if constexpr (X_TILES == 1) {
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(factors[i][0]), "=r"(factors[i][1]) : "r"(from) : "memory");
+      } else if (c % 2 == 0) {
+        const uint4 v = load_shared_words(from);
+        factors[i][0] = v.x, factors[i][1] = v.y, factors[i][2] = v.z, factors[i][3] = v.w;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void scale(u32 (&w)[4][4], int c) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int block = 0; block < 4; ++block) {
+        const u32 by = twice(factors[i][c % 2 * 2 + block / 2], block % 2);
+        w[block][i] = times(pairs[i][2 * block], by);
+        w[block][i + 2] = times(pairs[i][2 * block + 1], by);
+      }
+  }
+};
