@@ -166,3 +166,23 @@ def test_the_query_of_a_case_is_that_of_its_call():
         case = case_of(name)
         given = SWIGLU.make_inputs(case, torch.device("cpu"), 0).arguments
         assert SWIGLU.bind(**given).query() == SWIGLU.query(case, "cpu"), name
+
+
+@pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
+def test_constant_weights_change_no_result(form):
+    case = SWIGLU.case("bfloat16", M=3, N=32, K=64, format=form, constant_weights=True)
+    arguments = SWIGLU.make_inputs(case, torch.device("cpu"), 0).arguments
+    assert arguments.pop("constant_weights") is True
+    assert torch.equal(swiglu(**arguments, constant_weights=True), swiglu(**arguments))
+    assert SWIGLU.bind(**arguments, constant_weights=True).constant_weights
+    assert not SWIGLU.bind(**arguments).constant_weights
+    assert SWIGLU.query(case, "cpu") == SWIGLU.query(SWIGLU.case("bfloat16", M=3, N=32, K=64, format=form), "cpu")
+
+
+def test_names_for_few_bits_hand_on_that_weights_are_constant():
+    x, w_gate, w_up = (torch.randn(rows, 64, dtype=torch.bfloat16) for rows in (3, 32, 32))
+    codes = [quantize_nvfp4(each.float()) for each in (w_gate, w_up)]
+    assert torch.equal(swiglu_nvfp4(x, *codes, constant_weights=True), swiglu_nvfp4(x, *codes))
+    rows, gate, up = (quantize_fp8(each.float()) for each in (torch.randn(16, 64), w_gate, w_up))
+    given = (rows.values, gate.values, up.values, rows.scale, gate.scale, up.scale)
+    assert torch.equal(swiglu_fp8(*given, constant_weights=True), swiglu_fp8(*given))

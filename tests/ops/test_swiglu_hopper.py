@@ -21,7 +21,16 @@ pytest.importorskip("triton")
 
 from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
 from onelaunch.ops.swiglu.hopper_launch import together
-from onelaunch.ops.swiglu.hopper_schedule import Tiles, configuration, cut_for, cut_of, narrow_tiles, wide_tiles
+from onelaunch.ops.swiglu.hopper_schedule import (
+    Tiles,
+    configuration,
+    cut_for,
+    cut_of,
+    narrow_tiles,
+    reads_early,
+    shared_tiles,
+    wide_tiles,
+)
 
 SWIGLU = find_operation("swiglu")
 VARIANTS = ("persistent", "stream_k", "small_m")
@@ -103,7 +112,6 @@ def test_cuts_of_well_known_shapes(tiles, shape, runs, shares):
         ((512, 4096, 7168), 256, 64),  # the most reuse, and one wave
         ((512, 3072, 7168), 128, 96),  # as many programs as the chip has processors
         ((256, 4096, 7168), 128, 64),
-        ((256, 3072, 4096), 64, 96),
         ((8192, 4096, 7168), 256, 64),
     ],
 )
@@ -113,11 +121,63 @@ def test_tiles_of_well_known_shapes(variant, shape, rows, columns):
     assert (tiles.rows, tiles.columns) == (rows, columns)
 
 
+@pytest.mark.parametrize("variant", ["stream_k", "small_m"])
+@pytest.mark.parametrize(
+    ("shape", "nvfp4", "tiles"),
+    [
+        ((128, 4096, 7168), False, Tiles(128, 64)),
+        ((65, 4096, 7168), False, Tiles(128, 64)),
+        ((128, 4096, 7168), True, Tiles(128, 64, 1, nvfp4=True, chunks=2)),
+        ((100, 4096, 320), True, Tiles(128, 64, 1, nvfp4=True, chunks=1)),
+    ],
+)
+def test_two_programs_share_tiles_that_fill_the_chip_so(variant, shape, nvfp4, tiles):
+    assert configuration(variant, shape, torch.bfloat16, 132, nvfp4=nvfp4) == (tiles, "pairs")
+    assert configuration("persistent", shape, torch.bfloat16, 132, nvfp4=nvfp4)[1] == "tiles"
+
+
+@pytest.mark.parametrize(
+    ("shape", "element", "nvfp4", "schedule"),
+    [
+        ((256, 3072, 4096), torch.bfloat16, False, "pairs"),
+        ((256, 4096, 7168), torch.bfloat16, True, "pairs"),
+        ((256, 3072, 4096), torch.float8_e4m3fn, False, "runs"),  # slower
+        ((256, 4096, 7168), torch.bfloat16, False, "runs"),  # more programs than processors
+        ((128, 12288, 4096), torch.bfloat16, False, "runs"),
+        ((128, 1024, 4096), torch.bfloat16, False, "runs"),  # too few
+        ((64, 4096, 7168), torch.bfloat16, False, "runs"),
+        ((257, 3072, 4096), torch.bfloat16, False, "runs"),
+    ],
+)
+def test_who_shares_tiles(shape, element, nvfp4, schedule):
+    assert configuration("stream_k", shape, element, 132, nvfp4=nvfp4)[1] == schedule
+
+
+@pytest.mark.parametrize(
+    ("tiles", "shape", "early"),
+    [
+        (Tiles(8, 32, 3), (1, 4096, 7168), True),
+        (Tiles(64, 32, 2), (64, 12288, 4096), True),
+        (Tiles(128, 32, 2), (65, 4096, 7168), False),
+        (Tiles(8, 32, 4, nvfp4=True, chunks=4), (1, 3072, 1024), True),  # four steps
+        (Tiles(8, 32, 4, nvfp4=True, chunks=4), (1, 3072, 3072), True),  # as many as there are stages
+        (Tiles(8, 32, 4, nvfp4=True, chunks=4), (1, 3072, 3328), False),
+    ],
+)
+def test_when_weights_are_read_early(tiles, shape, early):
+    assert reads_early(tiles, cut_of(tiles, shape, torch.bfloat16, 132), shape[0]) is early
+
+
 @pytest.mark.parametrize("channels", [64, 128, 192, 7168])
 @pytest.mark.parametrize("nvfp4", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 9, 17, 40, 64, 65, 100, 128, 129, 200, 256, 257, 9000])
 def test_tiles_fit(rows, nvfp4, channels):
-    for tiles in (*wide_tiles(rows, channels, nvfp4=nvfp4), narrow_tiles(rows, channels, nvfp4=nvfp4)):
+    shared = shared_tiles(rows, channels, nvfp4=nvfp4)
+    for tiles in (
+        *wide_tiles(rows, channels, nvfp4=nvfp4),
+        narrow_tiles(rows, channels, nvfp4=nvfp4),
+        *([shared] if shared else []),
+    ):
         assert tiles.rows % 8 == 0
         assert tiles.rows >= min(rows, 64)
         assert tiles.threads in (384, 512, 640)
@@ -330,10 +390,10 @@ PAIRS: list[tuple[Tiles, dict[str, Any]]] = [
     (Tiles(16, 64), {"M": 5, "N": 8, "K": 72}),  # one step for each
     (Tiles(32, 64), {"M": 20, "N": 48, "K": 64}),  # one step: the first program has none
     (Tiles(64, 64), {"M": 60, "N": 144, "K": 1040, "format": "fp8", "row_scales": True}),
-    (Tiles(64, 64, 1, True, 2), {"M": 50, "N": 200, "K": 1152, "format": "nvfp4_weights", "codes": "full"}),
-    (Tiles(64, 64, 2, True, 2), {"M": 64, "N": 72, "K": 384, "format": "nvfp4_weights", "codes": "full"}),
-    (Tiles(128, 64, 1, True, 1), {"M": 141, "N": 136, "K": 320, "format": "nvfp4_weights", "codes": "full"}),
-    (Tiles(64, 96, 1, True, 2), {"M": 64, "N": 200, "K": 256, "dtype": "float16", "format": "nvfp4_weights"}),
+    (Tiles(64, 64, 1, nvfp4=True, chunks=2), {"M": 50, "N": 200, "K": 1152, "format": "nvfp4_weights", "codes": "full"}),
+    (Tiles(64, 64, 2, nvfp4=True, chunks=2), {"M": 64, "N": 72, "K": 384, "format": "nvfp4_weights", "codes": "full"}),
+    (Tiles(128, 64, 1, nvfp4=True, chunks=1), {"M": 141, "N": 136, "K": 320, "format": "nvfp4_weights", "codes": "full"}),
+    (Tiles(64, 96, 1, nvfp4=True, chunks=2), {"M": 64, "N": 200, "K": 256, "dtype": "float16", "format": "nvfp4_weights"}),
 ]
 """Tiles of which two programs of a cluster have half of the steps each."""
 
@@ -468,6 +528,36 @@ def test_kept_products(device):
         assert torch.equal(h, swiglu(x, gate, up, variant=variant))
         expected = torch.cat((x @ gate.T, x @ up.T), 1)
         assert torch.allclose(both, expected, rtol=1e-2, atol=1e-2)  # both rounded to bfloat16, sums in another order
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
+@pytest.mark.parametrize("rows", [1, 20, 64, 100])
+def test_constant_weights(rows, form, early, device, monkeypatch):
+    """Read beside the end of earlier launches, whose results are x: where that is thought to pay, and where it is not."""
+    monkeypatch.setattr(hopper_launch, "reads_early", lambda *_: early)
+    arguments = made(device, M=rows, N=1024, K=1024, format=form)
+    expected = {variant: swiglu(**arguments, variant=variant) for variant in ("stream_k", "small_m")}
+    x = arguments["x"]
+    plain = x if isinstance(x, torch.Tensor) else x.values
+    kept, late = plain.clone(), torch.zeros_like(plain)
+    arguments["x"] = late if isinstance(x, torch.Tensor) else type(x)(late, x.scale)
+
+    def again(variant):
+        late.view(torch.uint8).zero_()
+        late.copy_(kept)
+        return [swiglu(**arguments, variant=variant, constant_weights=True) for _ in range(3)]
+
+    for variant, h in expected.items():
+        for _ in range(10):
+            assert all(torch.equal(each, h) for each in again(variant))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = again(variant)
+        for _ in range(10):
+            graph.replay()
+        assert all(torch.equal(each, h) for each in found)
 
 
 @pytest.mark.gpu

@@ -190,7 +190,9 @@ def test_the_operator_keeps_pytorchs_rules(kernel, keep, stacked):
     weights = (given["w_gate"], given.get("w_up"))
     forward = torch.ops.onelaunch.swiglu_forward.default
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    library.opcheck(forward, (given["x"], *weights, *(None,) * 6, torch.float32, False, keep, kernel), test_utils=utilities)
+    library.opcheck(
+        forward, (given["x"], *weights, *(None,) * 6, torch.float32, False, keep, False, kernel), test_utils=utilities
+    )
 
 
 @pytest.mark.interpret

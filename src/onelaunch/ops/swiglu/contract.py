@@ -63,6 +63,7 @@ class SwigluCall(NamedTuple):
     stacked: Operand | None
     """``[2 N, K]`` where the caller keeps both in one, the gate's rows first: the query's flag ``stacked``."""
     key: Query
+    constant_weights: bool = False
 
     def query(self) -> Query:
         return self.key
@@ -100,6 +101,7 @@ def bind(
     w_up: Operand | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    constant_weights: bool = False,
     names: tuple[str, str, str] = NAMES,
 ) -> SwigluCall:
     """The checked call; raises as :func:`swiglu` says. ``names`` are the caller's for the three operands."""
@@ -108,11 +110,11 @@ def bind(
     if isinstance(x, torch.Tensor) and x.dim() > 2:
         x = x.flatten(0, -2)
     if w_up is not None:
-        return SwigluCall(x, w_gate, w_up, None, key)
+        return SwigluCall(x, w_gate, w_up, None, key, constant_weights)
     half = key.sizes[1]
     if isinstance(w_gate, torch.Tensor):
-        return SwigluCall(x, w_gate[:half], w_gate[half:], w_gate, key)
-    return SwigluCall(x, w_gate.rows(0, half), w_gate.rows(half, 2 * half), w_gate, key)
+        return SwigluCall(x, w_gate[:half], w_gate[half:], w_gate, key, constant_weights)
+    return SwigluCall(x, w_gate.rows(0, half), w_gate.rows(half, 2 * half), w_gate, key, constant_weights)
 
 
 @remembered
@@ -207,7 +209,14 @@ def _columns(x: Facts, weights: Sequence[Facts]) -> int:
     dimensions=("M", "N", "K"),
     outputs=("h",),
     bind=bind,
-    options={"format": "dense", "stacked": False, "row_scales": False, "swizzled_scales": False, "codes": "model"},
+    options={
+        "format": "dense",
+        "stacked": False,
+        "row_scales": False,
+        "swizzled_scales": False,
+        "codes": "model",
+        "constant_weights": False,
+    },
     defaults={"cuda": ("eager",), "cpu": ("eager",)},
 )
 def swiglu(
@@ -216,6 +225,7 @@ def swiglu(
     w_up: Operand | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    constant_weights: bool = False,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor:
     """The gated half of a SwiGLU MLP: two matrix products of the same rows, one through SiLU as the other's gate.
@@ -234,6 +244,9 @@ def swiglu(
         w_up: ``[N, K]``, of the kind and dtype of ``w_gate``. Default: the other half of ``w_gate``.
         out_dtype: of the result where ``x`` is quantized: bfloat16 (default for float8), float16 (default for NVFP4), float32.
             Elsewhere it is that of ``x``.
+        constant_weights: the caller's word that nothing which the GPU may still be doing when the call is made writes the
+            weights, as in inference: a launch may then read them beside the end of the one before it. Results are the same; if it
+            is not true, they are undefined.
         variant: a name from ``swiglu.variants``, or ``"auto"`` for the fastest measured one.
 
     Returns:
@@ -247,7 +260,7 @@ def swiglu(
     Source: the write-up "dual GEMM with a SiLU-mul epilogue"; Shazeer, GLU Variants Improve Transformer (2020).
     """
     x, w_gate, w_up = under_autocast(x, w_gate, w_up)
-    return run(x, bind(x, w_gate, w_up, out_dtype=out_dtype), variant)
+    return run(x, bind(x, w_gate, w_up, out_dtype=out_dtype, constant_weights=constant_weights), variant)
 
 
 def under_autocast(x: Operand, w_gate: Operand, w_up: Operand | None) -> tuple[Operand, Operand, Operand | None]:

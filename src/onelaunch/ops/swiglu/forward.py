@@ -71,6 +71,8 @@ class Wanted(NamedTuple):
     """Whether block scales lie in the swizzled order."""
     keep: bool
     """Whether both products are wanted too."""
+    constant_weights: bool
+    """Whether weights may be read beside the end of earlier launches."""
 
 
 Launches: TypeAlias = Callable[[Matrix, Matrix, Matrix, Wanted], tuple[torch.Tensor, Optional]]
@@ -103,6 +105,7 @@ def run_forward(
     dtype: torch.dtype,
     swizzled: bool,
     keep: bool,
+    constant_weights: bool,
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h, and for a backward pass both products ``[M, 2 N]`` (no elements unless ``keep``), by the variant of this name.
@@ -115,13 +118,13 @@ def run_forward(
         gate, up = gate.rows(0, half, swizzled=swizzled), gate.rows(half, 2 * half, swizzled=swizzled)
     else:
         up = Matrix(w_up, up_blocks, up_scale)
-    h, kept = LAUNCHES[variant](rows, *with_scales_alike(gate, up), Wanted(dtype, swizzled, keep))
+    h, kept = LAUNCHES[variant](rows, *with_scales_alike(gate, up), Wanted(dtype, swizzled, keep, constant_weights))
     return h, x.new_empty(0, dtype=dtype) if kept is None else kept
 
 
 def fake_forward(
     x: Any, w_gate: Any, w_up: Any, x_blocks: Any, gate_blocks: Any, up_blocks: Any, x_scale: Any, gate_scale: Any, up_scale: Any,
-    dtype: Any, swizzled: Any, keep: Any, variant: Any,
+    dtype: Any, swizzled: Any, keep: Any, constant_weights: Any, variant: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Room for the results of :func:`run_forward`."""
     columns = w_gate.shape[0] // 2 if w_up is None else w_gate.shape[0]
@@ -149,7 +152,7 @@ def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[Optional, ...]
         dx = torch.addmm(gate @ w_gate, up, w_up) if wants_x else None
         if any(wants_weights):
             dgate, dup = (both.mT @ x).chunk(2)
-    return dx, dgate, dup, *(None,) * 10
+    return dx, dgate, dup, *(None,) * 11
 
 
 forward = Operator("swiglu_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=gate_backward)
@@ -163,7 +166,7 @@ def compute(call: SwigluCall, variant: str) -> Results:
     parts = [_parts(each, swizzled=swizzled) for each in operands] + [(None, None, None)] * (call.stacked is not None)
     tensors = [part for kind in zip(*parts, strict=True) for part in kind]
     grad = call.query().grad
-    return (forward(*tensors, call.dtype, swizzled, grad, variant, grad=grad)[0],)
+    return (forward(*tensors, call.dtype, swizzled, grad, call.constant_weights, variant, grad=grad)[0],)
 
 
 def _parts(operand: Operand, *, swizzled: bool) -> tuple[Optional, Optional, Optional]:

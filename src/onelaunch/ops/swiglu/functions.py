@@ -20,6 +20,7 @@ def swiglu_fp8(
     up_scale: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
+    constant_weights: bool = False,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor:
     """:func:`onelaunch.ops.swiglu` of float8 matrices and their scales.
@@ -34,6 +35,7 @@ def swiglu_fp8(
         gate_scale: float32, of one element or ``[N, 1]``; ``[2 N, 1]`` for stacked weights.
         up_scale: float32, of one element or ``[N, 1]``; needed together with ``w_up``.
         out_dtype: bfloat16, float16 or float32.
+        constant_weights: as in :func:`onelaunch.ops.swiglu`.
         variant: a name from ``swiglu.variants``, or ``"auto"``.
 
     Returns:
@@ -52,11 +54,17 @@ def swiglu_fp8(
         Fp8Tensor.check("w_up", w_up, "up_scale", up_scale)
         up = Fp8Tensor(w_up, up_scale)
     rows = Fp8Tensor(x, x_scale)
-    return run(rows, bind(rows, Fp8Tensor(w_gate, gate_scale), up, out_dtype=out_dtype), variant)
+    call = bind(rows, Fp8Tensor(w_gate, gate_scale), up, out_dtype=out_dtype, constant_weights=constant_weights)
+    return run(rows, call, variant)
 
 
 def swiglu_nvfp4(
-    x: torch.Tensor, w_gate: NVFP4Tensor, w_up: NVFP4Tensor | None = None, *, variant: str = dispatch.AUTO
+    x: torch.Tensor,
+    w_gate: NVFP4Tensor,
+    w_up: NVFP4Tensor | None = None,
+    *,
+    constant_weights: bool = False,
+    variant: str = dispatch.AUTO,
 ) -> torch.Tensor:
     """:func:`onelaunch.ops.swiglu` of 16-bit rows and NVFP4 weights.
 
@@ -64,6 +72,7 @@ def swiglu_nvfp4(
         x: ``[..., K]`` float16 or bfloat16.
         w_gate: ``[N, K]``, or ``[2 N, K]`` without ``w_up``.
         w_up: ``[N, K]``.
+        constant_weights: as in :func:`onelaunch.ops.swiglu`.
         variant: a name from ``swiglu.variants``, or ``"auto"``.
 
     Returns:
@@ -76,7 +85,7 @@ def swiglu_nvfp4(
         if weight is not None and not isinstance(weight, NVFP4Tensor):
             raise ArgumentError(f"{name} is {type(weight).__name__}; it must be an NVFP4Tensor: quantize_nvfp4 makes one.")
     checks.tensor("x", x)
-    return swiglu(x, w_gate, w_up, variant=variant)
+    return swiglu(x, w_gate, w_up, constant_weights=constant_weights, variant=variant)
 
 
 def dual_gemm_nvfp4(

@@ -42,7 +42,10 @@ def run_dual_gemm(way: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted)
     )
     scales = hopper_launch.Scales.of(x.scale, gate.scale, up.scale, device)
     weights = (gate.values, up.values)
-    return hopper_launch.dual_gemm(x.values, weights, blocks, scales, wanted.dtype, schedule, tiles, keep=wanted.keep)
+    return hopper_launch.dual_gemm(
+        x.values, weights, blocks, scales, wanted.dtype, schedule, tiles,
+        keep=wanted.keep, constant_weights=wanted.constant_weights,
+    )  # fmt: skip
 
 
 for name in ("persistent", "stream_k", "small_m"):

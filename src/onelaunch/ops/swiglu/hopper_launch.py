@@ -11,7 +11,7 @@ from onelaunch import nvrtc
 from onelaunch.hardware import processors
 from onelaunch.ops.copy_engine import addressable
 from onelaunch.ops.gated_scan.launch import cdiv
-from onelaunch.ops.swiglu.hopper_schedule import ROW_BYTES, Cut, Schedule, Tiles, cut_of
+from onelaunch.ops.swiglu.hopper_schedule import ROW_BYTES, Cut, Schedule, Tiles, cut_of, reads_early
 from onelaunch.ops.warpgroup_products import product_header
 from onelaunch.ops.workspace import counters
 
@@ -159,24 +159,26 @@ def dual_gemm(
     tiles: Tiles,
     *,
     keep: bool = False,
-    early: bool = False,
+    constant_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``h [M, N]`` of ``x [M, K]``, and both products ``[M, 2 N]`` if they are to be kept.
 
     ``weights`` are ``[N, K]`` of the dtype of x, or codes ``[N, K / 2]`` beside ``blocks``, their scales ``[N, K / 16]``.
-    ``early``: nothing that the GPU may still be doing writes them, so that they may be read beside the end of earlier launches.
+    ``constant_weights``: they may be read beside the end of earlier launches.
     """
     x, (rows, channels), columns = addressable(x), x.shape, weights[0].shape[0]
     device = x.device
     matrices = together(*weights)
     gate_blocks, up_blocks = (None, None) if blocks is None else map(in_words, blocks)
     multiprocessors = processors(device)
+    count, steps = tiles.count(rows, columns), cdiv(channels, tiles.step(x.dtype))
     if schedule == "tiles":
-        cut = Cut(min(tiles.count(rows, columns), multiprocessors), 0, 0, 1, shares=False, microseconds=0.0)
+        cut = Cut(min(count, multiprocessors), 0, 0, steps, shares=False, microseconds=0.0)
     elif schedule == "pairs":
-        cut = Cut(2 * tiles.count(rows, columns), 0, 0, 1, shares=False, microseconds=0.0)
+        cut = Cut(2 * count, cdiv(steps, 2), 0, 1, shares=False, microseconds=0.0)
     else:
         cut = cut_of(tiles, (rows, columns, channels), x.dtype, multiprocessors)
+    early = constant_weights and reads_early(tiles, cut, rows)
     h = torch.empty((rows, columns), dtype=result, device=device)
     both = torch.empty((rows, 2 * columns), dtype=result, device=device) if keep else None
     sums = cut.runs * tiles.rows * tiles.columns * 2 if cut.shares else 0

@@ -24,7 +24,12 @@ def in_full(operand: Operand, dtype: torch.dtype = torch.float64) -> torch.Tenso
 
 @swiglu.oracle
 def reference(
-    x: Operand, w_gate: Operand, w_up: Operand | None = None, *, out_dtype: torch.dtype | None = None
+    x: Operand,
+    w_gate: Operand,
+    w_up: Operand | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    constant_weights: bool = False,
 ) -> tuple[torch.Tensor]:
     """Two products and a gate, in float64 for float64 tensors; ``out_dtype`` is what variants round to."""
     rows = in_full(x)
@@ -59,6 +64,8 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
     differentiable = tuple(arguments) if form == "dense" else ()
     if form in ("fp8", "nvfp4"):
         arguments["out_dtype"] = case.dtype
+    if swiglu.option(case, "constant_weights"):
+        arguments["constant_weights"] = True
     return Reading(arguments, differentiable)
 
 
@@ -116,7 +123,14 @@ def _wide_cost(case: Case) -> Cost:
     return Cost(4 * rows * columns * inner, moved, 1)
 
 
-def _both(x: Operand, w_gate: Operand, w_up: Operand | None = None, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def _both(
+    x: Operand,
+    w_gate: Operand,
+    w_up: Operand | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    constant_weights: bool = False,
+) -> torch.Tensor:
     """Both products side by side: in the dtype of plain rows or of scales, then in ``out_dtype`` unless that is float64."""
     if isinstance(x, NVFP4Tensor):
         raise ArgumentError(NO_CODES.format(name="x"))
