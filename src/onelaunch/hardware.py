@@ -51,7 +51,7 @@ class Ceilings:
     copy_bytes_per_second: float
     """Bytes read plus bytes written by a large copy."""
     matrix_flops_per_second: dict[str, float]
-    """Per dtype, of a large square product of random matrices through PyTorch."""
+    """Per dtype, of a large square product of random matrices through PyTorch; of float8 where the device has units for it."""
     launch_seconds: float
     """An empty kernel: as a node of a CUDA graph on a GPU, a one-element addition on a CPU."""
     measured_at: str
@@ -141,6 +141,11 @@ def measure(device: str) -> Ceilings:
         a = torch.randn(side, side, device=device, dtype=dtype)
         b = torch.randn(side, side, device=device, dtype=dtype)
         rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / _seconds(device, lambda a=a, b=b: a @ b)
+    if not cpu and (compute_capability(torch.device(device)) or 0) >= 9:  # PyTorch's, of matrices of rows and of columns
+        a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=device)
+        product = functools.partial(torch._scaled_mm, a, b.T, one, one, out_dtype=torch.bfloat16)  # noqa: SLF001 - no other name
+        rates["float8_e4m3fn"] = 2 * side**3 / _seconds(device, product)
     if cpu:  # 16-bit products run at most at the float32 rate there
         rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -136,10 +136,12 @@ class Cost:
     """Fewest bytes to and from memory: every launch reads its inputs once and writes its outputs once."""
     launches: int | None = None
     """Kernels in the default path; ``None`` when a compiler decides."""
+    matrix_dtype: str | None = None
+    """Of the matrix products' operands, where it is not the case's: its rate is the ceiling of ``flops``."""
 
     def __add__(self, other: Cost) -> Cost:
         launches = None if self.launches is None or other.launches is None else self.launches + other.launches
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, launches)
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, launches, self.matrix_dtype)
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,8 @@ class Operation(Generic[P, R]):
         """Decorator: register a function from the checked call to the tuple of results as a variant.
 
         Common tags: ``launches`` (int), ``fuses`` (tuple of step names), ``gemm`` (``cublas``, ``triton``...),
-        ``backward`` (bool, default True), ``requires`` (a package that must be installed).
+        ``backward`` (bool, default True), ``requires`` (a package that must be installed), ``maker`` (whose code it is, where
+        it is not ours: ``pytorch``, ``liger``...).
         """
 
         def register_variant(run: Callable[..., Any]) -> Variant:

@@ -27,6 +27,7 @@ from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.criteria import STATUS_WORDS, candidate, microseconds, noise_at
+from onelaunch.workbench.plan import matrix_dtype
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
 from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape
 
@@ -105,7 +106,7 @@ def bottleneck(result: Result, cell: Cell) -> str:
         return "nothing is known of its time"
     shape = result.study.shape(cell.shape)
     counted = cell.traffic is not None and cell.traffic.source == "ncu"
-    rate = result.ceilings.matrix_flops_per_second.get(shape.dtype)
+    rate = result.ceilings.matrix_flops_per_second.get(matrix_dtype(result.study, shape))
     needs = {
         "memory traffic": 1e6 * _bytes(cell, counted=counted) / result.ceilings.copy_bytes_per_second,
         "matrix products": 1e6 * plan.flops / rate if rate else 0.0,

@@ -81,10 +81,18 @@ def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> Stud
 
 
 def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
-    """The time that the fewest bytes or the matrix products need at the device's measured rates, whichever is longer."""
+    """The time that the fewest bytes or the matrix products need at the device's measured rates, whichever is longer.
+
+    Products at a rate that was not measured count for nothing.
+    """
     by_bytes = least.bytes / rates.copy_bytes_per_second
-    by_flops = least.flops / rates.matrix_flops_per_second.get(dtype, math.inf)
+    by_flops = least.flops / rates.matrix_flops_per_second.get(least.matrix_dtype or dtype, math.inf)
     return 1e6 * max(by_bytes, by_flops)
+
+
+def matrix_dtype(study: Study, shape: Shape) -> str:
+    """Of the operands of a shape's matrix products."""
+    return _least(study, shape, "forward").matrix_dtype or shape.dtype
 
 
 def infeasibility(study: Study, criterion: Criterion) -> str | None:

@@ -8,6 +8,9 @@ from onelaunch.ops.gated_scan.cost import launch_count
 from onelaunch.ops.swiglu.contract import swiglu
 from onelaunch.ops.swiglu.reference import format_of
 
+UNITS = {"fp8": "float8_e4m3fn", "nvfp4": "float4_e2m1fn_x2"}
+"""The dtypes whose units could multiply quantized operands, by format; elsewhere it is that of the case."""
+
 PRODUCTS = {"forward": 1, "forward_backward": 3}
 """Pairs of matrix products of equal size: x W^T; backward also d W and d^T x."""
 
@@ -47,4 +50,4 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         if variant is not None:
             moved += (2 - len(handed)) * result  # kept products that the forward pass alone would not write
             moved += 2 * result + 2 * result + 2 * 2 * result  # those in; their gradients out, and in for each product
-    return Cost(PRODUCTS[direction] * 4 * rows * columns * inner, moved, launch_count(variant, direction))
+    return Cost(PRODUCTS[direction] * 4 * rows * columns * inner, moved, launch_count(variant, direction), UNITS.get(form))

@@ -17,7 +17,7 @@ EIGHTS = 8
 """What both ask of N and K in 16 bits, for the copy engine."""
 
 
-@swiglu.variant("liger", launches=None, fuses=(), hands=("gate", "up"), gemm="cublas", requires="liger_kernel")
+@swiglu.variant("liger", launches=None, fuses=(), hands=("gate", "up"), gemm="cublas", maker="liger", requires="liger_kernel")
 def liger(call: SwigluCall) -> Results:
     """Two products by PyTorch and Liger's SiLU-and-multiply, as in its ``LigerSwiGLUMLP``."""
     from liger_kernel.ops import LigerSiLUMulFunction  # pyrefly: ignore[missing-import]
@@ -28,7 +28,7 @@ def liger(call: SwigluCall) -> Results:
     return (LigerSiLUMulFunction.apply(F.linear(call.x, call.w_gate), F.linear(call.x, call.w_up)),)
 
 
-@swiglu.variant("liger_fused", launches=None, fuses=("products", "gate"), gemm="triton", requires="liger_kernel")
+@swiglu.variant("liger_fused", launches=None, fuses=("products", "gate"), gemm="triton", maker="liger", requires="liger_kernel")
 def liger_fused(call: SwigluCall) -> Results:
     """The first kernel of Liger's ``LigerMLP``, as it runs without gradients."""
     from liger_kernel.ops.mlp import gemm_swiglu  # pyrefly: ignore[missing-import]
@@ -38,7 +38,7 @@ def liger_fused(call: SwigluCall) -> Results:
     return (h[0],)
 
 
-@swiglu.variant("quack", launches=None, fuses=("products", "gate"), gemm="cutlass", requires="quack")
+@swiglu.variant("quack", launches=None, fuses=("products", "gate"), gemm="cutlass", maker="quack", requires="quack")
 def quack(call: SwigluCall) -> Results:
     """quack's ``gemm_gated`` with stacked weights, as it tunes itself."""
     from quack.gemm_interface import gemm_gated  # pyrefly: ignore[missing-import]

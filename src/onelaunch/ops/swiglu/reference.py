@@ -120,7 +120,7 @@ def _wide_cost(case: Case) -> Cost:
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
     operand = 1 if format_of(case) == "fp8" else case.dtype.itemsize
     moved = (rows + 2 * columns) * inner * operand + 2 * rows * columns * case.dtype.itemsize
-    return Cost(4 * rows * columns * inner, moved, 1)
+    return Cost(4 * rows * columns * inner, moved, 1, "float8_e4m3fn" if operand == 1 else None)
 
 
 def _both(

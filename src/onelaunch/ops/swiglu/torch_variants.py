@@ -39,13 +39,13 @@ def product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
     return found if dtype is torch.float16 else found.to(dtype)
 
 
-@swiglu.variant("eager", launches=None, fuses=(), hands=("gate", "up"), yardstick=True)
+@swiglu.variant("eager", launches=None, fuses=(), hands=("gate", "up"), maker="pytorch", yardstick=True)
 def eager(call: SwigluCall) -> Results:
     """Two products, SiLU and a product of elements, one after another: what the other variants are measured against."""
     return _gated(call.x, call.w_gate, call.w_up, call.dtype)
 
 
-@swiglu.variant("compiled", launches=None, fuses=("gate",), hands=("gate", "up"))
+@swiglu.variant("compiled", launches=None, fuses=("gate",), hands=("gate", "up"), maker="pytorch")
 def compiled(call: SwigluCall) -> Results:
     """torch.compile of the same."""
     return compile_static(_gated)(call.x, call.w_gate, call.w_up, call.dtype)
