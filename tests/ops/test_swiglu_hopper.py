@@ -264,6 +264,25 @@ def test_many_rows_are_not_for_small_m():
     assert "takes at most 128 rows" in str(hopper.few_rows(query(M=129)))
 
 
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        ({"M": 1}, "small_m"),
+        ({"M": 128, "flags": ["nvfp4_weights"]}, "small_m"),
+        ({"M": 129}, "stream_k"),
+        ({"M": 513, "grad": True}, "persistent"),
+        ({"M": 64, "flags": ["fp8"]}, "small_m"),
+    ],
+)
+def test_the_first_choice_where_nothing_was_measured(given, first):
+    assert SWIGLU.preference(query(**given))[0] == first
+
+
+def test_float8_elsewhere_takes_units_for_it_before_plain_pytorch():
+    order = SWIGLU.preference(query(flags=["fp8"]))
+    assert order.index("wide") < order.index("three_node") < order.index("eager")
+
+
 @each_variant
 def test_elsewhere_than_on_hopper(variant):
     case = SWIGLU.case("bfloat16", M=4, N=64, K=64)

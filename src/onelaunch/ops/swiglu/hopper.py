@@ -110,6 +110,21 @@ def few_rows(query: Query) -> str | None:
     return None if query.sizes[0] <= FEW else f"takes at most {FEW} rows of x"
 
 
+MANY = 512
+"""Rows of x from which programs have several tiles each, of models' layers: taking whole ones is faster then."""
+
+
+@swiglu.prefers
+def by_rows(query: Query) -> tuple[str, ...]:
+    """Where Hopper's kernel can run, it is the fastest at every shape of a run of the study (docs/notebook/swiglu.md).
+
+    Float8 elsewhere by PyTorch's units for it, which its plain form does not use.
+    """
+    rows = query.sizes[0]
+    ours = ("small_m", "stream_k") if rows <= FEW else ("stream_k", "persistent") if rows <= MANY else ("persistent",)
+    return (*ours, "wide", "three_node") if "fp8" in query.flags else ours
+
+
 WEIGHTS = (4096, 7168)
 PROCESSORS = 132
 """N and K, and a chip, that builds are made for."""
