@@ -16,6 +16,7 @@
 //            TAKEN 2: two programs of a cluster have half of the steps of a tile each, hand each other the sums of half of its rows
 //            through shared memory, and finish the other half.
 //            Launches overlap: programs set themselves up beside the end of the launch before, and then wait for it.
+// Elsewhere  what a program has to do, and where things lie: work.cuh. How sums come together: sums.cuh. The end of a tile: results.cuh.
 // Source     Stream-K: Osama et al., 2023.
 #include "hopper.cuh"
 #include "products.cuh"
@@ -47,82 +48,9 @@ static_assert(GROUPS != 3 || ROWS <= 128, "three warpgroups have no registers fo
 
 extern __shared__ __align__(128) char raw[];
 
-struct Item { int tile, first, last; };  // steps [first, last) of a tile
-
-// All work of a launch, and which part of it is a program's.
-struct Work {
-  int steps, tiles, row_tiles, each, more, grain, runs, run;
-  __device__ __forceinline__ int begin(int r) const { return (r * each + min(r, more)) * grain; }
-  __device__ __forceinline__ Item at(int unit, int end) const {
-    const int tile = unit / steps, first = unit - tile * steps;
-    return {tile, first, min(steps, first + end - unit)};
-  }
-  __device__ __forceinline__ Item half() const {  // of this program of a pair; there are two steps at least
-    const int middle = steps / 2;
-    return cluster_rank() ? Item{(int)(blockIdx.x / 2), middle, steps} : Item{(int)(blockIdx.x / 2), 0, middle};
-  }
-  __device__ __forceinline__ void place(int tile, int& row, int& column) const {
-    const int columns = tiles / row_tiles, swath = tile / (SWATH * columns), first = swath * SWATH;
-    const int rows = min(SWATH, row_tiles - first), at = tile - first * columns;
-    row = (first + at % rows) * ROWS;
-    column = at / rows * COLUMNS;
-  }
-};
-
-// Where things lie in shared memory: what codes stand for, stages, the tile of h, sums that are handed over, barriers, tiles taken from the counter.
-struct Room {
-  u32 table, stages, out, handed, full, empty, scaled, converted, told, heard, next;
-  __device__ __forceinline__ explicit Room(u32 base) {
-    table = base;
-    stages = (base + TABLE_BYTES + 1023) & ~1023u;
-    out = stages + STAGES * STAGE;
-    handed = out + OUT_BYTES;
-    full = handed + HANDED;
-    empty = full + 8 * STAGES;
-    scaled = empty + 8 * STAGES;
-    converted = scaled + 8 * STAGES;
-    told = converted + 8 * STAGES;
-    heard = told + 16;
-    next = heard + 16;
-  }
-};
-
-// A place in the ring of stages. A warpgroup takes what lies in every SPLIT-th stage, whatever tile it belongs to: who waits for a
-// stage must have seen what was there before, for a barrier tells only whether it is in an even or an odd round, and copies need not
-// arrive in the order in which they were sent.
-struct Ring {
-  int stage = 0;
-  u32 phase = 0;
-  __device__ __forceinline__ int steps_until(int split) const { return (split + SPLIT - stage % SPLIT) % SPLIT; }
-  __device__ __forceinline__ void advance(int steps = 1) {
-    stage += steps;
-    if (stage >= STAGES) {
-      phase ^= stage / STAGES & 1;
-      stage %= STAGES;
-    }
-  }
-};
-
-__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
-
-__device__ __forceinline__ u32 pair_of(float low, float high) {
-  u32 r;
-  if (RESULT == BFLOAT16)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
-struct Arguments {
-  const TensorMap *x, *weights, *h, *kept;
-  const unsigned char* blocks[2];  // block scales of both weights, in the order in which they lie
-  const float *x_scale, *gate_scale, *up_scale;
-  float* partials;
-  u32* words;
-  int M, N, K, x_bytes;  // of x in a step: beside plain weights, rows that are not there are not copied
-  bool flip, x_scales, w_scales, early;  // up lies before gate; rows have scales of their own; weights may be read at once
-};
+#include "work.cuh"
+#include "sums.cuh"
+#include "results.cuh"
 
 // Copies: one warp, of which a thread commands the copy engine. Block scales go past the engine, which would need a box of 16 bytes a
 // row for them, and K in multiples of 256.
@@ -310,145 +238,6 @@ __device__ __forceinline__ void multiply(
 }
 #endif
 
-__device__ __forceinline__ void add(float (&d)[HELD], int four, float4 more) {
-  d[4 * four] += more.x;
-  d[4 * four + 1] += more.y;
-  d[4 * four + 2] += more.z;
-  d[4 * four + 3] += more.w;
-}
-
-// Adds up what warpgroups that share rows have; true for the one that goes on with the sum.
-__device__ __forceinline__ bool gather(float (&d)[HELD], const Room& room, int split) {
-  if constexpr (SPLIT > 1) {
-    const u32 mine = room.handed + threadIdx.x % FINISHERS * 16;
-    constexpr int FOURS = HELD / 4, PLACE = FINISHERS * 16;  // of each thread, four sums
-    named_barrier(TAKEN_OVER, MULTIPLIERS);
-    if (split > 0) {
-#pragma unroll
-      for (int i = 0; i < FOURS; ++i)
-        store_shared(mine + ((split - 1) * FOURS + i) * PLACE, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
-    }
-    named_barrier(HAND, MULTIPLIERS);
-    if (split > 0) return false;
-#pragma unroll
-    for (int i = 0; i < (SPLIT - 1) * FOURS; ++i) add(d, i % FOURS, load_shared(mine + i * PLACE));
-  }
-  return true;
-}
-
-// Leaves the sums of a tile that an earlier run began.
-__device__ __forceinline__ void leave(const float (&d)[HELD], const Arguments& a, const Work& work) {
-  float4* to = reinterpret_cast<float4*>(a.partials + (long long)work.run * (HELD * FINISHERS)) + threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < HELD / 4; ++i) __stcg(to + i * FINISHERS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
-  named_barrier(ALL, FINISHERS);
-  if (threadIdx.x == 0) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(a.words + work.run), "r"(1) : "memory");
-  }
-}
-
-// Adds what later runs left of a tile that this one began.
-__device__ __forceinline__ void collect(float (&d)[HELD], const Arguments& a, const Work& work, int tile) {
-  const int end = (tile + 1) * work.steps;
-  for (int run = work.run + 1; work.begin(run) < end; ++run) {
-    if (threadIdx.x == 0) {
-      u32 there = 0;
-      while (!there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(a.words + run) : "memory");
-      a.words[run] = 0;  // as the next launch must find it
-    }
-    named_barrier(ALL, FINISHERS);
-    const float4* from = reinterpret_cast<const float4*>(a.partials + (long long)run * (HELD * FINISHERS)) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < HELD / 4; ++i) add(d, i, __ldcg(from + i * FINISHERS));
-  }
-}
-
-// Hands the sums of the other program's rows to it, and adds what it hands back to those of this one, which then come first.
-__device__ __forceinline__ void exchange(float (&d)[HELD], const Room& room, bool finishes) {
-  constexpr int HALF = HELD / 2;
-  const u32 rank = cluster_rank(), mine = room.stages + threadIdx.x * 16;
-  cluster_meets();  // nobody's stages are in use
-  if (finishes) {
-#pragma unroll
-    for (int i = 0; i < HALF; i += 4) {
-      float out[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out[e] = rank ? d[i + e] : d[HALF + i + e];
-      store_remote(mine + i * (FINISHERS * 4), rank ^ 1, out[0], out[1], out[2], out[3]);
-    }
-  }
-  cluster_barrier();
-  if (finishes) {
-#pragma unroll
-    for (int i = 0; i < HALF; ++i) d[i] = rank ? d[HALF + i] : d[i];
-#pragma unroll
-    for (int i = 0; i < HALF / 4; ++i) add(d, i, load_shared(mine + i * (FINISHERS * 16)));
-  }
-}
-
-// One tile of 16-bit numbers through shared memory to one of the matrices of a map: value(i) is the thread's i-th of FINISHED / 4.
-template <typename Value>
-__device__ __forceinline__ void send(const TensorMap* map, int matrix, const Room& room, int row, int column, int piece, Value value) {
-  const int lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) copies_out_read();  // what was sent before
-  named_barrier(ALL, FINISHERS);
-  constexpr int AT_ONCE = FINISHED % 32 == 0 ? 4 : 1;  // matrices of 8 x 8
-#pragma unroll
-  for (int j = 0; j < FINISHED / 8; j += AT_ONCE) {
-    u32 v[AT_ONCE];
-#pragma unroll
-    for (int q = 0; q < AT_ONCE; ++q) v[q] = pair_of(value(2 * (j + q)), value(2 * (j + q) + 1));
-    const u32 r = 8 * j + lane % (8 * AT_ONCE), at = room.out + r * (2 * COLUMNS) + (SIDES == 2 ? piece ^ (r % 8) : piece) * 16;
-    store_transposed(at, v);
-  }
-  fence_to_copies();
-  named_barrier(ALL, FINISHERS);
-  if (threadIdx.x == 0) {
-    copy_out_3d(map, room.out, column, matrix, row);
-    copies_out_commit();
-  }
-}
-
-// Scales that all rows have in common, or 1: read before there is a result to be scaled, which would wait for the memory.
-struct Common {
-  float x = 1.0f, gate = 1.0f, up = 1.0f;
-  __device__ __forceinline__ explicit Common(const Arguments& a) {
-    if (!SCALED) return;
-    if (a.x_scale && !a.x_scales) x = *a.x_scale;
-    if (!a.w_scales) gate = *a.gate_scale, up = *a.up_scale;
-  }
-};
-
-// Scales, gate, and out.
-__device__ __forceinline__ void finish(
-    float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, int tile, int side, const Common& common) {
-  int row, column;
-  work.place(tile, row, column);
-  if constexpr (TAKEN == 2) row += cluster_rank() * FINISHED;
-  const int lane = threadIdx.x % 32, piece = side * 4 + threadIdx.x / 32 % 4, n = column + piece * 8 + lane / 4;
-  float gate_by = common.gate, up_by = common.up;
-  if (SCALED && a.w_scales && n < a.N) {
-    gate_by = a.gate_scale[n];
-    up_by = a.up_scale[n];
-  }
-  // the i-th of FINISHED / 4 that the thread has of each product, in pairs of neighbouring rows
-  auto row_of = [&](int i) { return row + i / 2 * 8 + lane % 4 * 2 + i % 2; };
-  auto by_row = [&](int i) { return SCALED && a.x_scales ? a.x_scale[min(row_of(i), a.M - 1)] : common.x; };
-  auto gate = [&](int i) {
-    const float sum = a.flip ? d[i / 2 * 4 + i % 2 + 2] : d[i / 2 * 4 + i % 2];
-    return SCALED ? sum * (gate_by * by_row(i)) : sum;
-  };
-  auto up = [&](int i) {
-    const float sum = a.flip ? d[i / 2 * 4 + i % 2] : d[i / 2 * 4 + i % 2 + 2];
-    return SCALED ? sum * (up_by * by_row(i)) : sum;
-  };
-  send(a.h, 0, room, row, column, piece, [&](int i) { return gated(gate(i), up(i)); });
-  if constexpr (KEEP) {
-    send(a.kept, 0, room, row, column, piece, gate);
-    send(a.kept, 1, room, row, column, piece, up);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights,
           const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap kept, const unsigned char* gate_blocks,
@@ -456,8 +245,8 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
           float* partials, u32* words, int M, int N, int K, int each, int more, int grain, int flip, int x_scales,
           int w_scales, int early) {
   const Arguments a = {&x, &weights, &h, &kept, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks},
-                       x_scale, gate_scale, up_scale, partials, words, M, N, K, X_TILES * 128 * (NVFP4 ? ROWS : min(ROWS, M)), flip != 0, x_scales != 0, w_scales != 0,
-                       early != 0};
+                       x_scale, gate_scale, up_scale, partials, words, M, N, K, X_TILES * 128 * (NVFP4 ? ROWS : min(ROWS, M)),
+                       flip != 0, x_scales != 0, w_scales != 0, early != 0};
   const Room room(shared_address(raw));
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;  // known to be uniform
   Work work;

@@ -99,10 +99,11 @@ def source(
 ) -> nvrtc.Source:
     """The kernel for one configuration."""
     here = "onelaunch.ops.swiglu"
+    names = ("work.cuh", "sums.cuh", "results.cuh", "nvfp4.cuh")
     headers = (
         ("hopper.cuh", nvrtc.read("onelaunch.ops", "hopper.cuh")),
-        ("nvfp4.cuh", nvrtc.read(here, "nvfp4.cuh")),
         ("products.cuh", product_header(element, tiles.rows, registers=tiles.nvfp4)),
+        *((name, nvrtc.read(here, name)) for name in names),
     )
     defines = {
         "ROWS": tiles.rows, "COLUMNS": tiles.columns, "SPLIT": tiles.split, "STAGES": tiles.stages,
