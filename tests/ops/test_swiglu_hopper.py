@@ -168,6 +168,33 @@ def test_when_weights_are_read_early(tiles, shape, early):
     assert reads_early(tiles, cut_of(tiles, shape, torch.bfloat16, 132), shape[0]) is early
 
 
+@pytest.mark.parametrize(
+    ("tiles", "schedule", "shape", "expected"),
+    [
+        # whole tiles by a counter, of two words
+        (Tiles(256), "tiles", (8192, 4096, 7168), {"runs": 132, "sums": 0, "words": 1, "numbers": (8192, 4096, 7168, 0, 0, 112)}),
+        # two programs for each tile, which leave each other nothing in memory
+        (Tiles(128), "pairs", (128, 4096, 7168), {"runs": 128, "sums": 0, "words": 0, "result_box": (64, 64)}),
+        # a tile for each program
+        (Tiles(8, 32, 3), "runs", (1, 4096, 7168), {"runs": 128, "sums": 0, "words": 0, "weight_box": (64, 8, 2, 4)}),
+        # runs that end within tiles leave all sums of one, and a word each
+        (Tiles(256), "runs", (512, 3072, 7168), {"runs": 132, "sums": 132 * 256 * 64 * 2, "words": 66, "early": False}),
+        (
+            Tiles(8, 32, 4, nvfp4=True, chunks=4),
+            "runs",
+            (1, 3072, 1024),
+            {"runs": 96, "weight_box": (128, 8, 2, 4), "early": True},
+        ),
+    ],
+)
+def test_plans(tiles, schedule, shape, expected, monkeypatch):
+    monkeypatch.setattr(hopper_launch, "function", lambda *_, **__: None)
+    monkeypatch.setattr(hopper_launch, "processors", lambda _: 132)
+    given = (torch.device("cpu"), shape, torch.bfloat16, torch.bfloat16, schedule, tiles)
+    plan = hopper_launch.plan_of.__wrapped__(*given, scaled=tiles.nvfp4, keep=False, constant_weights=True)
+    assert {name: getattr(plan, name) for name in expected} == expected
+
+
 @pytest.mark.parametrize("channels", [64, 128, 192, 7168])
 @pytest.mark.parametrize("nvfp4", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 9, 17, 40, 64, 65, 100, 128, 129, 200, 256, 257, 9000])
@@ -368,6 +395,14 @@ def copied_behind(gate, up):
     return {"w_gate": type(gate)(values[1], gate.scale), "w_up": type(up)(values[0], up.scale)}
 
 
+@pytest.fixture
+def replanned(monkeypatch):
+    """Plans are made anew, by what a test puts into their place, and are not kept after it."""
+    hopper_launch.plan_of.cache_clear()
+    yield lambda name, function: monkeypatch.setattr(hopper_launch, name, function)
+    hopper_launch.plan_of.cache_clear()
+
+
 def shared_by(runs):
     """A cut of all work into so many runs, which end in the middle of tiles."""
 
@@ -384,12 +419,12 @@ def shared_by(runs):
 @pytest.mark.parametrize("runs", [7, 40, 100, 132])
 @pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
 @pytest.mark.parametrize("way", ["stream_k", "small_m"])
-def test_tiles_that_any_runs_share(way, form, runs, device, monkeypatch):
+def test_tiles_that_any_runs_share(way, form, runs, device, replanned):
     """Runs that end in the middle of tiles, leave sums, and collect others; again and again, in graphs too."""
     arguments = made(device, M=40, N=528, K=9 * 1024, format=form)
     expected = swiglu(**arguments, variant="eager").float()
 
-    monkeypatch.setattr(hopper_launch, "cut_of", shared_by(runs))
+    replanned("cut_of", shared_by(runs))
     first = swiglu(**arguments, variant=way)
     assert (first.float() - expected).norm() / expected.norm() < 5e-3  # roundings to 16 bits, and what float8 units cut off
     graph = torch.cuda.CUDAGraph()
@@ -437,12 +472,12 @@ def test_pairs_of_programs(tiles, given, device, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("form", ["dense", "nvfp4_weights"])
-def test_pytorchs_default_dtype_changes_nothing(form, dtype, device, monkeypatch):
+def test_pytorchs_default_dtype_changes_nothing(form, dtype, device, replanned):
     """Sums that programs leave for each other are float32, and so is a scale that is not given."""
     arguments = made(device, M=40, N=528, K=9 * 1024, format=form)
     if form != "dense":
         arguments["w_up"] = NVFP4Tensor(arguments["w_up"].codes, arguments["w_up"].scales)
-    monkeypatch.setattr(hopper_launch, "cut_of", shared_by(40))
+    replanned("cut_of", shared_by(40))
     expected = swiglu(**arguments, variant="stream_k")
     torch.set_default_dtype(dtype)
     try:
@@ -553,9 +588,9 @@ def test_kept_products(device):
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
 @pytest.mark.parametrize("rows", [1, 20, 64, 100])
-def test_constant_weights(rows, form, early, device, monkeypatch):
+def test_constant_weights(rows, form, early, device, replanned):
     """Read beside the end of earlier launches, whose results are x: where that is thought to pay, and where it is not."""
-    monkeypatch.setattr(hopper_launch, "reads_early", lambda *_: early)
+    replanned("reads_early", lambda *_: early)
     arguments = made(device, M=rows, N=1024, K=1024, format=form)
     expected = {variant: swiglu(**arguments, variant=variant) for variant in ("stream_k", "small_m")}
     x = arguments["x"]

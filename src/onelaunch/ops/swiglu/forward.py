@@ -160,12 +160,13 @@ forward = Operator("swiglu_forward", run_forward, fake=fake_forward, save=save, 
 
 def compute(call: SwigluCall, variant: str) -> Results:
     """h by the variant of this name, differentiable where the operands are plain."""
-    operands = (call.x, call.w_gate, call.w_up) if call.stacked is None else (call.x, call.stacked)
+    grad = call.query().grad
+    stacked = call.stacked if grad else None  # whose gradient is one product, and one tensor
+    operands = (call.x, call.w_gate, call.w_up) if stacked is None else (call.x, stacked)
     swizzled = all(each.swizzled for each in operands if isinstance(each, NVFP4Tensor))
     swizzled = swizzled and any(isinstance(each, NVFP4Tensor) for each in operands)
-    parts = [_parts(each, swizzled=swizzled) for each in operands] + [(None, None, None)] * (call.stacked is not None)
+    parts = [_parts(each, swizzled=swizzled) for each in operands] + [(None, None, None)] * (stacked is not None)
     tensors = [part for kind in zip(*parts, strict=True) for part in kind]
-    grad = call.query().grad
     return (forward(*tensors, call.dtype, swizzled, grad, call.constant_weights, variant, grad=grad)[0],)
 
 

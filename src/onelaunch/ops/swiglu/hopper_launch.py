@@ -150,6 +150,56 @@ class Scales(NamedTuple):
         return cls(None if x is None else x.contiguous(), gate, up)
 
 
+class Plan(NamedTuple):
+    """All of a launch that the addresses of its tensors do not change."""
+
+    launch: nvrtc.Function
+    runs: int
+    sums: int
+    """float32 numbers that programs leave for each other."""
+    words: int
+    """64 bits each: a flag of 32 for each of them that does, or two counters of tiles."""
+    weight_box: tuple[int, int, int, int]
+    result_box: tuple[int, int]
+    numbers: tuple[int, int, int, int, int, int]
+    """M, N, K, and how the work is cut."""
+    early: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(
+    device: torch.device,
+    shape: tuple[int, int, int],
+    element: torch.dtype,
+    result: torch.dtype,
+    schedule: Schedule,
+    tiles: Tiles,
+    *,
+    scaled: bool,
+    keep: bool,
+    constant_weights: bool,
+) -> Plan:
+    """Of calls of this ``shape`` (M, N, K); as :func:`dual_gemm`."""
+    rows, columns, channels = shape
+    count, steps = tiles.count(rows, columns), cdiv(channels, tiles.step(element))
+    if schedule == "tiles":
+        cut = Cut(min(count, processors(device)), 0, 0, steps, shares=False, microseconds=0.0)
+    elif schedule == "pairs":
+        cut = Cut(2 * count, cdiv(steps, 2), 0, 1, shares=False, microseconds=0.0)
+    else:
+        cut = cut_of(tiles, shape, element, processors(device))
+    return Plan(
+        launch=function(device, tiles, element, result, schedule, scaled=scaled, keep=keep),
+        runs=cut.runs,
+        sums=cut.runs * tiles.rows * tiles.columns * 2 if cut.shares else 0,
+        words=cdiv(cut.runs, 2) if cut.shares else 1 if schedule == "tiles" else 0,
+        weight_box=(tiles.weight_bytes // (1 if tiles.nvfp4 else element.itemsize), GROUP, 2, tiles.columns // GROUP),
+        result_box=(tiles.columns, tiles.rows // 2 if schedule == "pairs" else tiles.rows),
+        numbers=(*shape, cut.each, cut.more, cut.grain),
+        early=constant_weights and reads_early(tiles, cut, rows),
+    )
+
+
 def dual_gemm(
     x: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor],
@@ -167,42 +217,26 @@ def dual_gemm(
     ``weights`` are ``[N, K]`` of the dtype of x, or codes ``[N, K / 2]`` beside ``blocks``, their scales ``[N, K / 16]``.
     ``constant_weights``: they may be read beside the end of earlier launches.
     """
-    x, (rows, channels), columns = addressable(x), x.shape, weights[0].shape[0]
-    device = x.device
+    x, (rows, channels), columns, device = addressable(x), x.shape, weights[0].shape[0], x.device
+    plan = plan_of(
+        device, (rows, columns, channels), x.dtype, result, schedule, tiles,
+        scaled=scales is not None, keep=keep, constant_weights=constant_weights,
+    )  # fmt: skip
     matrices = together(*weights)
     gate_blocks, up_blocks = (None, None) if blocks is None else map(in_words, blocks)
-    multiprocessors = processors(device)
-    count, steps = tiles.count(rows, columns), cdiv(channels, tiles.step(x.dtype))
-    if schedule == "tiles":
-        cut = Cut(min(count, multiprocessors), 0, 0, steps, shares=False, microseconds=0.0)
-    elif schedule == "pairs":
-        cut = Cut(2 * count, cdiv(steps, 2), 0, 1, shares=False, microseconds=0.0)
-    else:
-        cut = cut_of(tiles, (rows, columns, channels), x.dtype, multiprocessors)
-    early = constant_weights and reads_early(tiles, cut, rows)
     h = torch.empty((rows, columns), dtype=result, device=device)
     both = torch.empty((rows, 2 * columns), dtype=result, device=device) if keep else None
-    sums = cut.runs * tiles.rows * tiles.columns * 2 if cut.shares else 0
-    partials = torch.empty(sums, dtype=torch.float32, device=device) if sums else None
-    words = counters(device, cdiv(max(cut.runs, 2), 2)) if cut.shares or schedule == "tiles" else None
-    groups = tiles.columns // GROUP
+    partials = torch.empty(plan.sums, dtype=torch.float32, device=device) if plan.sums else None
+    words = counters(device, plan.words) if plan.words else None
     weight_map = tensor_map(
-        matrices.dtype,
-        matrices.address,
-        matrices.sizes,
-        matrices.strides,
-        (tiles.weight_bytes // matrices.dtype.itemsize, GROUP, 2, groups),
-        swizzle=tiles.weight_bytes,
+        matrices.dtype, matrices.address, matrices.sizes, matrices.strides, plan.weight_box, swizzle=tiles.weight_bytes
     )
-    x_map = map_of(x, tiles)
-    finished = (tiles.columns, tiles.rows // 2 if schedule == "pairs" else tiles.rows)
-    h_map = map_of_result(h, 1, finished)
-    kept_map = h_map if both is None else map_of_result(both, 2, finished)
-    launch = function(device, tiles, x.dtype, result, schedule, scaled=scales is not None, keep=keep)
+    h_map = map_of_result(h, 1, plan.result_box)
+    kept_map = h_map if both is None else map_of_result(both, 2, plan.result_box)
     of_x, of_gate, of_up = scales or (None, None, None)
     per_row = [each is not None and each.numel() > 1 for each in (of_x, of_gate)]
-    launch(
-        (cut.runs, 1, 1), x_map, weight_map, h_map, kept_map, gate_blocks, up_blocks, of_x, of_gate, of_up, partials, words,
-        rows, columns, channels, cut.each, cut.more, cut.grain, matrices.flipped, *per_row, early,
+    plan.launch(
+        (plan.runs, 1, 1), map_of(x, tiles), weight_map, h_map, kept_map, gate_blocks, up_blocks, of_x, of_gate, of_up,
+        partials, words, *plan.numbers, matrices.flipped, *per_row, plan.early,
     )  # fmt: skip
     return h, both
