@@ -33,6 +33,14 @@ def test_the_backward_pass_has_a_plan_of_its_own():
     assert planned("one", "forward_backward").plan.bytes == 12e6
 
 
+def test_a_shape_is_planned_in_its_own_directions():
+    once = Shape(name="once", sizes=MEGA.sizes, directions=("forward",))
+    cells = plan_study(study(directions=("forward", "forward_backward"), shapes=(once, MEGA)), RATES, "cpu", "full").cells
+    assert {(cell.shape.name, cell.direction) for cell in cells} == {
+        ("once", "forward"), (MEGA.name, "forward"), (MEGA.name, "forward_backward"),
+    }  # fmt: skip
+
+
 def test_who_cannot_run_is_known_before_anything_runs():
     assert planned("forward_only").status is None
     backward = planned("forward_only", "forward_backward")

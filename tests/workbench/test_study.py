@@ -60,6 +60,15 @@ def test_a_study_is_read_with_sizes_and_options_sorted(written):
     assert str(study.case(big)) == "big"
 
 
+def test_a_shape_may_run_in_some_of_the_directions(written):
+    whole = load_study(written())
+    study = load_study(written(GOOD.replace('kind = "odd"', 'kind = "odd"\ndirections = ["forward"]')))
+    assert [study.directions_at(shape) for shape in study.shapes] == [("forward",), ("forward", "forward_backward")]
+    assert all(whole.directions_at(shape) == whole.directions for shape in whole.shapes)
+    assert "directions" not in whole.shapes[0].model_dump()  # studies of older results keep their digests
+    assert study.shapes[0].model_dump()["directions"] == ("forward",)
+
+
 def test_what_a_study_answers(written):
     study = load_study(written())
     (faster,) = study.criteria
@@ -83,7 +92,7 @@ MISTAKES = {
     ),
     "misspelt size": (
         ("N = 4", "M = 4"),
-        "shapes[0] (big) has an unknown key 'M'. Known: name, dtype, scale, skip, N, V, kind, masked.",
+        "shapes[0] (big) has an unknown key 'M'. Known: name, dtype, scale, skip, directions, N, V, kind, masked.",
     ),
     "missing size": (("N = 4\n", ""), "shapes[0] (big): ladder needs the sizes N, V; N not given."),
     "unknown name to skip": (
@@ -116,6 +125,18 @@ MISTAKES = {
     "bad direction": (
         ('["forward", "forward_backward"]', '["backward"]'),
         "directions.0 is 'backward': input should be 'forward'",
+    ),
+    "direction of a shape alone": (
+        ('["forward", "forward_backward"]\n\n[[shapes]]', '["forward"]\n\n[[shapes]]\ndirections = ["forward_backward"]'),
+        "directions of big has 'forward_backward', which the study does not; add it there.",
+    ),
+    "direction of a shape twice": (
+        ('kind = "odd"', 'directions = ["forward", "forward"]'),
+        "directions of big has 'forward' more than once",
+    ),
+    "direction that does not run at a shape": (
+        ('kind = "odd"', 'directions = ["forward_backward"]'),
+        "criterion 'faster': direction is 'forward', which does not run at big; add it there.",
     ),
     "too few rounds": (("controls", "rounds = 1\ncontrols"), "rounds is 1: input should be greater than or equal to 3."),
     "a name that is no file name": (('"mine"', '"a/b"'), "name is 'a/b'; it names files"),

@@ -72,7 +72,7 @@ def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> Stud
     """Cost, floor and feasibility of a study on a device (``cpu``, ``cuda:0``) at a scale. Nothing is run or allocated."""
     cells: list[PlannedCell] = []
     for shape in study.at_scale(scale):
-        for direction in study.directions:
+        for direction in study.directions_at(shape):
             cells += [_planned_variant(study, shape, direction, name, ceilings, device) for name in study.variant_names()]
             if direction == "forward":
                 cells += [_planned_control(study, shape, name, ceilings) for name in study.controls]

@@ -184,7 +184,7 @@ class _Run:
 
     @property
     def places(self) -> list[tuple[Shape, Direction]]:
-        return [(shape, direction) for shape in self.plan.shapes for direction in self.study.directions]
+        return [(shape, direction) for shape in self.plan.shapes for direction in self.study.directions_at(shape)]
 
     def go_on(self, earlier: Result, path: Path) -> None:
         """Take over the shapes and directions that an interrupted run finished.
@@ -356,7 +356,7 @@ def _differences(earlier: Result, now: Result) -> list[str]:
 
 def _places_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:
     if count == "all":
-        return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions)
+        return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions_at(shape))
     asked = [criterion for criterion in study.criteria if count and criterion.measure in DRAM_BYTES]
     return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
 

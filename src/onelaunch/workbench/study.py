@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 from pydantic import (
     BaseModel,
@@ -57,9 +57,23 @@ class Declared(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    LATER: ClassVar[tuple[str, ...]] = ()
+    """Keys that came after results were kept: at their defaults they are left out, so that the digest of an older study stays."""
+
+    @model_serializer(mode="wrap")
+    def _as_it_was(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {
+            key: value
+            for key, value in handler(self).items()
+            if key not in self.LATER or getattr(self, key) != fields[key].default
+        }
+
 
 class Shape(Declared):
     """One size of the operation, with the input maker's options that differ from their defaults."""
+
+    LATER = ("directions",)
 
     name: str
     dtype: str = "float16"
@@ -68,9 +82,11 @@ class Shape(Declared):
     options: dict[str, Any] = Field(default_factory=dict)
     skip: tuple[str, ...] = ()
     """Variants and controls left out at this shape, such as a loop over time that would take minutes; the report says so."""
+    directions: tuple[Direction, ...] = ()
+    """Those of the study's that run here; all by default."""
 
 
-SHAPE_KEYS = ("name", "dtype", "scale", "skip")
+SHAPE_KEYS = ("name", "dtype", "scale", "skip", "directions")
 """What a shape's table may hold beside the operation's sizes and options."""
 
 
@@ -89,6 +105,8 @@ class Criterion(Declared):
     ``error``: the largest norm-wise error of ``of``. ``over`` is the study's baseline by default. Where a selector stands for
     the fastest variant, bytes and memory are those of the fastest variant too.
     """
+
+    LATER = ("combine", "over_at", "per", "decides")
 
     name: str
     measure: Measure
@@ -118,20 +136,6 @@ class Criterion(Declared):
             raise ValueError(f"criterion {self.name!r} needs exactly one of at_least and at_most")
         return self
 
-    @model_serializer(mode="wrap")
-    def _as_it_was(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the keys of :data:`LATER_KEYS` that are at their default: the digest of an older study stays what it was."""
-        fields = type(self).model_fields
-        return {
-            key: value
-            for key, value in handler(self).items()
-            if key not in LATER_KEYS or getattr(self, key) != fields[key].default
-        }
-
-
-LATER_KEYS = ("combine", "over_at", "per", "decides")
-"""Keys of a criterion that came with version 2 of the results' schema."""
-
 
 class Study(Declared):
     """A declared study."""
@@ -157,6 +161,10 @@ class Study(Declared):
 
     def shape(self, name: str) -> Shape:
         return next(shape for shape in self.shapes if shape.name == name)
+
+    def directions_at(self, shape: Shape) -> tuple[Direction, ...]:
+        """What runs at a shape, in the study's order."""
+        return tuple(direction for direction in self.directions if not shape.directions or direction in shape.directions)
 
     def case(self, shape: Shape) -> Case:
         """The operation's case for a shape."""
@@ -385,6 +393,10 @@ class _Reader:
         for key in ("directions", "regimes"):
             if not getattr(study, key):
                 self.fail(f"{key} is empty; leave it out for the default.")
+        for shape in study.shapes:
+            self._distinct(f"directions of {shape.name}", shape.directions)
+            if others := [direction for direction in shape.directions if direction not in study.directions]:
+                self.fail(f"directions of {shape.name} has {listing(map(repr, others))}, which the study does not; add it there.")
         for key, names in (("baseline", (study.baseline,)), ("variants", study.variants)):
             for name in names:
                 self._known(key, "variant", name, operation.variants, operation.name)
@@ -411,8 +423,7 @@ class _Reader:
         self._distinct(f"{where}: at", shapes)
         if criterion.in_at_least is not None and not 1 <= criterion.in_at_least <= len(shapes):
             self.fail(f"{where}: in_at_least is {criterion.in_at_least}; it must lie between 1 and its {len(shapes)} shapes.")
-        if criterion.direction not in study.directions:
-            self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
+        self._check_direction(where, study, criterion)
         if criterion.regime not in study.regimes:
             self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
         if criterion.measure in ALONE:
@@ -428,6 +439,13 @@ class _Reader:
         self._check_selector(f"{where}: of", study, criterion, criterion.of, operation)
         if criterion.over is not None:
             self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
+
+    def _check_direction(self, where: str, study: Study, criterion: Criterion) -> None:
+        if criterion.direction not in study.directions:
+            self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
+        held = [*study.shapes_of(criterion), *(shape for shape in study.shapes if shape.name == criterion.over_at)]
+        if missing := [shape.name for shape in held if criterion.direction not in study.directions_at(shape)]:
+            self.fail(f"{where}: direction is {criterion.direction!r}, which does not run at {listing(missing)}; add it there.")
 
     def _check_mean(self, where: str, criterion: Criterion, shapes: Sequence[str]) -> None:
         if criterion.combine == "each":
