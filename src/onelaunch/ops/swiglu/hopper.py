@@ -60,13 +60,19 @@ def persistent(call: SwigluCall) -> Results:
 
 @swiglu.variant("stream_k", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
 def stream_k(call: SwigluCall) -> Results:
-    """Programs that stay, each with an equal run of all steps of K of all tiles: no processor idles in a last wave."""
+    """Programs that stay, each with an equal run of all steps of K of all tiles: no processor idles in a last wave.
+
+    Where tiles shared by two programs each fill the chip, two of a cluster take half of the steps of one.
+    """
     return compute(call, "stream_k")
 
 
 @swiglu.variant("small_m", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
 def small_m(call: SwigluCall) -> Results:
-    """For up to 128 rows of x: weights stream past them, in tiles so small that every processor reads its share."""
+    """For up to 128 rows of x: weights stream past them, in tiles so small that every processor reads its share.
+
+    Beyond 64 rows two programs share larger tiles where these fill the chip, as :func:`stream_k` has it.
+    """
     return compute(call, "small_m")
 
 
@@ -111,12 +117,13 @@ def few_rows(query: Query) -> str | None:
 
 
 MANY = 512
-"""Rows of x from which programs have several tiles each, of models' layers: taking whole ones is faster then."""
+"""Rows of x up to which runs of equal length are taken. Measured at 512 and at 8192 rows, where whole tiles are nearly twice as
+fast: neighbouring programs share their weights."""
 
 
 @swiglu.prefers
 def by_rows(query: Query) -> tuple[str, ...]:
-    """Where Hopper's kernel can run, it is the fastest at every shape of a run of the study (docs/notebook/swiglu.md).
+    """Where Hopper's kernel can run, one of its ways is the fastest forward at every shape of a first run of the study.
 
     Float8 elsewhere by PyTorch's units for it, which its plain form does not use.
     """

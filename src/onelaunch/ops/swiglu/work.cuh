@@ -22,7 +22,7 @@ struct Work {
     const int tile = unit / steps, first = unit - tile * steps;
     return {tile, first, min(steps, first + end - unit)};
   }
-  __device__ __forceinline__ Item half() const {  // of this program of a pair; there are two steps at least
+  __device__ __forceinline__ Item half() const {  // of this program of a pair; of one step the first has none
     const int middle = steps / 2;
     return cluster_rank() ? Item{(int)(blockIdx.x / 2), middle, steps} : Item{(int)(blockIdx.x / 2), 0, middle};
   }
