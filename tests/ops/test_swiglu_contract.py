@@ -179,10 +179,22 @@ def test_constant_weights_change_no_result(form):
     assert SWIGLU.query(case, "cpu") == SWIGLU.query(SWIGLU.case("bfloat16", M=3, N=32, K=64, format=form), "cpu")
 
 
-def test_names_for_few_bits_hand_on_that_weights_are_constant():
-    x, w_gate, w_up = (torch.randn(rows, 64, dtype=torch.bfloat16) for rows in (3, 32, 32))
+@pytest.mark.parametrize("word", [1, None, "yes", torch.ones((), dtype=torch.bool)])
+def test_a_promise_is_true_or_false(word):
+    x, w_gate = torch.randn(3, 64), torch.randn(32, 64)
+    with pytest.raises(ArgumentError, match=r"constant_weights is .*; it must be True or False"):
+        swiglu(x, w_gate, constant_weights=word)
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_every_name_hands_on_that_weights_are_constant(promised, monkeypatch):
+    heard = []
+    monkeypatch.setattr(SWIGLU.get("eager"), "run", lambda call: heard.append(call.constant_weights) or (torch.empty(0),))
+    x, w_gate, w_up = (torch.randn(rows, 64, dtype=torch.bfloat16) for rows in (16, 32, 32))
+    swiglu(x, w_gate, w_up, constant_weights=promised, variant="eager")
     codes = [quantize_nvfp4(each.float()) for each in (w_gate, w_up)]
-    assert torch.equal(swiglu_nvfp4(x, *codes, constant_weights=True), swiglu_nvfp4(x, *codes))
-    rows, gate, up = (quantize_fp8(each.float()) for each in (torch.randn(16, 64), w_gate, w_up))
-    given = (rows.values, gate.values, up.values, rows.scale, gate.scale, up.scale)
-    assert torch.equal(swiglu_fp8(*given, constant_weights=True), swiglu_fp8(*given))
+    swiglu_nvfp4(x, *codes, constant_weights=promised, variant="eager")
+    rows, gate, up = (quantize_fp8(each.float()) for each in (x, w_gate, w_up))
+    parts = (rows.values, gate.values, up.values, rows.scale, gate.scale, up.scale)
+    swiglu_fp8(*parts, constant_weights=promised, variant="eager")
+    assert heard == [promised] * 3

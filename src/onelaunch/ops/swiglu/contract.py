@@ -105,6 +105,8 @@ def bind(
     names: tuple[str, str, str] = NAMES,
 ) -> SwigluCall:
     """The checked call; raises as :func:`swiglu` says. ``names`` are the caller's for the three operands."""
+    if not isinstance(constant_weights, bool):
+        raise ArgumentError(f"constant_weights is {type(constant_weights).__name__}; it must be True or False.")
     up = None if w_up is None else facts(names[2], w_up)
     key = key_of(facts(names[0], x), facts(names[1], w_gate), up, out_dtype, torch.is_grad_enabled())
     if isinstance(x, torch.Tensor) and x.dim() > 2:
