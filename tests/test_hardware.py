@@ -85,8 +85,16 @@ def test_ceilings_are_measured_again_when_asked(measurements, tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     "stored",
-    ["", "{", "[]", "7", '{"copy_bytes_per_second": 1}', json.dumps({**FOUND.__dict__, "software": "torch 0.4"})],
-    ids=["empty", "cut off", "a list", "a number", "fields missing", "another torch"],
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"copy_bytes_per_second": 1}',
+        json.dumps({**FOUND.__dict__, "software": "torch 0.4"}),
+        json.dumps({**FOUND.__dict__, "matrix_flops_per_second": {"float16": 1e12}}),
+    ],
+    ids=["empty", "cut off", "a list", "a number", "fields missing", "another torch", "a dtype missing"],
 )
 def test_a_cache_that_cannot_be_believed_is_measured_again(stored, measurements, tmp_path, monkeypatch):
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
@@ -124,3 +132,4 @@ def test_a_gpu_is_described_and_measured(tmp_path, monkeypatch):
     assert 1e11 < found.copy_bytes_per_second < 1e14
     assert 1e-7 < found.launch_seconds < 1e-4
     assert found.matrix_flops_per_second["float16"] > found.matrix_flops_per_second["float32"]
+    assert ("float8_e4m3fn" in found.matrix_flops_per_second) == hardware.multiplies_float8(torch.device("cuda:0"))

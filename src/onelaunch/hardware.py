@@ -80,6 +80,12 @@ def compute_capability(device: torch.device) -> int | None:
     return torch.cuda.get_device_capability(device)[0] if here else None
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether a device is an NVIDIA GPU with matrix units for float8_e4m3fn."""
+    here = compute_capability(device) is not None
+    return here and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is an NVIDIA GPU of compute capability 9.x."""
     return compute_capability(device) == 9
@@ -114,7 +120,8 @@ def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
     if not refresh and path.exists():
         try:
             stored = Ceilings(**json.loads(path.read_text()))
-            if stored.software == _software(device):
+            known = {_name(dtype) for dtype in _multiplied(device)} <= set(stored.matrix_flops_per_second)
+            if stored.software == _software(device) and known:
                 return stored
         except (ValueError, TypeError):
             pass  # written by another version: measure again
@@ -137,19 +144,34 @@ def measure(device: str) -> Ceilings:
     elements, side = (32 << 20, 1024) if cpu else (1 << 30, 8192)
     copy = _copy_bytes_per_second(device, elements)
     rates = {}
-    for dtype in (torch.float32,) if cpu else (torch.float16, torch.bfloat16, torch.float32):
-        a = torch.randn(side, side, device=device, dtype=dtype)
-        b = torch.randn(side, side, device=device, dtype=dtype)
-        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / _seconds(device, lambda a=a, b=b: a @ b)
-    if not cpu and (compute_capability(torch.device(device)) or 0) >= 9:  # PyTorch's, of matrices of rows and of columns
-        a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-        one = torch.ones((), device=device)
-        product = functools.partial(torch._scaled_mm, a, b.T, one, one, out_dtype=torch.bfloat16)  # noqa: SLF001 - no other name
-        rates["float8_e4m3fn"] = 2 * side**3 / _seconds(device, product)
+    for dtype in _multiplied(device):
+        rates[_name(dtype)] = 2 * side**3 / _seconds(device, _product(device, dtype, side))
     if cpu:  # 16-bit products run at most at the float32 rate there
         rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Ceilings(copy, rates, _launch_seconds(device), now, _software(device))
+
+
+def _multiplied(device: str) -> tuple[torch.dtype, ...]:
+    """The dtypes whose products are measured."""
+    here = torch.device(device)
+    if here.type == "cpu":
+        return (torch.float32,)
+    return (torch.float16, torch.bfloat16, torch.float32, *([torch.float8_e4m3fn] if multiplies_float8(here) else []))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _product(device: str, dtype: torch.dtype, side: int) -> Callable[[], object]:
+    """A product of two random square matrices."""
+    if dtype is not torch.float8_e4m3fn:
+        a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+        return lambda: a @ b
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16)  # noqa: SLF001 - has no other name
 
 
 def _copy_bytes_per_second(device: str, elements: int) -> float:

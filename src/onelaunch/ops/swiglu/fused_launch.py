@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from onelaunch.hardware import processors
+from onelaunch.hardware import multiplies_float8, processors
 from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
 from onelaunch.ops.swiglu import product_kernels as kernels
 from onelaunch.ops.swiglu.forward import Matrix
@@ -92,8 +92,7 @@ def device_facts(device: torch.device) -> tuple[int, int, bool]:
         return PROCESSORS, LEAST_SHARED, False
     facts = torch.cuda.get_device_properties(device)
     shared = max(getattr(facts, "shared_memory_per_block_optin", 0), LEAST_SHARED)
-    native = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-    return processors(device), shared, native
+    return processors(device), shared, multiplies_float8(device)
 
 
 FACTORS = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16, "fp8e4nv": tl.float8e4nv}
