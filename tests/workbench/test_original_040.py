@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onelaunch.workbench.result import Result
-from onelaunch.workbench.study import load_study
+from onelaunch.workbench.study_file import load_study
 from tests.workbench import original_040
 from tests.workbench.original_040 import FIGURES, TARGET
 

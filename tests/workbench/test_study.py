@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from onelaunch.errors import StudyError, UnknownStudy
-from onelaunch.workbench.study import Criterion, find_study, list_studies, load_study
+from onelaunch.workbench.study import Criterion
+from onelaunch.workbench.study_file import find_study, list_studies, load_study
 from tests.workbench import ladder
 
 assert ladder.ladder.name == "ladder"  # registered by its import

@@ -88,7 +88,7 @@ def run_study(
     """Run a study and save its result.
 
     Args:
-        study: as :func:`~onelaunch.workbench.study.load_study` reads it.
+        study: as :func:`~onelaunch.workbench.study_file.load_study` reads it.
         device: ``cuda:0``, ``cpu``...; ``auto`` is the first GPU, or the CPU.
         scale: which of the study's shapes; ``auto`` is ``full`` on a GPU and ``small`` on a CPU.
         rounds: instead of the study's own number.

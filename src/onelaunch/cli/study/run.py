@@ -19,7 +19,8 @@ from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.run import Progress as Step
 from onelaunch.workbench.run import default_path, interrupted_run, run_study
-from onelaunch.workbench.study import Study, find_study
+from onelaunch.workbench.study import Study
+from onelaunch.workbench.study_file import find_study
 
 INTERRUPTED = 130
 

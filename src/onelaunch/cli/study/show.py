@@ -18,7 +18,8 @@ from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_f
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.summary import asked, sizes, way
 from onelaunch.workbench.report.tables import Table, columns, words
-from onelaunch.workbench.study import Shape, Study, find_study
+from onelaunch.workbench.study import Shape, Study
+from onelaunch.workbench.study_file import find_study
 
 
 def show(

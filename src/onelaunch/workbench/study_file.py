@@ -1,0 +1,320 @@
+"""Study files: where they lie, how one becomes a :class:`~onelaunch.workbench.study.Study`, and what is said of every mistake."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from onelaunch.errors import ArgumentError, OneLaunchError, StudyError, UnknownOperation, UnknownStudy, did_you_mean, listing
+from onelaunch.operation import Operation, find_operation
+from onelaunch.workbench.study import (
+    ALONE,
+    SHAPE_KEYS,
+    TIMES,
+    Criterion,
+    Declared,
+    Selector,
+    Shape,
+    Study,
+    members,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyrefly: ignore[missing-import]
+
+FOLDERS = "ONELAUNCH_STUDIES"
+"""Environment variable: folders of studies beside our own, separated like ``PATH``."""
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study that was found, readable or not."""
+
+    name: str
+    path: Path
+    study: Study | None
+    problem: str = ""
+    """Why it cannot be read, when ``study`` is ``None``."""
+
+
+def study_folders() -> list[Path]:
+    """Where studies are looked for: ./studies, the package's own (in a wheel or beside its source), ``$ONELAUNCH_STUDIES``."""
+    package = Path(__file__).parents[1]
+    own = [Path("studies"), package / "studies"]
+    if not any(folder.is_dir() for folder in own):
+        own = [package.parents[1] / "studies"]
+    named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]
+    return [folder for folder in (*own, *named) if folder.is_dir()]
+
+
+def list_studies() -> list[StudyFile]:
+    """Every study that can be named, by name; of two with one name, the first that :func:`study_folders` meets."""
+    found: dict[str, StudyFile] = {}
+    for folder in study_folders():
+        for path in sorted(folder.glob("*.toml")):
+            if path.stem not in found:
+                found[path.stem] = _look(path)
+    return sorted(found.values(), key=lambda entry: entry.name)
+
+
+def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
+    """A study by its name, or by the path of its file.
+
+    Raises:
+        UnknownStudy: nothing of that name, and no file at that path.
+        StudyError: the file is wrong; says where and what would be right.
+    """
+    path = Path(name_or_path)
+    if path.is_file() or path.suffix == ".toml" or len(path.parts) > 1:
+        return path, load_study(path)
+    for folder in study_folders():
+        if (candidate := folder / f"{name_or_path}.toml").is_file():
+            return candidate, load_study(candidate)
+    raise UnknownStudy(str(name_or_path), _known_names())
+
+
+def load_study(path: str | Path) -> Study:
+    """Read and check a study file.
+
+    Raises:
+        UnknownStudy: there is no such file.
+        StudyError: the file is wrong; names the key and what would be right.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UnknownStudy(str(path), _known_names()) from None
+    except tomllib.TOMLDecodeError as error:
+        raise StudyError(path, f"this is not valid TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise StudyError(path, f"cannot be read: {error}") from error
+    return _Reader(path).read(raw)
+
+
+def _known_names() -> list[str]:
+    return sorted({path.stem for folder in study_folders() for path in folder.glob("*.toml")})
+
+
+def _look(path: Path) -> StudyFile:
+    try:
+        return StudyFile(path.stem, path, load_study(path))
+    except OneLaunchError as error:
+        return StudyFile(path.stem, path, None, str(error))
+
+
+class _Reader:
+    """Turns a parsed study file into a :class:`Study`, or says which key is wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fail(self, problem: str) -> NoReturn:
+        raise StudyError(self.path, problem)
+
+    def read(self, raw: Mapping[str, Any]) -> Study:
+        self._keys("the study", raw, Study)
+        operation = self._operation(raw["operation"])
+        prepared = {
+            **raw,
+            "shapes": [self._shape(index, table, operation) for index, table in enumerate(self._tables(raw, "shapes"))],
+            "criteria": [self._criterion(index, table) for index, table in enumerate(self._tables(raw, "criteria"))],
+        }
+        study = self._validate(prepared)
+        self._check_names(study, operation)
+        for criterion in study.criteria:
+            self._check_criterion(study, criterion, operation)
+        return study
+
+    def _keys(self, where: str, table: Mapping[str, Any], model: type[Declared], more: Sequence[str] = ()) -> None:
+        known = (*model.model_fields, *more)
+        for key in table:
+            if key not in known:
+                self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
+        if missing := [name for name, field in model.model_fields.items() if field.is_required() and name not in table]:
+            self.fail(f"{where} lacks {listing(missing)}.")
+
+    def _operation(self, name: object) -> Operation[..., Any]:
+        try:
+            return find_operation(name if isinstance(name, str) else repr(name))
+        except UnknownOperation as error:
+            self.fail(f"operation: {error}")
+
+    def _tables(self, raw: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+        tables = raw.get(key, [])
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            self.fail(f"{key} must be tables, each beginning with [[{key}]].")
+        return tables
+
+    def _shape(self, index: int, table: dict[str, Any], operation: Operation[..., Any]) -> dict[str, Any]:
+        where = f"shapes[{index}] ({table.get('name', 'without a name')})"
+        own = {key: table[key] for key in SHAPE_KEYS if key in table}
+        given = {key: value for key, value in table.items() if key not in own}
+        if "name" not in own:
+            self.fail(f"{where} lacks name.")
+        known = (*SHAPE_KEYS, *operation.dimensions, *operation.options)
+        for key in given:
+            if key not in known:
+                self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
+        for name in own.get("skip", ()):
+            if name not in (known := (*operation.variants, *operation.controls)):
+                self.fail(f"{where}: skip names no variant or control {name!r}.{did_you_mean(name, known)}")
+        try:
+            case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
+        except ArgumentError as error:
+            self.fail(f"{where}: {error}")
+        for key, value in case.options.items():
+            default = operation.options[key]
+            if isinstance(default, (bool, str)) and type(value) is not type(default):
+                self.fail(f"{where}: {key} is {value!r}; it must be a {type(default).__name__} like its default {default!r}.")
+        return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
+
+    def _criterion(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
+        where = f"criteria[{index}] ({table.get('name', 'without a name')})"
+        self._keys(where, table, Criterion)
+        bounds = {key: table[key] for key in ("at_least", "at_most") if key in table}
+        if len(bounds) != 1:
+            self.fail(f"{where} has {'both' if bounds else 'neither'} of at_least and at_most; it needs exactly one.")
+        for key, value in bounds.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                self.fail(f"{where}: {key} is {value!r}; it must be a number above 0.")
+        return table
+
+    def _validate(self, prepared: dict[str, Any]) -> Study:
+        try:
+            return Study.model_validate(prepared)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the study"
+            self.fail(f"{where} is {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}.")
+
+    def _check_names(self, study: Study, operation: Operation[..., Any]) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", study.name):
+            self.fail(f"name is {study.name!r}; it names files, so it must be letters, digits, '.', '_' and '-'.")
+        self._distinct("shapes", (shape.name for shape in study.shapes))
+        self._distinct("criteria", (criterion.name for criterion in study.criteria))
+        for key in ("variants", "controls", "directions", "regimes"):
+            self._distinct(key, getattr(study, key))
+        for key in ("directions", "regimes"):
+            if not getattr(study, key):
+                self.fail(f"{key} is empty; leave it out for the default.")
+        for shape in study.shapes:
+            self._distinct(f"directions of {shape.name}", shape.directions)
+            if others := [direction for direction in shape.directions if direction not in study.directions]:
+                self.fail(f"directions of {shape.name} has {listing(map(repr, others))}, which the study does not; add it there.")
+        for key, names in (("baseline", (study.baseline,)), ("variants", study.variants)):
+            for name in names:
+                self._known(key, "variant", name, operation.variants, operation.name)
+        for name in study.controls:
+            self._known("controls", "control", name, operation.controls, operation.name)
+
+    def _distinct(self, key: str, names: Iterable[str]) -> None:
+        if twice := [name for name, times in Counter(names).items() if times > 1]:
+            self.fail(f"{key} has {listing(map(repr, twice))} more than once; each name must be its own.")
+
+    def _known(self, key: str, kind: str, name: str, known: Iterable[str], owner: str) -> None:
+        if name not in (known := list(known)):
+            self.fail(f"{key}: {owner} has no {kind} {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
+
+    def _check_criterion(self, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        where = f"criterion {criterion.name!r}"
+        names = [shape.name for shape in study.shapes]
+        for name in () if criterion.at is None else members(criterion.at):
+            if name not in names:
+                self.fail(f"{where}: at names the unknown shape {name!r}.{did_you_mean(name, names)} Known: {listing(names)}.")
+        shapes = [shape.name for shape in study.shapes_of(criterion)]
+        if not shapes:
+            self.fail(f"{where}: at is empty; name one shape or more, or leave it out for all full-scale shapes.")
+        self._distinct(f"{where}: at", shapes)
+        if criterion.in_at_least is not None and not 1 <= criterion.in_at_least <= len(shapes):
+            self.fail(f"{where}: in_at_least is {criterion.in_at_least}; it must lie between 1 and its {len(shapes)} shapes.")
+        self._check_direction(where, study, criterion)
+        if criterion.regime not in study.regimes:
+            self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
+        if criterion.measure in ALONE:
+            against, what = ALONE[criterion.measure]
+            if criterion.over is not None:
+                self.fail(f"{where}: {against}; leave over out.")
+            if criterion.at_most is None:
+                self.fail(f"{where}: {what} bounded from above; use at_most.")
+        if criterion.measure == "time_over_floor" and criterion.regime == "warm":
+            self.fail(f"{where}: floors are for data that lies in memory, not in caches; use cold or eager as the regime.")
+        self._check_mean(where, criterion, shapes)
+        self._check_other_shape(where, study, criterion, operation)
+        self._check_selector(f"{where}: of", study, criterion, criterion.of, operation)
+        if criterion.over is not None:
+            self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
+
+    def _check_direction(self, where: str, study: Study, criterion: Criterion) -> None:
+        if criterion.direction not in study.directions:
+            self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
+        held = [*study.shapes_of(criterion), *(shape for shape in study.shapes if shape.name == criterion.over_at)]
+        if missing := [shape.name for shape in held if criterion.direction not in study.directions_at(shape)]:
+            self.fail(f"{where}: direction is {criterion.direction!r}, which does not run at {listing(missing)}; add it there.")
+
+    def _check_mean(self, where: str, criterion: Criterion, shapes: Sequence[str]) -> None:
+        if criterion.combine == "each":
+            return
+        if criterion.in_at_least is not None:
+            self.fail(f"{where}: a geometric mean is taken over all shapes; leave in_at_least or combine out.")
+        if criterion.measure == "error":
+            self.fail(f"{where}: of errors the largest counts, not their mean; leave combine out.")
+        if len(shapes) < 2:
+            self.fail(f"{where}: a geometric mean needs two shapes or more; leave combine out.")
+
+    def _check_other_shape(self, where: str, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        if criterion.over_at is None:
+            if criterion.per:
+                self.fail(f"{where}: per is for times at two shapes; name the other one by over_at, or leave per out.")
+            return
+        if criterion.measure not in (paired := [measure for measure in TIMES if measure not in ALONE]):
+            self.fail(f"{where}: over_at is for times; leave it out, or use one of {listing(paired)} as the measure.")
+        names = [shape.name for shape in study.shapes]
+        if criterion.over_at not in names:
+            hint = did_you_mean(criterion.over_at, names)
+            self.fail(f"{where}: over_at names the unknown shape {criterion.over_at!r}.{hint} Known: {listing(names)}.")
+        if any(shape.scale != study.shape(criterion.over_at).scale for shape in study.shapes_of(criterion)):
+            self.fail(f"{where}: over_at = {criterion.over_at!r} is of another scale than at, so they never run together.")
+        for name in criterion.per:
+            if name not in operation.dimensions:
+                hint = did_you_mean(name, operation.dimensions)
+                self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
+
+    def _check_selector(
+        self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]
+    ) -> None:
+        taking_part = study.variant_names()
+        if isinstance(selector, str):
+            if selector in operation.controls and selector not in taking_part:
+                if selector not in study.controls:
+                    self.fail(f"{where} is the control {selector!r}, which is not among the study's controls; add it there.")
+                if criterion.direction != "forward":
+                    self.fail(f"{where} is the control {selector!r}; controls are timed forward only.")
+            elif selector not in taking_part:
+                if selector in operation.variants:
+                    self.fail(f"{where} is {selector!r}, which is not among the study's variants; add it there.")
+                known = (*taking_part, *study.controls)
+                hint = did_you_mean(selector, known)
+                self.fail(f"{where} is {selector!r}, no variant or control.{hint} Known: {listing(known)}.")
+            return
+        tags = [operation.get(name).tags for name in taking_part]
+        known = sorted({key for entry in tags for key in entry})
+        for key in selector:
+            if key not in known:
+                hint = did_you_mean(key, known)
+                self.fail(f"{where} asks for the tag {key!r}, which no variant has.{hint} Known: {listing(known)}.")
+        if not study.select(selector):
+            there = {key: sorted({str(value) for entry in tags for value in members(entry.get(key))}) for key in selector}
+            seen = "; ".join(f"{key} is {listing(values)}" for key, values in there.items())
+            self.fail(f"{where} = {selector} matches no variant of the study; among them {seen}.")
