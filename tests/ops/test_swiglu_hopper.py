@@ -1,8 +1,7 @@
-"""``swiglu`` in one launch on Hopper GPUs: how weights are described, what is refused; results on a GPU."""
+"""``swiglu`` in one launch on Hopper GPUs: what is refused, and results on a GPU."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.ops.cases import BOTH, assert_ok, judge
 pytest.importorskip("triton")
 
 from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
-from onelaunch.ops.swiglu.hopper_launch import together
 from onelaunch.ops.swiglu.hopper_schedule import Tiles, configuration
 
 SWIGLU = find_operation("swiglu")
@@ -31,41 +29,6 @@ def test_every_variant_for_hopper_is_tested_here():
     assert list(VARIANTS) == [
         name for name, variant in SWIGLU.variants.items() if variant.tags.get("architectures") == ("sm_90a",)
     ]
-
-
-# How weights are described
-
-
-def value_at(matrices, channel, row, which, group):
-    """What the copy engine would read, by the address."""
-    strides = (matrices.dtype.itemsize, *matrices.strides)
-    at = matrices.address + sum(index * stride for index, stride in zip((channel, row, which, group), strides, strict=True))
-    return ctypes.c_int32.from_address(at).value
-
-
-@pytest.mark.parametrize("kind", ["stacked", "apart", "behind", "the_same", "other_strides", "column_major"])
-def test_two_weights_are_one_tensor(kind):
-    both = torch.arange(2 * 24 * 32, dtype=torch.int32).reshape(48, 32)
-    first, second = {
-        "stacked": (both[:24], both[24:]),
-        "apart": (both[:24].clone(), both[24:].clone()),
-        "behind": (both[24:], both[:24]),
-        "the_same": (both[:24], both[:24]),
-        "other_strides": (both[:24], torch.cat((both[24:], both[24:]), 1)[:, :32]),
-        "column_major": (both[:24].T.contiguous().T, both[24:]),
-    }[kind]
-    matrices = together(first, second)
-    assert matrices.sizes == (32, 8, 2, 3)
-    assert all(stride > 0 and stride % 16 == 0 for stride in matrices.strides)
-    order = (second, first) if matrices.flipped else (first, second)
-    for channel, row, which, group in [(0, 0, 0, 0), (5, 3, 1, 2), (31, 7, 0, 1), (31, 7, 1, 2)]:
-        assert value_at(matrices, channel, row, which, group) == order[which][8 * group + row, channel].item()
-
-
-def test_weights_that_lie_right_are_not_copied():
-    both = torch.zeros(48, 32)
-    assert together(both[:24], both[24:]).address == both.data_ptr()
-    assert together(both[24:], both[:24]).flipped
 
 
 # What is refused
@@ -220,11 +183,11 @@ def replanned(monkeypatch):
 def shared_by(runs):
     """A cut of all work into so many runs, which end in the middle of tiles."""
 
-    def cut(tiles, shape, element, _):
+    def cut(tiles, shape, element, *_):
         rows, columns, channels = shape
         units = tiles.count(rows, columns) * -(-channels // tiles.step(element))
         count = min(runs, units)
-        return hopper_launch.Cut(count, *divmod(units, count), 1, shares=True, microseconds=0.0)
+        return hopper_schedule.Cut(count, *divmod(units, count), 1, shares=True, microseconds=0.0)
 
     return cut
 

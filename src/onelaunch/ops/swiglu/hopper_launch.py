@@ -11,7 +11,7 @@ from onelaunch import nvrtc
 from onelaunch.hardware import processors
 from onelaunch.ops.copy_engine import addressable
 from onelaunch.ops.gated_scan.launch import cdiv
-from onelaunch.ops.swiglu.hopper_schedule import ROW_BYTES, Cut, Schedule, Tiles, cut_of, reads_early
+from onelaunch.ops.swiglu.hopper_schedule import ROW_BYTES, Schedule, Tiles, cut_of, reads_early
 from onelaunch.ops.warpgroup_products import product_header
 from onelaunch.ops.workspace import counters
 
@@ -180,14 +180,7 @@ def plan_of(
     constant_weights: bool,
 ) -> Plan:
     """Of calls of this ``shape`` (M, N, K); as :func:`dual_gemm`."""
-    rows, columns, channels = shape
-    count, steps = tiles.count(rows, columns), cdiv(channels, tiles.step(element))
-    if schedule == "tiles":
-        cut = Cut(min(count, processors(device)), 0, 0, steps, shares=False, microseconds=0.0)
-    elif schedule == "pairs":
-        cut = Cut(2 * count, cdiv(steps, 2), 0, 1, shares=False, microseconds=0.0)
-    else:
-        cut = cut_of(tiles, shape, element, processors(device))
+    cut = cut_of(tiles, shape, element, processors(device), schedule)
     return Plan(
         launch=function(device, tiles, element, result, schedule, scaled=scaled, keep=keep),
         runs=cut.runs,
@@ -196,7 +189,7 @@ def plan_of(
         weight_box=(tiles.weight_bytes // (1 if tiles.nvfp4 else element.itemsize), GROUP, 2, tiles.columns // GROUP),
         result_box=(tiles.columns, tiles.rows // 2 if schedule == "pairs" else tiles.rows),
         numbers=(*shape, cut.each, cut.more, cut.grain),
-        early=constant_weights and reads_early(tiles, cut, rows),
+        early=constant_weights and reads_early(tiles, cut, shape[0]),
     )
 
 

@@ -139,7 +139,7 @@ class Cut(NamedTuple):
     shares: bool
     """Whether a tile may belong to several runs."""
     microseconds: float
-    """Of the longest run, and of sharing."""
+    """Of the longest run, and of sharing; 0 where there is no choice."""
 
     @property
     def longest(self) -> int:
@@ -165,10 +165,16 @@ def cut_for(tiles: int, steps: int, multiprocessors: int, step: float, sharing: 
     return min(found, key=lambda cut: cut.microseconds)
 
 
-def cut_of(tiles: Tiles, shape: tuple[int, int, int], element: torch.dtype, multiprocessors: int) -> Cut:
-    """The best cut of a call's work into tiles of this kind; ``shape`` is (M, N, K)."""
+def cut_of(
+    tiles: Tiles, shape: tuple[int, int, int], element: torch.dtype, multiprocessors: int, schedule: Schedule = "runs"
+) -> Cut:
+    """A call's work in tiles of this kind: the best cut into runs, or as the others hand it out. ``shape`` is (M, N, K)."""
     rows, columns, channels = shape
     count, steps = tiles.count(rows, columns), cdiv(channels, tiles.step(element))
+    if schedule == "tiles":
+        return Cut(min(count, multiprocessors), 0, 0, steps, shares=False, microseconds=0.0)
+    if schedule == "pairs":
+        return Cut(2 * count, cdiv(steps, 2), 0, 1, shares=False, microseconds=0.0)
     return cut_for(count, steps, multiprocessors, tiles.step_microseconds(element, rows), tiles.sharing_microseconds)
 
 

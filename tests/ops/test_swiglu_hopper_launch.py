@@ -1,0 +1,116 @@
+"""What launches of ``dual_gemm.cu`` are handed: weights where they lie, and everything else of a call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from onelaunch import dispatch, nvrtc
+from onelaunch.operation import find_operation
+from onelaunch.ops import swiglu
+from onelaunch.ops.swiglu import hopper
+
+pytest.importorskip("triton")
+
+from onelaunch.ops.swiglu import hopper_launch
+from onelaunch.ops.swiglu.hopper_launch import together
+
+SWIGLU = find_operation("swiglu")
+VARIANTS = ("persistent", "stream_k", "small_m")
+
+# How weights are described
+
+
+def value_at(matrices, channel, row, which, group):
+    """What the copy engine would read, by the address."""
+    strides = (matrices.dtype.itemsize, *matrices.strides)
+    at = matrices.address + sum(index * stride for index, stride in zip((channel, row, which, group), strides, strict=True))
+    return ctypes.c_int32.from_address(at).value
+
+
+@pytest.mark.parametrize("kind", ["stacked", "apart", "behind", "the_same", "other_strides", "column_major"])
+def test_two_weights_are_one_tensor(kind):
+    both = torch.arange(2 * 24 * 32, dtype=torch.int32).reshape(48, 32)
+    first, second = {
+        "stacked": (both[:24], both[24:]),
+        "apart": (both[:24].clone(), both[24:].clone()),
+        "behind": (both[24:], both[:24]),
+        "the_same": (both[:24], both[:24]),
+        "other_strides": (both[:24], torch.cat((both[24:], both[24:]), 1)[:, :32]),
+        "column_major": (both[:24].T.contiguous().T, both[24:]),
+    }[kind]
+    matrices = together(first, second)
+    assert matrices.sizes == (32, 8, 2, 3)
+    assert all(stride > 0 and stride % 16 == 0 for stride in matrices.strides)
+    order = (second, first) if matrices.flipped else (first, second)
+    for channel, row, which, group in [(0, 0, 0, 0), (5, 3, 1, 2), (31, 7, 0, 1), (31, 7, 1, 2)]:
+        assert value_at(matrices, channel, row, which, group) == order[which][8 * group + row, channel].item()
+
+
+def test_weights_that_lie_right_are_not_copied():
+    both = torch.zeros(48, 32)
+    assert together(both[:24], both[24:]).address == both.data_ptr()
+    assert together(both[24:], both[:24]).flipped
+
+
+# What a launch is handed
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
+    calls, (layout, _) = [], nvrtc._layout(hopper_launch.KINDS)
+
+    def launch(grid, *arguments):
+        pairs = zip(hopper_launch.KINDS, arguments, strict=True)
+        values = [value if kind != "pointer" else 0 if value is None else value.data_ptr() for kind, value in pairs]
+        layout.pack(*values)
+        calls.append((grid, dict(zip(NUMBERS, values[-len(NUMBERS) :], strict=True))))
+
+    def tensor_map(dtype, address, sizes, strides, box, *, swizzle=128):
+        assert nvrtc._unaddressable(dtype, address, sizes, strides, box, swizzle) is None
+        return bytes(128)
+
+    hopper_launch.plan_of.cache_clear()
+    monkeypatch.setattr(hopper_launch, "function", lambda *_, **__: launch)
+    monkeypatch.setattr(hopper_launch, "tensor_map", tensor_map)
+    monkeypatch.setattr(hopper_launch, "counters", lambda device, words: torch.zeros(words, dtype=torch.int64))
+    for module in (hopper_launch, hopper):
+        monkeypatch.setattr(module, "processors", lambda _: 132)
+    for name in VARIANTS:
+        monkeypatch.setattr(SWIGLU.get(name), "_supports", [])
+    dispatch._checked.cache_clear()
+    yield calls
+    dispatch._checked.cache_clear()
+    hopper_launch.plan_of.cache_clear()
+
+
+NUMBERS = ("M", "N", "K", "each", "more", "grain", "flip", "x_scales", "w_scales", "early")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("promised", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
+def test_a_call_becomes_one_launch(form, stacked, promised, variant, launched):
+    case = SWIGLU.case("bfloat16", M=20, N=1024, K=512, format=form, stacked=stacked, row_scales=form == "fp8")
+    arguments = SWIGLU.make_inputs(case, torch.device("cpu"), 0).arguments
+    h = swiglu(**arguments, variant=variant, constant_weights=promised)
+    assert (h.shape, h.dtype) == ((20, 1024), torch.bfloat16)
+    ((grid, numbers),) = launched
+    assert (numbers["M"], numbers["N"], numbers["K"]) == (20, 1024, 512)
+    assert (numbers["x_scales"], numbers["w_scales"]) == (form == "fp8",) * 2
+    assert numbers["early"] == promised  # few rows, and few steps
+    assert 0 < grid[0] <= 132
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_products_are_kept_for_a_backward_pass(stacked, launched):
+    arguments = SWIGLU.make_inputs(SWIGLU.case("float16", M=300, N=64, K=128, stacked=stacked), torch.device("cpu"), 0).arguments
+    given = {name: value.requires_grad_() for name, value in arguments.items()}
+    h = swiglu(**given, variant="stream_k")
+    assert h.requires_grad
+    assert len(launched) == 1
+    assert h.grad_fn.saved_tensors[-1].shape == (300, 128)  # both products
