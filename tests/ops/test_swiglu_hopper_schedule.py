@@ -150,7 +150,7 @@ def test_when_weights_are_read_early(tiles, shape, early):
         # whole tiles by a counter, of two words
         (Tiles(256), "tiles", (8192, 4096, 7168), {"runs": 132, "sums": 0, "words": 1, "numbers": (8192, 4096, 7168, 0, 0, 112)}),
         # two programs for each tile, which leave each other nothing in memory
-        (Tiles(128), "pairs", (128, 4096, 7168), {"runs": 128, "sums": 0, "words": 0, "result_box": (64, 64)}),
+        (Tiles(128), "pairs", (128, 4096, 7168), {"runs": 128, "sums": 0, "words": 0, "result_rows": 64}),
         # a tile for each program
         (Tiles(8, 32, 3), "runs", (1, 4096, 7168), {"runs": 128, "sums": 0, "words": 0, "weight_box": (64, 8, 2, 4)}),
         # runs that end within tiles leave all sums of one, and a word each

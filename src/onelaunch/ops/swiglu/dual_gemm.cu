@@ -31,15 +31,15 @@ constexpr int TABLE_BYTES = 0;
 
 constexpr int SIDES = COLUMNS / 32, GROUPS = SIDES * SPLIT, FINISHERS = 128 * SIDES;
 constexpr int W_BYTES = 2 * COLUMNS * (NVFP4 ? STEP / 2 : 128), X_BYTES = X_TILES * ROWS * 128, STAGE = W_BYTES + X_BYTES;
-constexpr int OUT_BYTES = (ROWS * COLUMNS * 2 + 1023) / 1024 * 1024;
 constexpr int HELD = ROWS / 2;                                // sums of a thread
 constexpr int FINISHED = TAKEN == 2 ? ROWS / 2 : ROWS;        // rows that a program finishes of a tile
+constexpr int OUT_BYTES = (ROWS * COLUMNS * 2 + 1023) / 1024 * 1024;
 constexpr int HANDED = (SPLIT - 1) * FINISHERS * HELD * 4;    // bytes
 constexpr int SWATH = 8;                                      // tiles of rows that neighbours share
 // Warpgroups that multiply come first, then a warp that copies, then three that convert scales, if there are any.
 constexpr int MULTIPLIERS = 128 * GROUPS, THREADS = MULTIPLIERS + 128, CONVERTERS = NVFP4 ? 3 : 0;
 constexpr int COPY_REGISTERS = GROUPS > 2 ? 56 : 40, MULTIPLY_REGISTERS = GROUPS == 4 ? 104 : GROUPS == 3 ? 152 : 232;
-enum { ALL = 1, HAND, TAKEN_OVER, ALL_GROUPS };  // named barriers
+enum { ALL = 1, HAND, TAKEN_OVER, ALL_GROUPS, OUT };  // named barriers; OUT: the first of as many as there are sides
 static_assert(2 <= GROUPS && GROUPS <= 4, "registers are handed over for these");
 static_assert(STAGES % SPLIT == 0, "see Ring");
 static_assert(TAKEN != 2 || (FINISHED % 8 == 0 && FINISHERS * HELD * 2 <= STAGES * STAGE), "halves are handed over in eights");
@@ -327,5 +327,5 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
       if (gather(d, room, split)) finish(d, a, work, room, tile, side, common);
     }
   }
-  if (threadIdx.x == 0) copies_out_read();  // shared memory must outlive what is sent from it
+  if (threadIdx.x % 128 == 0) copies_out_read<0>();  // shared memory must outlive what is sent from it
 }

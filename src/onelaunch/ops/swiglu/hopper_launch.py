@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -82,15 +82,21 @@ def map_of(matrix: torch.Tensor, tiles: Tiles) -> bytes:
     return tensor_map(matrix.dtype, matrix.data_ptr(), (channels, rows), (row,), box)
 
 
-def map_of_result(result: torch.Tensor, matrices: int, box: tuple[int, int]) -> bytes:
-    """Of matrices side by side in ``result [M, matrices N]``: a tile ends where its matrix does."""
-    (rows, width), size = result.shape, result.element_size()
+SENT_COLUMNS = 32
+"""Of a result by a warpgroup."""
+
+
+def sent_rows(finished: int) -> int:
+    """Of a result at once, where a program finishes so many rows of a tile."""
+    return next((rows for rows in (64, 32) if finished % rows == 0), finished)
+
+
+def map_of_result(result: torch.Tensor, matrices: int, rows: int) -> bytes:
+    """Of matrices side by side in ``result [M, matrices N]``, so many rows at once: a tile ends where its matrix does."""
+    (length, width), size = result.shape, result.element_size()
     columns = width // matrices
-    swizzle: Literal[0, 128] = 128 if box[0] == 64 else 0
-    return tensor_map(
-        result.dtype, result.data_ptr(), (columns, matrices, rows), (columns * size, width * size),
-        (box[0], 1, box[1]), swizzle=swizzle,
-    )  # fmt: skip
+    sizes, strides = (columns, matrices, length), (columns * size, width * size)
+    return tensor_map(result.dtype, result.data_ptr(), sizes, strides, (SENT_COLUMNS, 1, rows), swizzle=64)
 
 
 @functools.cache
@@ -160,7 +166,8 @@ class Plan(NamedTuple):
     words: int
     """64 bits each: a flag of 32 for each of them that does, or two counters of tiles."""
     weight_box: tuple[int, int, int, int]
-    result_box: tuple[int, int]
+    result_rows: int
+    """That are sent at once."""
     numbers: tuple[int, int, int, int, int, int]
     """M, N, K, and how the work is cut."""
     early: bool
@@ -187,7 +194,7 @@ def plan_of(
         sums=cut.runs * tiles.rows * tiles.columns * 2 if cut.shares else 0,
         words=cdiv(cut.runs, 2) if cut.shares else 1 if schedule == "tiles" else 0,
         weight_box=(tiles.weight_bytes // (1 if tiles.nvfp4 else element.itemsize), GROUP, 2, tiles.columns // GROUP),
-        result_box=(tiles.columns, tiles.rows // 2 if schedule == "pairs" else tiles.rows),
+        result_rows=sent_rows(tiles.rows // 2 if schedule == "pairs" else tiles.rows),
         numbers=(*shape, cut.each, cut.more, cut.grain),
         early=constant_weights and reads_early(tiles, cut, shape[0]),
     )
@@ -224,8 +231,8 @@ def dual_gemm(
     weight_map = tensor_map(
         matrices.dtype, matrices.address, matrices.sizes, matrices.strides, plan.weight_box, swizzle=tiles.weight_bytes
     )
-    h_map = map_of_result(h, 1, plan.result_box)
-    kept_map = h_map if both is None else map_of_result(both, 2, plan.result_box)
+    h_map = map_of_result(h, 1, plan.result_rows)
+    kept_map = h_map if both is None else map_of_result(both, 2, plan.result_rows)
     of_x, of_gate, of_up = scales or (None, None, None)
     per_row = [each is not None and each.numel() > 1 for each in (of_x, of_gate)]
     plan.launch(

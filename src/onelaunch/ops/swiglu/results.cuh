@@ -13,26 +13,37 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
   return r;
 }
 
-// One tile of 16-bit numbers through shared memory to one of the matrices of a map: value(i) is the thread's i-th of FINISHED / 4.
+// Of a tile of 16-bit numbers through shared memory to one of the matrices of a map, the 32 columns of a warpgroup, by itself: another may
+// still multiply. In parts, so that one is on its way while the next is made. value(i) is the thread's i-th of FINISHED / 4.
+constexpr int PART = FINISHED % 64 == 0 ? 64 : FINISHED % 32 == 0 ? 32 : FINISHED, PARTS = FINISHED / PART;  // rows
+
 template <typename Value>
-__device__ __forceinline__ void send(const TensorMap* map, int matrix, const Room& room, int row, int column, int piece, Value value) {
-  const int lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) copies_out_read();  // what was sent before
-  named_barrier(ALL, FINISHERS);
-  constexpr int AT_ONCE = FINISHED % 32 == 0 ? 4 : 1;  // matrices of 8 x 8
+__device__ __forceinline__ void send(const TensorMap* map, int matrix, const Room& room, int row, int column, int side, Value value) {
+  const int lane = threadIdx.x % 32, piece = threadIdx.x / 32 % 4;
+  const bool sends = threadIdx.x % 128 == 0;
+  constexpr int AT_ONCE = PART % 32 == 0 ? 4 : 1;  // matrices of 8 x 8
 #pragma unroll
-  for (int j = 0; j < FINISHED / 8; j += AT_ONCE) {
-    u32 v[AT_ONCE];
+  for (int part = 0; part < PARTS; ++part) {
+    const u32 from = room.out + (side * PARTS + part) * (PART * 64);
+    if (sends) copies_out_read<PARTS - 1>();  // what was sent from there before
+    named_barrier(OUT + side, 128);
 #pragma unroll
-    for (int q = 0; q < AT_ONCE; ++q) v[q] = pair_of(value(2 * (j + q)), value(2 * (j + q) + 1));
-    const u32 r = 8 * j + lane % (8 * AT_ONCE), at = room.out + r * (2 * COLUMNS) + (SIDES == 2 ? piece ^ (r % 8) : piece) * 16;
-    store_transposed(at, v);
-  }
-  fence_to_copies();
-  named_barrier(ALL, FINISHERS);
-  if (threadIdx.x == 0) {
-    copy_out_3d(map, room.out, column, matrix, row);
-    copies_out_commit();
+    for (int j = 0; j < PART / 8; j += AT_ONCE) {
+      u32 v[AT_ONCE];
+#pragma unroll
+      for (int q = 0; q < AT_ONCE; ++q) {
+        const int i = 2 * (part * (PART / 8) + j + q);
+        v[q] = pair_of(value(i), value(i + 1));
+      }
+      const u32 r = 8 * j + lane % (8 * AT_ONCE);
+      store_transposed(from + r * 64 + (piece ^ (r / 2 % 4)) * 16, v);  // swizzled over 64 bytes
+    }
+    fence_to_copies();
+    named_barrier(OUT + side, 128);
+    if (sends) {
+      copy_out_3d(map, from, column + side * 32, matrix, row + part * PART);
+      copies_out_commit();
+    }
   }
 }
 
@@ -52,7 +63,7 @@ __device__ __forceinline__ void finish(
   int row, column;
   work.place(tile, row, column);
   if constexpr (TAKEN == 2) row += cluster_rank() * FINISHED;
-  const int lane = threadIdx.x % 32, piece = side * 4 + threadIdx.x / 32 % 4, n = column + piece * 8 + lane / 4;
+  const int lane = threadIdx.x % 32, n = column + side * 32 + threadIdx.x / 32 % 4 * 8 + lane / 4;
   float gate_by = common.gate, up_by = common.up;
   if (SCALED && a.w_scales && n < a.N) {
     gate_by = a.gate_scale[n];
@@ -69,9 +80,9 @@ __device__ __forceinline__ void finish(
     const float sum = a.flip ? d[i / 2 * 4 + i % 2] : d[i / 2 * 4 + i % 2 + 2];
     return SCALED ? sum * (up_by * by_row(i)) : sum;
   };
-  send(a.h, 0, room, row, column, piece, [&](int i) { return gated(gate(i), up(i)); });
+  send(a.h, 0, room, row, column, side, [&](int i) { return gated(gate(i), up(i)); });
   if constexpr (KEEP) {
-    send(a.kept, 0, room, row, column, piece, gate);
-    send(a.kept, 1, room, row, column, piece, up);
+    send(a.kept, 0, room, row, column, side, gate);
+    send(a.kept, 1, room, row, column, side, up);
   }
 }
