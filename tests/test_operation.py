@@ -10,7 +10,8 @@ import torch
 
 from onelaunch import operation
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
-from onelaunch.operation import Cost, KernelBuild, Query, find_operation, operations, parse_dtype, remembered
+from onelaunch.operation import Cost, KernelBuild, Query, find_operation, names_of, operations, parse_dtype, remembered
+from onelaunch.workbench.calls import Callee, Inputs
 from tests.toys import make_scale
 
 
@@ -103,6 +104,19 @@ def test_a_variant_lists_its_kernels_for_an_architecture(scale):
         yield KernelBuild(f"scale_{architecture}", None, {}, {})
 
     assert [build.name for build in vector.builds("sm_90a")] == ["scale_sm_90a"]
+
+
+def test_results_are_named_once_or_by_each_call(scale):
+    assert names_of(scale.outputs, {"x": None}) == ("y",)
+
+    def names(arguments):
+        return tuple(f"part{index}" for index in range(arguments["parts"]))
+
+    cut = Callee("cut", lambda x, parts: x.chunk(parts), names)
+    for parts in (2, 3):
+        answer = cut(Inputs({"x": torch.arange(6.0), "parts": parts}))
+        assert list(answer) == [f"part{index}" for index in range(parts)]
+        assert all(torch.equal(part, torch.arange(6.0).chunk(parts)[index]) for index, part in enumerate(answer.values()))
 
 
 def test_a_query_knows_its_device_type_and_direction():

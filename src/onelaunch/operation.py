@@ -31,6 +31,14 @@ PLUGINS = "onelaunch.plugins"
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Outputs: TypeAlias = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
+"""Names of an operation's results; or, where a call decides what it gives, the function that tells them from its arguments."""
+
+
+def names_of(outputs: Outputs, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the results of a call with these arguments."""
+    return outputs(arguments) if callable(outputs) else outputs
+
 
 class Query(NamedTuple):
     """What decides which variant may run and which is fastest: a call without its tensors. Hashable: the dispatch key."""
@@ -258,7 +266,7 @@ class Operation(Generic[P, R]):
     Attributes:
         name: what the registry and the command line call it.
         dimensions: names of its sizes, in the order that :class:`Query` holds them.
-        outputs: names of the public function's results.
+        outputs: names of the public function's results, or how they follow from its arguments.
         options: the input maker's choices with their defaults; a case may override them.
         defaults: per device type, the variants to prefer where nothing was measured.
         variants: by name, in order of registration.
@@ -269,7 +277,7 @@ class Operation(Generic[P, R]):
         function: Callable[P, R],
         *,
         dimensions: tuple[str, ...],
-        outputs: tuple[str, ...],
+        outputs: Outputs,
         bind: Callable[..., Call],
         options: Mapping[str, Any],
         defaults: Mapping[str, tuple[str, ...]],

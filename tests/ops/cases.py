@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.operation import Case, Direction, Operation, find_operation
+from onelaunch.operation import Case, Direction, Operation, find_operation, names_of
 from onelaunch.workbench.calls import Callee
 from onelaunch.workbench.poison import poisoned
 from onelaunch.workbench.result import Verdict
@@ -238,7 +238,8 @@ def differentiable(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 def results(operation: Operation[..., Any], arguments: dict[str, Any], variant: str) -> dict[str, torch.Tensor]:
     """Results by name, and gradients where arguments take them, of a loss that weighs every element differently."""
     outputs = operation(**arguments, variant=variant)
-    given = zip(operation.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=False)
+    names = names_of(operation.outputs, arguments)
+    given = zip(names, outputs if isinstance(outputs, tuple) else (outputs,), strict=False)
     named = {name: value for name, value in given if value is not None}
     leaves = differentiable(arguments)
     if leaves:

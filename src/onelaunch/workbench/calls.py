@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from onelaunch.errors import OneLaunchError, VariantUnsupported
-from onelaunch.operation import Bundle, Case, Control, Direction, Operation
+from onelaunch.operation import Bundle, Case, Control, Direction, Operation, Outputs, names_of
 from onelaunch.workbench.result import Status
 
 Answer = dict[str, torch.Tensor | None]
@@ -88,7 +88,7 @@ class Callee:
 
     name: str
     call: Callable[..., Any]
-    outputs: tuple[str, ...]
+    outputs: Outputs
 
     @classmethod
     def variant(cls, operation: Operation[..., Any], name: str) -> Callee:
@@ -105,9 +105,9 @@ class Callee:
         """Call once, with the backward pass when the inputs ask for gradients."""
         if not inputs.differentiable:
             with torch.no_grad():
-                return self.name_results(self.call(**inputs.arguments))
+                return self.name_results(self.call(**inputs.arguments), inputs.arguments)
         with torch.enable_grad():
-            outputs = self.name_results(self.call(**inputs.arguments))
+            outputs = self.name_results(self.call(**inputs.arguments), inputs.arguments)
             reached = {name: outputs[name] for name in inputs.output_gradients if name in outputs}
             reached = {name: output for name, output in reached.items() if output is not None and output.requires_grad}
             leaves = [inputs.arguments[name] for name in inputs.differentiable]
@@ -118,10 +118,10 @@ class Callee:
         answer: Answer = {name: None if output is None else output.detach() for name, output in outputs.items()}
         return answer | {f"grad {name}": gradient for name, gradient in zip(inputs.differentiable, gradients, strict=True)}
 
-    def name_results(self, result: Any) -> Answer:
-        """What the callee returned, by name."""
+    def name_results(self, result: Any, arguments: Mapping[str, Any]) -> Answer:
+        """What the callee returned for these arguments, by name."""
         results = result if isinstance(result, tuple) else (result,)
-        return dict(zip(self.outputs, results, strict=False))
+        return dict(zip(names_of(self.outputs, arguments), results, strict=False))
 
 
 def duplicate(answer: Answer) -> Answer:

@@ -306,7 +306,7 @@ class GpuSampler:
                 for inputs in sets:
                     result = call(**inputs.arguments)
                 end.record()
-            answer = self._callee.name_results(result)
+            answer = self._callee.name_results(result, sets[-1].arguments)
         end.synchronize()
         self._eager_answer = answer
         return start.elapsed_time(end) / 1e3
