@@ -73,6 +73,38 @@ PRODUCT = Operator(
 )
 
 
+def run_packed(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    CALLS.append("packed")
+    return x.sin(), x.cos()
+
+
+def cut(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return packed.split_with_sizes(list(inputs[1]), -1)
+
+
+def packed_gradients(ctx: Any, backward: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    CALLS.append(" ".join("none" if each is None else str(each.shape[-1]) for each in given))
+    (slope,) = ctx.saved_tensors
+    filled = [slope.new_zeros(width) if each is None else each for each, width in zip(given, ctx.widths, strict=True)]
+    return torch.cat(filled, -1) * slope, None
+
+
+def save_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.widths = inputs[1]
+    ctx.save_for_backward(output[1])
+    ctx.set_materialize_grads(False)
+
+
+PACKED = Operator(
+    "test_packed",
+    run_packed,
+    fake=lambda x, widths: (torch.empty_like(x), torch.empty_like(x)),
+    save=save_packed,
+    gradients=packed_gradients,
+    views=cut,
+)
+
+
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
@@ -162,3 +194,26 @@ def test_the_operators_keep_pytorchs_rules():
     library.opcheck(torch.ops.onelaunch.test_power.default, (x, None, 3))
     library.opcheck(torch.ops.onelaunch.test_power_backward.default, (x.detach(), None, x.detach(), 3))
     library.opcheck(torch.ops.onelaunch.test_product.default, tuple(leaves((3, 4), (4, 2))))
+
+
+def test_views_of_a_packed_output_are_the_results_and_each_has_a_gradient():
+    (x,) = leaves((6,))
+    assert [part.shape[0] for part in PACKED(x.detach(), [1, 3, 2], grad=False)] == [1, 3, 2]
+    parts = PACKED(x, [1, 3, 2], grad=True)
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert torch.autograd.gradcheck(lambda given: PACKED(given, [1, 3, 2], grad=True), (x,))
+    CALLS.clear()
+    parts = PACKED(x, [1, 3, 2], grad=True)
+    (found,) = torch.autograd.grad([parts[1], parts[2]], x, [torch.ones(3, dtype=x.dtype), torch.zeros(2, dtype=x.dtype)])
+    assert torch.equal(found, torch.tensor([0, 1, 1, 1, 0, 0]) * x.cos())
+    assert CALLS == ["packed", "none 3 2"]
+
+
+def test_views_have_the_same_gradients_in_compiled_code():
+    (x,) = leaves((6,))
+    function = torch.compile(lambda given: PACKED(given, [1, 3, 2], grad=True), fullgraph=True, backend="aot_eager")
+    parts = function(x)
+    assert torch.equal(torch.cat(parts), x.sin())
+    (found,) = torch.autograd.grad(parts[1].sum(), x)
+    assert torch.equal(found, torch.tensor([0, 1, 1, 1, 0, 0]) * x.cos())
+    library.opcheck(torch.ops.onelaunch.test_packed.default, (x, [1, 3, 2]))

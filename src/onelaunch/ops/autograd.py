@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class Operator:
             operator itself, for a function whose gradient is made of calls of the same function.
         outputs: how many of the outputs, the first ones, are differentiable; ``gradients`` is handed as many. The others are
             what ``save`` keeps.
+        views: ``views(inputs, output)`` cuts the first of several outputs into views, by those inputs that are no tensors (the
+            others may be ``None``). Callers then get the views alone, and ``gradients`` is handed a gradient for each. Eager
+            code never puts these together; compiled code does, since an operator may not return views.
     """
 
     def __init__(
@@ -47,27 +51,39 @@ class Operator:
         gradients: Callable[..., Gradients] | None = None,
         backward: Operator | None = None,
         outputs: int = 1,
+        views: Callable[[tuple[Any, ...], torch.Tensor], tuple[torch.Tensor, ...]] | None = None,
     ) -> None:
         self.run = run
+        self.views = views
         self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
         self.registered.register_fake(fake)
         self.eager: Callable[..., Any] = run
         if save is None or gradients is None:
             return
         inner = backward or self
-        self.registered.register_autograd(
-            lambda ctx, *grad_outputs: gradients(ctx, inner.registered, *grad_outputs[:outputs]), setup_context=save
-        )
+
+        def save_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            save(ctx, inputs, output)
+            if views is not None:
+                ctx.cut = partial(views, tuple(None if isinstance(each, torch.Tensor) else each for each in inputs))
+
+        def differentiate_registered(ctx: Any, *grad_outputs: Any) -> Gradients:
+            given = grad_outputs[:outputs] if views is None else ctx.cut(grad_outputs[0])
+            return gradients(ctx, inner.registered, *given)
+
+        self.registered.register_autograd(differentiate_registered, setup_context=save_all)
 
         def forward_and_save(ctx: Any, *inputs: Any) -> Any:
             output = run(*inputs)
             save(ctx, inputs, output)
+            if views is not None:
+                return views(inputs, output[0])
             if isinstance(output, tuple):
                 ctx.mark_non_differentiable(*output[outputs:])
             return output
 
         def differentiate(ctx: Any, *grad_outputs: Any) -> Gradients:
-            return gradients(ctx, inner.run, *grad_outputs[:outputs])
+            return gradients(ctx, inner.run, *(grad_outputs[:outputs] if views is None else grad_outputs))
 
         once = torch.autograd.function.once_differentiable(differentiate)
         methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(once)}
@@ -76,6 +92,8 @@ class Operator:
 
     def __call__(self, *inputs: Any, grad: bool) -> Any:
         """The function's results; ``grad`` says whether the call may have to be differentiated."""
-        if torch.compiler.is_compiling():
-            return self.registered(*inputs)
-        return self.eager(*inputs) if grad else self.run(*inputs)
+        compiling = torch.compiler.is_compiling()
+        if grad and not compiling:
+            return self.eager(*inputs)
+        output = self.registered(*inputs) if compiling else self.run(*inputs)
+        return output if self.views is None else self.views(inputs, output[0])
