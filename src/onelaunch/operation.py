@@ -159,8 +159,9 @@ class KernelBuild:
     name: str
     kernel: Any
     """A ``triton.jit`` function."""
-    signature: Mapping[str, str]
-    """Triton type of every argument, ``constexpr`` for constants."""
+    signature: Mapping[str, str | tuple[str, ...]]
+    """Triton type of every argument, ``constexpr`` for constants; of an argument that is a tuple, that of each of its members,
+    ``constexpr`` where one is ``None``."""
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3

@@ -39,6 +39,16 @@ def broken_kernel(a, BM: tl.constexpr):
     tl.store(a + tl.arange(0, BM), tl.arange(0, 2 * BM))
 
 
+@triton.jit
+def sum_kernel(parts, strides, out, BM: tl.constexpr):
+    at = tl.arange(0, BM)
+    total = tl.zeros((BM,), dtype=tl.float32)
+    for index in tl.static_range(len(parts)):
+        if parts[index] is not None:
+            total += tl.load(parts[index] + at * strides[index]).to(tl.float32)
+    tl.store(out + at, total)
+
+
 def matmul(tile: tuple[int, int, int] = (64, 64, 64), **facts: Any) -> KernelBuild:
     signature = dict.fromkeys(("a", "b", "c"), "*fp16") | dict.fromkeys(("M", "N", "K"), "i32:16")
     signature |= dict.fromkeys(("BM", "BN", "BK"), "constexpr")
@@ -109,6 +119,14 @@ def test_a_kernel_that_does_not_compile_is_named():
     build = KernelBuild("broken", broken_kernel, {"a": "*fp32", "BM": "constexpr"}, {"BM": 16})
     with pytest.raises(InspectionError, match=r"'broken' does not compile for sm_80: .*'BM': 16"):
         inspect_build(build, "sm_80")
+
+
+def test_a_kernel_of_a_tuple_of_tensors_some_of_which_there_are():
+    signature = {"parts": ("*fp16", "constexpr", "*fp32"), "strides": ("i32:16", "i32", "i32"), "out": "*fp32", "BM": "constexpr"}
+    found = inspect_build(KernelBuild("sum", sum_kernel, signature, {"BM": 128}), "sm_90a")
+    assert found.ok, found.problems
+    ptx = found.assembly["ptx"]
+    assert ptx.count("ld.global.b16") == ptx.count("ld.global.b32") == 1
 
 
 def test_interpreted_kernels_cannot_be_inspected(monkeypatch):

@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,14 +237,17 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
         raise InspectionError(f"Triton is not installed, nothing can be compiled. {_INSTALL_TRITON}") from error
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise InspectionError("TRITON_INTERPRET=1 is set, so kernels are interpreted and cannot be compiled. Unset it.")
+    types = dict(_types(build))
+    missing = [place for place, type_ in types.items() if len(place) > 1 and type_ == "constexpr"]
     source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
         build.kernel,
-        signature={name: type_.removesuffix(":16") for name, type_ in build.signature.items()},
-        constexprs=dict(build.constants),
-        attrs={
-            (build.kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        signature={
+            name: tuple(_plain(each) for each in type_) if isinstance(type_, tuple) else _plain(type_)
             for name, type_ in build.signature.items()
-            if type_.startswith("*") or type_.endswith(":16")
+        },
+        constexprs={**build.constants, **dict.fromkeys(missing)},
+        attrs={
+            place: [["tt.divisibility", 16]] for place, type_ in types.items() if type_.startswith("*") or type_.endswith(":16")
         },
     )
     try:
@@ -259,6 +262,21 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
             f"Kernel {build.name!r} does not compile for {target.name}: {_first_line(error)}. "
             f"Its configuration: {dict(build.constants)}, {build.num_warps} warps, {build.num_stages} stages."
         ) from error
+
+
+def _types(build: KernelBuild) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The type of every argument, and of every member of those that are tuples, by its place."""
+    for name, type_ in build.signature.items():
+        index = build.kernel.arg_names.index(name)
+        if isinstance(type_, tuple):
+            yield from (((index, member), each) for member, each in enumerate(type_))
+        else:
+            yield (index,), type_
+
+
+def _plain(type_: str) -> str:
+    """Triton's name of a type."""
+    return type_.removesuffix(":16")
 
 
 def _first_line(error: Exception) -> str:
