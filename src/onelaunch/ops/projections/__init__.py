@@ -1,0 +1,8 @@
+"""``projections``: all projections of a layer's input by one packed weight, each through its activation."""
+
+from onelaunch.ops.projections.contract import projections
+from onelaunch.ops.projections.layout import Segment
+
+from onelaunch.ops.projections import cost, reference, torch_variants, triton_variants  # isort: skip  (register into it)
+
+__all__ = ["Segment", "cost", "projections", "reference", "torch_variants", "triton_variants"]

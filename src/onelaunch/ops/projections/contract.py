@@ -1,0 +1,165 @@
+"""The operation ``projections``: what it computes, takes and refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.errors import ArgumentError, ShapeError
+from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.ops import checks
+from onelaunch.ops.autocast import cast, low_dtype, without_autocast
+from onelaunch.ops.checks import Facts
+from onelaunch.ops.projections.layout import Layout, Segment, layout_of, read_layout
+
+
+class ProjectionsCall(NamedTuple):
+    """Checked arguments of :func:`projections`. Tensors have any strides."""
+
+    x: torch.Tensor
+    """``[..., D]``"""
+    weight: torch.Tensor
+    """``[N, D]``, dtype of ``x``."""
+    bias: torch.Tensor | None
+    """``[layout.biases]``, dtype of ``x``."""
+    layout: Layout
+    eps: float
+    key: Query
+
+    def query(self) -> Query:
+        return self.key
+
+
+def bind(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> ProjectionsCall:
+    """The checked call; raises as :func:`projections` says."""
+    layout = layout_of(checked_segments(segments))
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not (math.isfinite(eps) and eps >= 0):
+        raise ArgumentError(f"eps is {eps!r}; it must be a number of at least 0.")
+    given = (checks.facts("x", x), checks.facts("weight", weight), checks.optional_facts("bias", bias))
+    return ProjectionsCall(x, weight, bias, layout, float(eps), key_of(*given, layout, torch.is_grad_enabled()))
+
+
+def checked_segments(segments: object) -> tuple[Segment, ...]:
+    """As a tuple, if they are segments that can be told apart."""
+    if isinstance(segments, (Segment, str)) or not isinstance(segments, Sequence):
+        raise ArgumentError(f"segments is {type(segments).__name__}; it must be a sequence of onelaunch.ops.Segment.")
+    if not segments:
+        raise ArgumentError("segments is empty; it must hold at least one onelaunch.ops.Segment.")
+    names: list[str] = []
+    for index, each in enumerate(segments):
+        if not isinstance(each, Segment):
+            raise ArgumentError(f"segments[{index}] is {type(each).__name__}; it must be a onelaunch.ops.Segment.")
+        if each.name in names:
+            raise ArgumentError(f"segments[{index}] is called {each.name!r}, as another one is; each needs a name of its own.")
+        names.append(each.name)
+    return tuple(segments)
+
+
+@remembered
+def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_enabled: bool) -> Query:
+    """All checks that need no values, and the dispatch key.
+
+    Its flag is the layout's code, all that variants have to know of the segments. Its sizes say how large the call is: B and T
+    are the leading dimensions of x, H and K those of the first segment, V the head size of the third, or of the last of fewer.
+    """
+    if len(x.shape) < 2:
+        raise ShapeError("x", got=x.shape, want="[..., D], a tensor of at least 2 dimensions")
+    checks.dtype("x", x, checks.FLOATS)
+    inner = x.shape[-1]
+    checks.rank("weight", weight, "[N, D]")
+    if weight.shape[0] != layout.rows:
+        parts = " + ".join([f"{place.segment.name} {place.segment.heads}x{place.segment.head_size}" for place in layout.places])
+        said = f"[N, D] = {[layout.rows, inner]}: the segments {parts} add up to {layout.rows} rows, not {weight.shape[0]}"
+        raise ShapeError("weight", got=weight.shape, want=said)
+    checks.shape("weight", weight, (layout.rows, inner), "[N, D]", f"x {list(x.shape)}")
+    if bias is None and layout.biases:
+        named = ", ".join([place.segment.name for place in layout.places if place.segment.bias])
+        raise ArgumentError(
+            f"bias is None; it must be a tensor of {layout.biases} elements, for the segments that have one: {named}."
+        )
+    if bias is not None:
+        if not layout.biases:
+            raise ArgumentError("bias is given, but no segment has one; make a Segment with bias=True, or leave it out.")
+        checks.shape("bias", bias, (layout.biases,), "[widths of the segments with a bias]", "segments")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            checks.dtype(name, value, (x.dtype,), ", the dtype of x")
+            checks.device(name, value, x.device)
+    first, last = layout.places[0].segment, layout.places[min(2, len(layout.places) - 1)].segment
+    batch, length = math.prod(x.shape[:-2]), x.shape[-2]
+    sizes = fixed(batch, length, inner, first.heads, first.head_size, last.head_size)
+    grad = grad_enabled and checks.grad_wanted(x, weight, bias)
+    return Query("projections", str(x.device), x.dtype, sizes, grad, (layout.code,))
+
+
+def layout_in(query: Query) -> Layout:
+    """The layout that a query tells of; its segments have other names."""
+    return read_layout(query.flags[0])
+
+
+def result_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of the results: the segments' names."""
+    return tuple([segment.name for segment in arguments["segments"]])
+
+
+@operation(
+    dimensions=("B", "T", "D", "H", "K", "V"),
+    outputs=result_names,
+    bind=bind,
+    options={"segments": "normalized", "gate": "silu"},
+    defaults={"cuda": ("wide_activated", "wide"), "cpu": ("wide",)},
+)
+def projections(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    variant: str = dispatch.AUTO,
+) -> tuple[torch.Tensor, ...]:
+    """All projections of a layer's input at once, each through its activation: queries, keys, values, gates, decays.
+
+        y_s = activation_s(x weight_s^T + bias_s)   for every segment s
+
+    Differentiable in ``x``, ``weight`` and ``bias``; the backward pass is one product for each of the first two. Sums are in
+    float32. Where products are PyTorch's they are rounded to the dtype of ``x`` before the activation.
+
+    Args:
+        x: ``[..., D]`` float16, bfloat16 or float32, of at least two dimensions; usually ``[B, T, D]``.
+        weight: ``[N, D]``, dtype of ``x``: rows as :class:`torch.nn.Linear` holds them, all segments one behind the other, in
+            their order. N is the sum of their widths, ``heads * head_size``.
+        segments: what the rows are, see :class:`onelaunch.ops.Segment`.
+        bias: dtype of ``x``: the biases of the segments that have one, and of no others, one behind the other.
+        eps: of ``l2norm``, added to the sum of squares; at least 0.
+        variant: a name from ``projections.variants``, or ``"auto"`` for the fastest measured one.
+
+    Returns:
+        For every segment ``[..., heads, head_size]`` in the dtype of ``x``, or ``[..., heads]`` where ``head_size`` is 1, as
+        :func:`onelaunch.ops.gla` takes them. They may be views of one packed result, which a variant of our own writes with
+        every segment at a multiple of 8 columns: neighbouring channels are neighbours in memory, tokens are one pitch apart.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
+        UnknownVariant: no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; says why and which can.
+
+    Source: experiment 058; the normalization is that of ``fla.modules.l2norm``.
+    """
+    low = low_dtype(x)
+    if low is not None:
+        x, weight, bias = cast(x, low), cast(weight, low), cast(bias, low)
+    call = bind(x, weight, segments, bias=bias, eps=eps)
+    with without_autocast(call.x.device):
+        return dispatch.run(projections, call, variant)

@@ -1,0 +1,142 @@
+"""The operator of ``projections``'s own kernels, one for all of them, and its gradients.
+
+``onelaunch::projections_forward`` runs the launches of a variant by its name. For a backward pass it keeps what activations are
+undone from. That pass is one launch, which makes one matrix dz of all segments' gradients, and a product of it for each of x and
+the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional, TypeAlias
+
+import torch
+
+from onelaunch.ops.autograd import Operator
+from onelaunch.ops.projections.contract import ProjectionsCall
+from onelaunch.ops.projections.layout import Layout, read_layout
+from onelaunch.ops.projections.torch_variants import Results
+
+
+class Wanted(NamedTuple):
+    """What launches are asked for beside their operands."""
+
+    layout: Layout
+    eps: float
+    keep: bool
+    """Whether there will be a backward pass."""
+
+
+class Packed(NamedTuple):
+    """What launches give back."""
+
+    y: torch.Tensor
+    """``[M, layout.pitch]``, contiguous, dtype of x: what lies between segments need not be written."""
+    rstd: torch.Tensor | None = None
+    """``[M, layout.norms]`` float32, contiguous: ``1 / sqrt(sum(z^2) + eps)`` of normalized heads; if there are, and ``keep``."""
+    kept: torch.Tensor | None = None
+    """``[M, layout.kept]``, contiguous, dtype of x: z of segments with SiLU, bias included; if there are such, and ``keep``."""
+
+
+Launches: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Wanted], Packed]
+"""From x ``[M, D]``, the weight ``[N, D]`` and the packed bias."""
+
+LAUNCHES: dict[str, Launches] = {}
+"""By the names of variants."""
+
+
+def launches(name: str) -> Callable[[Launches], Launches]:
+    """Register the launches of the variant of this name."""
+
+    def register(function: Launches) -> Launches:
+        LAUNCHES[name] = function
+        return function
+
+    return register
+
+
+def run_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, code: str, eps: float, keep: bool, variant: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The packed result ``[..., pitch]`` by the variant of this name; rstd and pre-activations, of no elements where not kept."""
+    layout = read_layout(code)
+    y, rstd, kept = LAUNCHES[variant](x.reshape(-1, x.shape[-1]), weight, bias, Wanted(layout, eps, keep))
+    y = y.view(*x.shape[:-1], layout.pitch)
+    return y, x.new_empty(0, dtype=torch.float32) if rstd is None else rstd, x.new_empty(0) if kept is None else kept
+
+
+def fake_forward(
+    x: Any, weight: Any, bias: Any, code: str, eps: float, keep: bool, variant: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for the results of :func:`run_forward`."""
+    layout, rows = read_layout(code), x.shape[:-1].numel()
+    rstd = x.new_empty((rows, layout.norms) if keep and layout.norms else (0,), dtype=torch.float32)
+    return x.new_empty(*x.shape[:-1], layout.pitch), rstd, x.new_empty((rows, layout.kept) if keep and layout.kept else (0,))
+
+
+def run_activation_gradients(
+    dys: Sequence[Optional[torch.Tensor]],  # noqa: UP045 - as PyTorch reads schemas
+    y: torch.Tensor,
+    rstd: torch.Tensor,
+    kept: torch.Tensor,
+    code: str,
+) -> torch.Tensor:
+    """dz ``[M, gradient_pitch]``, of which the first N columns are written, in the order of the weight's rows.
+
+    ``dys`` are gradients of the segments' results, of any strides; ``None`` counts as zeros.
+    """
+    from onelaunch.ops.projections import launch
+
+    layout = read_layout(code)
+    return launch.activation_gradients(dys, y.view(-1, layout.pitch), rstd, kept, layout)
+
+
+def fake_activation_gradients(dys: Any, y: Any, rstd: Any, kept: Any, code: str) -> torch.Tensor:
+    """Room for the result of :func:`run_activation_gradients`."""
+    return y.new_empty(y.shape[:-1].numel(), read_layout(code).gradient_pitch)
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """x, the weight, the packed result, and what activations cannot be undone from."""
+    x, weight, _, ctx.code, *_ = inputs
+    ctx.save_for_backward(x, weight, *output)
+    ctx.set_materialize_grads(False)  # a segment that took no part costs no memory
+
+
+def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Of x, the weight and the bias."""
+    x, weight, y, rstd, kept = ctx.saved_tensors
+    layout = read_layout(ctx.code)
+    dz = backward(list(dys), y, rstd, kept, ctx.code)[:, : layout.rows]  # [M, N]
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    dx = (dz @ weight).view(x.shape) if wants_x else None
+    dweight = dz.mT @ x.reshape(-1, x.shape[-1]) if wants_weight else None
+    dbias = None
+    if wants_bias:
+        biased = [place for place in layout.places if place.segment.bias]
+        parts = [dz[:, place.row : place.row + place.segment.width].sum(0) for place in biased]
+        dbias = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return dx, dweight, dbias, None, None, None, None
+
+
+def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The segments' results in the packed one."""
+    return read_layout(inputs[3]).cut(packed)
+
+
+activation_gradients = Operator("projections_activation_gradients", run_activation_gradients, fake=fake_activation_gradients)
+forward = Operator(
+    "projections_forward",
+    run_forward,
+    fake=fake_forward,
+    save=save,
+    gradients=gradients,
+    backward=activation_gradients,
+    views=views,
+)
+
+
+def compute(call: ProjectionsCall, variant: str) -> Results:
+    """All results by the variant of this name, differentiable."""
+    grad = call.query().grad
+    return forward(call.x, call.weight, call.bias, call.layout.code, call.eps, grad, variant, grad=grad)

@@ -1,0 +1,136 @@
+"""The oracle of ``projections``, the inputs it is judged on, and the wide matrix product alone as a control."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.errors import ArgumentError, listing
+from onelaunch.operation import Case, Cost, Query, Reading
+from onelaunch.ops.checks import Facts
+from onelaunch.ops.projections.contract import ProjectionsCall, key_of, projections
+from onelaunch.ops.projections.layout import Segment, layout_of, read_layout
+
+CHAINS = ("normalized", "gla")
+"""Lists of segments that the option ``segments`` names; any other text is the code of a layout, such as ``2x20:l2norm,3x7:silu``.
+
+``normalized``: q and k normalized, v, a gate, a decay per head through a sigmoid, as experiment 058 has them. ``gla``: q, k and v
+as they are, a gate (through SiLU, or ``none``, by the option ``gate``), and log-decays per channel with a bias, as in fla's GLA.
+"""
+
+GATES = ("silu", "none")
+
+
+@projections.oracle
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, ...]:
+    """Segment by segment, in float64 for float64 tensors."""
+    results, row, used = [], 0, 0
+    for segment in segments:
+        z = x @ weight[row : row + segment.width].mT
+        row += segment.width
+        if segment.bias and bias is not None:
+            z = z + bias[used : used + segment.width]
+            used += segment.width
+        z = z.reshape(*x.shape[:-1], segment.heads, segment.head_size)
+        if segment.activation == "l2norm":
+            z = z / (z.square().sum(-1, keepdim=True) + eps).sqrt()
+        elif segment.activation == "silu":
+            z = z * torch.sigmoid(z)
+        elif segment.activation == "sigmoid":
+            z = torch.sigmoid(z)
+        elif segment.activation == "logsigmoid":
+            z = F.logsigmoid(z) / segment.normalizer
+        results.append(z.reshape(*x.shape[:-1], *segment.shape))
+    return tuple(results)
+
+
+def segments_of(case: Case) -> tuple[Segment, ...]:
+    """The segments that a case names, of its sizes."""
+    chain, gate = projections.option(case, "segments"), projections.option(case, "gate")
+    heads, keys, values = (case.sizes[name] for name in ("H", "K", "V"))
+    if gate not in GATES:
+        raise ArgumentError(f"gate is {gate!r}; it must be one of {listing(GATES)}.")
+    if chain == "normalized":
+        return (
+            Segment("q", heads, keys, "l2norm"),
+            Segment("k", heads, keys, "l2norm"),
+            Segment("v", heads, values),
+            Segment("gate", heads, values, gate),
+            Segment("decay", heads, 1, "sigmoid"),
+        )
+    if chain == "gla":
+        return (
+            Segment("q", heads, keys),
+            Segment("k", heads, keys),
+            Segment("v", heads, values),
+            Segment("gate", heads, values, gate),
+            Segment("gk", heads, keys, "logsigmoid", normalizer=16.0, bias=True),
+        )
+    if not isinstance(chain, str) or "x" not in chain:
+        raise ArgumentError(f"segments is {chain!r}; it must be one of {listing(CHAINS)}, or codes such as 2x20:l2norm,3x7:silu.")
+    return tuple([place.segment for place in read_layout(chain).places])
+
+
+@projections.inputs
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    """Random rows and weights such that what activations see has unit variance."""
+    segments = segments_of(case)
+    layout = layout_of(segments)
+    batch, length, inner = (case.sizes[name] for name in ("B", "T", "D"))
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    x = drawn(batch, length, inner).to(case.dtype)
+    weight = (drawn(layout.rows, inner) / math.sqrt(max(inner, 1))).to(case.dtype)
+    arguments = {"x": x, "weight": weight, "segments": segments}
+    if not layout.biases:
+        return Reading(arguments, ("x", "weight"))
+    return Reading({**arguments, "bias": drawn(layout.biases).to(case.dtype)}, ("x", "weight", "bias"))
+
+
+@projections.queries
+def make_query(case: Case, device: str, grad: bool) -> Query:
+    """The dispatch key of a case, by the checks of a call."""
+    layout = layout_of(segments_of(case))
+    batch, length, inner = (case.sizes[name] for name in ("B", "T", "D"))
+
+    def facts(*shape: int) -> Facts:
+        return Facts(torch.Size(shape), case.dtype, torch.device(device), requires_grad=grad)
+
+    bias = facts(layout.biases) if layout.biases else None
+    return key_of(facts(batch, length, inner), facts(layout.rows, inner), bias, layout, grad_enabled=grad)
+
+
+def _wide_cost(case: Case) -> Cost:
+    rows, layout = case.sizes["B"] * case.sizes["T"], layout_of(segments_of(case))
+    elements = rows * case.sizes["D"] + layout.rows * case.sizes["D"] + rows * layout.rows
+    return Cost(2 * rows * case.sizes["D"] * layout.rows, elements * case.dtype.itemsize, 1)
+
+
+def _wide(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    segments: Sequence[Segment],
+    *,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """The product with the packed weight."""
+    return x @ weight.mT
+
+
+@projections.control("wide_gemm_alone", oracle=_wide, cost=_wide_cost)
+def wide_gemm_alone(call: ProjectionsCall) -> torch.Tensor:
+    """The product with the packed weight by PyTorch: what the operation would cost if activations were free."""
+    return F.linear(call.x, call.weight)

@@ -1,0 +1,206 @@
+"""What ``projections`` and its segments refuse, by the names that the caller knows; its dispatch key and its layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.errors import ArgumentError, DeviceError, DTypeError, OneLaunchError, ShapeError, UnknownVariant
+from onelaunch.operation import names_of
+from onelaunch.ops import Segment, projections
+from onelaunch.ops.projections.contract import layout_in
+from onelaunch.ops.projections.layout import layout_of, read_layout
+from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, case_of, made, of_every_kind
+
+
+def refused(error: Any, message: str, function: Any = projections, /, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(error, match=message) as caught:
+        function(*args, **kwargs)
+    assert isinstance(caught.value, OneLaunchError)
+    assert "\n" not in str(caught.value)
+
+
+# Segments
+
+
+def test_a_segment_is_a_value():
+    one, other = Segment("q", 4, 16, "l2norm"), Segment("q", 4, 16, "l2norm")
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.width == 64
+    assert one.shape == (4, 16)
+    assert Segment("decay", 4, 1, "sigmoid").shape == (4,)
+    with pytest.raises(AttributeError):
+        one.heads = 5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("q", 0, 4), "heads of segment 'q' is 0; it must be an integer of at least 1"),
+        (("q", 2, 4.0), "head_size of segment 'q' is 4.0; it must be an integer"),
+        (("q", True, 4), "heads of segment 'q' is True; it must be an integer"),
+        (("q", 2, 4, "swish"), "activation of segment 'q' is 'swish'; it must be one of none, l2norm, silu"),
+        (("q", 2, 4, "l2nrom"), "Did you mean 'l2norm'"),
+        (("g", 2, 4, "logsigmoid", 0.0), "normalizer of segment 'g' is 0.0; it must be a number above 0"),
+        (("g", 2, 4, "logsigmoid", float("inf")), "normalizer of segment 'g' is inf; it must be a number above 0"),
+        (("g", 2, 4, "sigmoid", 16.0), "normalizer of segment 'g' is 16.0, but its activation sigmoid; only logsigmoid"),
+        (("g", 2, 4, "none", 1.0, 1), "bias of segment 'g' is 1; it must be True or False"),
+        (("", 2, 4), "name is ''; it must be a text"),
+        ((3, 2, 4), "name is 3; it must be a text"),
+    ],
+)
+def test_a_wrong_segment_is_refused(given, message):
+    refused(ArgumentError, message, Segment, *given)
+
+
+@pytest.mark.parametrize("segment", [*EVERY, Segment("a", 3, 2, "logsigmoid", normalizer=0.3)], ids=lambda each: each.code)
+def test_a_code_stands_for_all_but_the_name(segment):
+    assert Segment.read(segment.name, segment.code) == segment
+
+
+@pytest.mark.parametrize("code", ["", "4", "4x", "axb", "4x5x6", "4x5:logsigmoid/x", "4x5:silu:sigmoid", "4x5:silu:bias:bias"])
+def test_what_is_no_code_is_refused(code):
+    refused(ArgumentError, "is no segment; write HEADSxSIZE", Segment.read, "q", code)
+
+
+# Layouts
+
+
+def test_every_segment_has_its_place():
+    layout = layout_of(EVERY)
+    assert [place.row for place in layout.places] == [0, 20, 35, 49, 52]
+    assert [place.column for place in layout.places] == [0, 24, 40, 56, 64]
+    assert [place.norm for place in layout.places] == [0, None, None, None, None]
+    assert [place.kept for place in layout.places] == [None, None, 0, None, None]
+    assert [place.bias for place in layout.places] == [None, 0, 15, None, 29]
+    assert (layout.rows, layout.pitch, layout.gradient_pitch) == (70, 88, 72)
+    assert (layout.norms, layout.kept, layout.biases) == (2, 16, 47)
+    assert layout_of(EVERY) is layout
+
+
+def test_a_layout_is_known_by_its_code():
+    layout = layout_of(EVERY)
+    again = read_layout(layout.code)
+    assert again.code == layout.code
+    assert [place.segment.name for place in again.places] == ["s0", "s1", "s2", "s3", "s4"]
+    unnamed = [(place.row, place.column, place.norm, place.kept, place.bias) for place in again.places]
+    assert unnamed == [(place.row, place.column, place.norm, place.kept, place.bias) for place in layout.places]
+
+
+def test_cutting_a_packed_result_shows_each_column_where_it_is():
+    layout = layout_of(EVERY)
+    packed = torch.arange(3.0 * layout.pitch).view(3, layout.pitch)
+    for part, place in zip(layout.cut(packed), layout.places, strict=True):
+        assert part.shape == (3, *place.segment.shape)
+        assert torch.equal(part.reshape(3, -1), packed[:, place.column : place.column + place.segment.width])
+        assert part.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+
+
+# Calls
+
+
+def test_segments_that_do_not_add_up_name_both_numbers():
+    given = of_every_kind()
+    message = r"^weight has shape \(69, 12\); .*q 2x10 \+ k 3x5 \+ gate 2x7 \+ decay 3x1 \+ gk 2x9 add up to 70 rows, not 69\.$"
+    refused(ShapeError, message, **{**given, "weight": given["weight"][1:]})
+
+
+def test_wrong_shapes_are_named():
+    given = of_every_kind()
+    x, weight, bias = given["x"], given["weight"], given["bias"]
+    refused(ShapeError, r"^x has shape \(12,\); it must be \[\.\.\., D\]", **{**given, "x": x[0, 0]})
+    refused(ShapeError, r"^weight has shape \(70,\); it must be \[N, D\]", **{**given, "weight": weight[:, 0]})
+    refused(
+        ShapeError, r"^weight has shape \(70, 11\); .* = \[70, 12\] to match x \[2, 5, 12\]", **{**given, "weight": weight[:, 1:]}
+    )
+    refused(ShapeError, r"^bias has shape \(46,\); .* = \[47\] to match segments", **{**given, "bias": bias[1:]})
+    refused(ShapeError, r"^bias has shape \(47, 1\)", **{**given, "bias": bias[:, None]})
+
+
+def test_a_bias_that_is_missing_or_too_much_is_named():
+    given = of_every_kind()
+    refused(
+        ArgumentError, r"^bias is None; .* 47 elements, for the segments that have one: k, gate, gk", **{**given, "bias": None}
+    )
+    without = (Segment("v", 7, 10),)
+    refused(ArgumentError, r"^bias is given, but no segment has one", **{**given, "segments": without})
+
+
+def test_wrong_dtypes_and_devices_are_named():
+    given = of_every_kind()
+    refused(DTypeError, r"^x is torch\.float64; it must be float16 or bfloat16 or float32", **{**given, "x": given["x"].double()})
+    refused(
+        DTypeError,
+        r"^weight is torch\.float16; it must be float32, the dtype of x",
+        **{**given, "weight": given["weight"].half()},
+    )
+    refused(DTypeError, r"^bias is torch\.bfloat16; it must be float32", **{**given, "bias": given["bias"].bfloat16()})
+    refused(DeviceError, r"^weight is on meta; it must be on cpu", **{**given, "weight": given["weight"].to("meta")})
+    refused(ArgumentError, r"^weight is list; it must be a torch\.Tensor", **{**given, "weight": [1.0]})
+    refused(UnknownVariant, "There is no variant 'wyde'. Did you mean 'wide'", **given, variant="wyde")
+
+
+def test_wrong_segments_are_named():
+    given = of_every_kind()
+    refused(ArgumentError, r"^segments is Segment; it must be a sequence", **{**given, "segments": EVERY[0]})
+    refused(ArgumentError, r"^segments is str; it must be a sequence", **{**given, "segments": "2x10"})
+    refused(ArgumentError, r"^segments is empty", **{**given, "segments": []})
+    refused(
+        ArgumentError, r"^segments\[1\] is str; it must be a onelaunch\.ops\.Segment", **{**given, "segments": [EVERY[0], "k"]}
+    )
+    refused(ArgumentError, r"^segments\[1\] is called 'q', as another one is", **{**given, "segments": [EVERY[0], EVERY[0]]})
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), "small", None, True])
+def test_a_wrong_eps_is_named(eps):
+    refused(ArgumentError, "^eps is .*; it must be a number of at least 0", **of_every_kind(), eps=eps)
+
+
+def test_a_list_of_segments_is_as_good_as_a_tuple():
+    given = of_every_kind()
+    expected = projections(**given)
+    for one, other in zip(projections(**{**given, "segments": list(EVERY)}), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+# Dispatch and cases
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_query_of_a_case_is_that_of_its_call(grad):
+    for name in CASES:
+        case = case_of(name)
+        given = made(grad=grad, **CASES[name])
+        assert PROJECTIONS.bind(**given).query() == PROJECTIONS.query(case, "cpu", grad=grad), name
+
+
+def test_a_query_tells_variants_all_but_the_names():
+    given = of_every_kind()
+    query = PROJECTIONS.bind(**given).query()
+    assert query.sizes == (2, 5, 12, 2, 10, 7)
+    assert layout_in(query).code == layout_of(EVERY).code
+    assert PROJECTIONS.bind(**{**given, "x": given["x"][0]}).query().sizes == (1, 5, 12, 2, 10, 7)
+    assert PROJECTIONS.bind(**{**given, "x": given["x"][None]}).query().sizes == (2, 5, 12, 2, 10, 7)
+    renamed = tuple(Segment(f"other{i}", s.heads, s.head_size, s.activation, s.normalizer, s.bias) for i, s in enumerate(EVERY))
+    assert PROJECTIONS.bind(**{**given, "segments": renamed}).query() == query
+
+
+def test_results_are_named_after_segments():
+    assert names_of(PROJECTIONS.outputs, made()) == ("q", "k", "v", "gate", "decay")
+    assert names_of(PROJECTIONS.outputs, made(segments="gla")) == ("q", "k", "v", "gate", "gk")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"segments": "retention"}, "segments is 'retention'; it must be one of normalized, gla, or codes"),
+        ({"gate": "relu"}, "gate is 'relu'; it must be one of silu, none"),
+        ({"segments": "2x3:swish"}, "activation of segment 's0' is 'swish'"),
+        ({"H": 0}, "heads of segment 'q' is 0"),
+    ],
+)
+def test_a_case_of_unknown_segments_is_refused(changes, message):
+    refused(ArgumentError, message, made, **changes)
