@@ -32,7 +32,8 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     apart = 0 if variant is None or "products" in variant.tags.get("fuses", ()) else len(layout.places) - 1
     moved = operands + result
     if variant is not None:
-        moved += apart * x + 2 * {"all": result, "activated": activated}.get(variant.tags.get("hands", ""), 0)
+        through_memory = {"all": result, "activated": activated}
+        moved += apart * x + sum(2 * through_memory[each] for each in variant.tags.get("hands", ()))
     if direction == "forward_backward":
         moved += 2 * operands + result
         if variant is not None:

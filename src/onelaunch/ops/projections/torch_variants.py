@@ -31,7 +31,7 @@ def activate(z: torch.Tensor, segment: Segment, eps: float) -> torch.Tensor:
     return z
 
 
-@projections.variant("unfused", launches=None, fuses=(), hands="activated", gemm="cublas", maker="pytorch", yardstick=True)
+@projections.variant("unfused", launches=None, fuses=(), hands=("activated",), gemm="cublas", maker="pytorch", yardstick=True)
 def unfused(call: ProjectionsCall) -> Results:
     """A matrix product for each segment, then PyTorch's activations: what the other variants are measured against.
 
@@ -40,7 +40,7 @@ def unfused(call: ProjectionsCall) -> Results:
     return _chain(call.x, call.weight, call.bias, call.layout, call.eps)
 
 
-@projections.variant("wide", launches=None, fuses=("products",), hands="activated", gemm="cublas", maker="pytorch")
+@projections.variant("wide", launches=None, fuses=("products",), hands=("activated",), gemm="cublas", maker="pytorch")
 def wide(call: ProjectionsCall) -> Results:
     """One matrix product with the packed weight, a split, then PyTorch's activations: the write-up's form."""
     parts = F.linear(call.x, call.weight).split_with_sizes(call.layout.widths, -1)
@@ -49,7 +49,7 @@ def wide(call: ProjectionsCall) -> Results:
     return tuple([activate(z, place.segment, call.eps) for z, place in zip(biased, call.layout.places, strict=True)])
 
 
-@projections.variant("compiled", launches=None, fuses=(), hands="activated", maker="pytorch")
+@projections.variant("compiled", launches=None, fuses=(), hands=("activated",), maker="pytorch")
 def compiled(call: ProjectionsCall) -> Results:
     """torch.compile of the unfused chain."""
     if torch.compiler.is_compiling():

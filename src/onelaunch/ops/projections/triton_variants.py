@@ -31,7 +31,7 @@ def run_wide_activated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     return Packed(*launch.activate(x @ weight.mT, bias, wanted.layout, wanted.eps, keep=wanted.keep))
 
 
-@projections.variant("wide_activated", launches=2, backward_launches=3, fuses=("products",), hands="all", gemm="cublas")
+@projections.variant("wide_activated", launches=2, backward_launches=3, fuses=("products",), hands=("all",), gemm="cublas")
 def wide_activated(call: ProjectionsCall) -> Results:
     """One matrix product with the packed weight by PyTorch, and one kernel for the activations of all segments.
 
