@@ -22,6 +22,13 @@ __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// At the same place in another program's shared memory. Without words of its scope: they would be a fence over the whole GPU.
+__device__ __forceinline__ void barrier_arrive_remote(u32 bar, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar),
+      "r"(rank)
+      : "memory");
+}
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 phase) {
   asm volatile(
       "{\n.reg .pred there;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
@@ -70,6 +77,14 @@ __device__ __forceinline__ void copy_in_2d(u32 to, const TensorMap* map, int c0,
       "l"(map), "r"(c0), "r"(c1), "r"(bar)
       : "memory");
 }
+// To the same place in both programs of a cluster, and to the barrier of each.
+__device__ __forceinline__ void copy_in_2d_both(u32 to, const TensorMap* map, int c0, int c1, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(bar), "h"((unsigned short)3)
+      : "memory");
+}
 __device__ __forceinline__ void copy_in_3d(u32 to, const TensorMap* map, int c0, int c1, int c2, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
@@ -81,6 +96,10 @@ __device__ __forceinline__ void copy_in_4d(u32 to, const TensorMap* map, int c0,
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(bar)
       : "memory");
+}
+__device__ __forceinline__ void copy_out_2d(const TensorMap* map, u32 from, int c0, int c1) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(c0), "r"(c1), "r"(from)
+               : "memory");
 }
 __device__ __forceinline__ void copy_out_3d(const TensorMap* map, u32 from, int c0, int c1, int c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(c0), "r"(c1),
@@ -145,6 +164,12 @@ __device__ __forceinline__ void store_shared(u32 at, float a, float b, float c, 
 }
 __device__ __forceinline__ void store_shared_words(u32 at, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// Matrices of 8 x 8 16-bit numbers; lane l brings the address of row l.
+__device__ __forceinline__ void store_matrices(u32 at, const u32 (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]),
+               "r"(v[3])
+               : "memory");
 }
 // Matrices of 8 x 8 16-bit numbers, each turned; lane l brings the address of row l.
 __device__ __forceinline__ void store_transposed(u32 at, const u32 (&v)[4]) {

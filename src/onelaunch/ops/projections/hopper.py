@@ -1,0 +1,126 @@
+"""Variants of ``projections`` in one launch on Hopper GPUs: activations in the epilogue of the wide product."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from onelaunch import nvrtc
+from onelaunch.hardware import is_hopper
+from onelaunch.operation import Build, CudaBuild, Query
+from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
+from onelaunch.ops.projections.forward import Packed, Wanted, compute, launches
+from onelaunch.ops.projections.layout import Layout
+from onelaunch.ops.projections.torch_variants import Results
+from onelaunch.ops.projections.triton_variants import chain, gradient_builds, needs_triton
+
+ARCHITECTURES = ("sm_90a",)
+
+LONGEST_HEAD = 256
+"""Channels of a normalized head: a product has so many columns."""
+
+MOST_TILES = 2**31 - 1
+"""Of a launch: they are counted in 32 bits."""
+
+CLUSTERS = {"epilogue_persistent": 1, "cluster": 2}
+"""Programs of a cluster, by variant."""
+
+
+def run_wide_gemm(variant: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
+    """One launch."""
+    from onelaunch.ops.projections import hopper_launch
+
+    return hopper_launch.wide_gemm(CLUSTERS[variant], x, weight, bias, wanted)
+
+
+for name in CLUSTERS:
+    launches(name)(functools.partial(run_wide_gemm, name))
+
+
+@projections.variant(
+    "epilogue_persistent", launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="wgmma",
+    architectures=ARCHITECTURES,
+)  # fmt: skip
+def epilogue_persistent(call: ProjectionsCall) -> Results:
+    """One launch: products by warpgroups, activations on their sums in registers, programs that take one tile after the other."""
+    return compute(call, "epilogue_persistent")
+
+
+@projections.variant(
+    "cluster",
+    launches=1,
+    backward_launches=3,
+    fuses=("products", "activations"),
+    hands=(),
+    gemm="wgmma",
+    architectures=ARCHITECTURES,
+)
+def cluster(call: ProjectionsCall) -> Results:
+    """The same with clusters of two programs, which fetch every tile of x once for both."""
+    return compute(call, "cluster")
+
+
+@epilogue_persistent.supports
+@cluster.supports
+def needs_hopper(query: Query) -> str | None:
+    """The kernel is made of that chip's instructions."""
+    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
+        return "needs an NVIDIA GPU of compute capability 9.0"
+    return nvrtc.missing() or (needs_triton(query) if query.grad else None)
+
+
+@epilogue_persistent.supports
+@cluster.supports
+def what_tiles_hold(query: Query) -> str | None:
+    """What the copy engine addresses, and a tile has room for."""
+    batch, length, channels, *_ = query.sizes
+    layout = layout_in(query)
+    if query.dtype is torch.float32:
+        return "takes float16 and bfloat16"
+    if 0 in (batch, length, channels):
+        return "needs at least one element in every dimension"
+    if channels % 8:
+        return f"needs D in multiples of 8, which the copy engine can address, not {channels}"
+    for place in layout.places:
+        head = place.segment.head_size
+        if place.segment.activation == "l2norm" and (head % 8 or head > LONGEST_HEAD):
+            return f"normalizes heads of up to {LONGEST_HEAD} channels in multiples of 8, not {head}"
+    if -(-batch * length // 128) * -(-layout.rows // 8) > MOST_TILES:
+        return f"takes at most {MOST_TILES} tiles"
+    return None
+
+
+@projections.prefers
+def one_launch(query: Query) -> tuple[str, ...]:
+    """Reckoned, not measured."""
+    return ("epilogue_persistent",)
+
+
+SHAPE = (32768, 2048)
+"""Rows of x and channels, and a chip, that builds are made for."""
+PROCESSORS = 132
+
+
+def build(name: str, layout: Layout, count: int, element: torch.dtype, *, keep: bool) -> CudaBuild:
+    """The kernel as a call launches it."""
+    from onelaunch.ops.projections import hopper_launch, hopper_tiles
+
+    tiles = hopper_tiles.tiles_for(layout, *SHAPE, PROCESSORS, count)
+    source = hopper_launch.source(layout, tiles, element, keep=keep)
+    return CudaBuild(name, source, tiles.threads, tiles.shared_bytes, matrix=True)
+
+
+def builds(count: int, architecture: str) -> list[Build]:
+    """For heads of usual and uneven sizes, with what a backward pass needs and without."""
+    if architecture not in ARCHITECTURES:
+        return []
+    found: list[Build] = []
+    for heads, size, element in ((16, 128, torch.bfloat16), (5, 96, torch.float16), (4, 256, torch.bfloat16)):
+        layout, said = chain(heads, size), f"heads of {size}"
+        found += [build(said + kept, layout, count, element, keep=bool(kept)) for kept in ("", ", kept")]
+    return [*found, *gradient_builds(chain(16, 128), "heads of 128", "*bf16")]
+
+
+for variant in (epilogue_persistent, cluster):
+    variant.kernels(functools.partial(builds, CLUSTERS[variant.name]))

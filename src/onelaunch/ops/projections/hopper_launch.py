@@ -1,0 +1,108 @@
+"""Launches of ``wide_gemm.cu``."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from onelaunch import nvrtc
+from onelaunch.hardware import processors
+from onelaunch.ops.copy_engine import addressable
+from onelaunch.ops.gated_scan.launch import cdiv
+from onelaunch.ops.projections.forward import Packed, Wanted
+from onelaunch.ops.projections.hopper_tiles import BLOCK_M, STEP, Tiles, counts, header, tiles_for
+from onelaunch.ops.projections.layout import Layout
+from onelaunch.ops.warpgroup_products import product_header
+
+ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
+
+PANEL = 64
+"""Rows, and columns, of a result that a warpgroup sends at once."""
+
+KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 2, "f32")  # pyrefly: ignore[bad-assignment]
+"""Of the kernel's arguments."""
+
+tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
+"""Kept: the same tensors come again."""
+
+
+def map_of(matrix: torch.Tensor, rows: int, columns: int) -> bytes:
+    """Of boxes of so many rows and columns: 128 bytes of each row."""
+    (height, width), size = matrix.shape, matrix.element_size()
+    return tensor_map(matrix.dtype, matrix.data_ptr(), (width, height), (matrix.stride(0) * size,), (columns, rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def source(layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) -> nvrtc.Source:
+    """The kernel for one layout in one configuration."""
+    here = "onelaunch.ops.projections"
+    products = product_header(element, tiles.columns)
+    if tiles.narrow < tiles.columns:
+        products += product_header(element, tiles.narrow).replace("#pragma once\n", "")
+    headers = (
+        ("hopper.cuh", nvrtc.read("onelaunch.ops", "hopper.cuh")),
+        ("products.cuh", products),
+        ("segments.cuh", header(layout, tiles)),
+        ("activations.cuh", nvrtc.read(here, "activations.cuh")),
+    )
+    defines = {
+        "BLOCK_N": tiles.columns, "NARROW": tiles.narrow, "STAGES": tiles.stages, "CLUSTER": tiles.cluster,
+        "ELEMENT": ELEMENTS[element], "KEEP": int(keep),
+    }  # fmt: skip
+    return nvrtc.Source("wide_gemm.cu", nvrtc.read(here, "wide_gemm.cu"), "wide_gemm", headers, tuple(defines.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def function(device: torch.device, layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) -> nvrtc.Function:
+    """The same, loaded."""
+    code = source(layout, tiles, element, keep=keep)
+    return nvrtc.load(
+        code, device, KINDS, threads=tiles.threads, shared_bytes=tiles.shared_bytes, cluster=tiles.cluster, overlap=True
+    )
+
+
+def programs(layout: Layout, tiles: Tiles, rows: int, multiprocessors: int) -> int:
+    """Of a launch: as many as there are processors, in whole clusters, and none without work."""
+    units = cdiv(rows, BLOCK_M) * cdiv(len(list(counts(layout, tiles.columns))), tiles.cluster)
+    return min(units, multiprocessors // tiles.cluster) * tiles.cluster
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(
+    device: torch.device, layout: Layout, rows: int, channels: int, element: torch.dtype, cluster: int, *, keep: bool
+) -> tuple[nvrtc.Function, Tiles, int]:
+    """Of calls of this size: the kernel, its tiles, programs."""
+    multiprocessors = processors(device)
+    tiles = tiles_for(layout, rows, channels, multiprocessors, cluster)
+    launch = function(device, layout, tiles, element, keep=keep)
+    return launch, tiles, programs(layout, tiles, rows, multiprocessors)
+
+
+def wide_gemm(cluster: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
+    """All segments in one launch, with so many programs in a cluster."""
+    layout = wanted.layout
+    x, weight = addressable(x), addressable(weight)
+    bias = None if bias is None else bias.contiguous()
+    rows, channels = x.shape
+    launch, tiles, count = plan_of(x.device, layout, rows, channels, x.dtype, cluster, keep=wanted.keep)
+    y = x.new_empty(rows, layout.pitch)
+    rstd = x.new_empty(rows, layout.norms, dtype=torch.float32) if wanted.keep and layout.norms else None
+    kept = x.new_empty(rows, layout.kept) if wanted.keep and layout.kept else None
+    y_map = map_of(y, PANEL, PANEL)
+    launch(
+        (count, 1, 1),
+        map_of(x, BLOCK_M // tiles.cluster, STEP),
+        map_of(weight, tiles.columns, STEP),
+        map_of(weight, tiles.narrow, STEP),
+        y_map,
+        y_map if kept is None else map_of(kept, PANEL, PANEL),
+        bias,
+        rstd,
+        y,
+        kept,
+        rows,
+        channels,
+        wanted.eps,
+    )
+    return Packed(y, rstd, kept)

@@ -1,0 +1,167 @@
+"""How the columns of ``wide_gemm.cu`` are cut into tiles, and what the kernel is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from onelaunch.operation import remembered
+from onelaunch.ops.gated_scan.launch import cdiv
+from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, Place
+
+BLOCK_M: Final = 128
+"""Rows of x in a tile: 64 of each warpgroup."""
+
+STEP: Final = 64
+"""Channels."""
+
+ROW_BYTES: Final = 128
+"""Of a tile in shared memory: a step's channels."""
+
+WIDEST: Final = 256
+"""Columns of a product."""
+
+FEW = 64
+"""Columns left of a segment for which narrower products are compiled."""
+
+SHARED_BYTES = 227 * 1024 - 1024
+"""Of a program, less what the stages' alignment may cost."""
+
+OUT_BYTES = 2 * 2 * 64 * ROW_BYTES
+"""For results on their way out: two pieces of 64 rows and 64 columns of each warpgroup."""
+
+MOST_STAGES = 8
+
+COPIED_BYTES = 96e3
+FLOPS = 8e8 / 132
+"""In a microsecond by a processor of an H200, all at work: brought to shared memory, products of 16-bit numbers. As in swiglu."""
+
+ENDS = 2.0
+"""Microseconds of a tile's end, of 256 columns: reckoned by what a gate takes in swiglu."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A configuration of the kernel.
+
+    Attributes:
+        columns: of a tile: as many as a product has.
+        narrow: of a product where no more columns are left of a segment; ``columns`` if that is nowhere.
+        cluster: programs that share rows of x.
+    """
+
+    columns: int
+    narrow: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a program: two warpgroups that multiply, and a warp that copies."""
+        return 3 * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a step: x and weights."""
+        return (BLOCK_M + self.columns) * ROW_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Steps on their way at once."""
+        return min((SHARED_BYTES - OUT_BYTES - 16 * MOST_STAGES) // self.stage_bytes, MOST_STAGES)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a program."""
+        return 1024 + self.stages * self.stage_bytes + OUT_BYTES + 16 * self.stages
+
+    def step_microseconds(self, columns: int) -> float:
+        """What a step takes at least with products of so many columns."""
+        products = 2 * BLOCK_M * columns * STEP / FLOPS
+        return max(products, (BLOCK_M + columns) * ROW_BYTES / COPIED_BYTES)
+
+
+def taken(place: Place, most: int) -> int:
+    """Columns of a segment's tiles where a product has ``most``: whole heads where these are normalized."""
+    segment = place.segment
+    return most // segment.head_size * segment.head_size if segment.activation == "l2norm" else most
+
+
+def counts(layout: Layout, most: int) -> Iterator[int]:
+    """Columns of each tile, in order."""
+    for place in layout.places:
+        step = taken(place, most)
+        yield from [min(step, place.segment.width - first) for first in range(0, place.segment.width, step)]
+
+
+def narrow_for(layout: Layout, most: int) -> int:
+    """The width of products for the tiles of few columns, if there are such."""
+    few = [count for count in counts(layout, most) if count <= min(FEW, most - 8)]
+    return cdiv(max(few), 8) * 8 if few else most
+
+
+@remembered
+def tiles_for(layout: Layout, rows: int, channels: int, multiprocessors: int, cluster: int) -> Tiles:
+    """The tiles for ``rows`` rows of x: those that are reckoned to be done first."""
+    least = max((place.segment.head_size for place in layout.places if place.segment.activation == "l2norm"), default=8)
+    choices = {width for width in range(64, WIDEST + 1, 32) if width >= least}
+    choices |= {WIDEST // least * least, cdiv(least, 8) * 8} if least > 8 else set()
+
+    def microseconds(columns: int) -> float:
+        tiles = Tiles(columns, narrow_for(layout, columns), cluster)
+        found = list(counts(layout, columns))
+        few = sum(count <= tiles.narrow < columns for count in found)
+        steps, row_tiles = cdiv(channels, STEP), cdiv(rows, BLOCK_M)
+        each = steps * tiles.step_microseconds(columns) + ENDS * columns / WIDEST
+        small = steps * tiles.step_microseconds(tiles.narrow) + ENDS * tiles.narrow / WIDEST
+        # tiles of few columns fill what a last round leaves
+        whole = row_tiles * (len(found) - few + few * small / each)
+        return max(cdiv(int(whole), multiprocessors), 1) * each
+
+    best = min(sorted(choices, reverse=True), key=microseconds)
+    return Tiles(best, narrow_for(layout, best), cluster)
+
+
+def header(layout: Layout, tiles: Tiles) -> str:
+    """The text of ``segments.cuh``: the kinds of segments that there are, and where each tile of columns lies."""
+    kinds: list[str] = []
+    lines: list[str] = []
+    begin = 0
+    for place in layout.places:
+        segment, step = place.segment, taken(place, tiles.columns)
+        activation = ACTIVATIONS.index(segment.activation)
+        head = segment.head_size if segment.activation == "l2norm" else 1
+        kind = f"{{{activation}, {head}, {str(segment.bias).lower()}, {1 / segment.normalizer!r}f}}"
+        if kind not in kinds:
+            kinds.append(kind)
+        count = cdiv(segment.width, step)
+        lines.append(
+            f"  if (tile < {begin + count}) return at(tile - {begin}, {step}, {kinds.index(kind)}, {place.row}, {segment.width}, "
+            f"{place.column}, {place.norm or 0}, {step // head if segment.activation == 'l2norm' else 0}, {place.kept or 0}, "
+            f"{place.bias or 0});"
+        )
+        begin += count
+    names = ", ".join(activation.upper() for activation in ACTIVATIONS)
+    body = "\n".join(lines)
+    return f"""#pragma once
+
+enum {{ {names} }};
+struct Kind {{ int activation, head; bool bias; float by; }};
+constexpr Kind KINDS_OF_SEGMENTS[] = {{{", ".join(kinds)}}};
+constexpr int KIND_COUNT = {len(kinds)}, COLUMN_TILES = {begin};
+constexpr int PITCH = {layout.pitch}, NORMS = {layout.norms}, KEPT = {layout.kept};  // columns of what is written
+
+// A tile of columns: rows of the weight, and where they lie in what is written. ``count`` is 0 behind the last one.
+struct Columns {{ int kind, row, count, column, norm, kept, bias; }};
+
+__device__ __forceinline__ Columns at(
+    int tile, int step, int kind, int row, int width, int column, int norm, int heads, int kept, int bias) {{
+  const int first = tile * step;
+  return {{kind, row + first, min(step, width - first), column + first, norm + tile * heads, kept + first, bias + first}};
+}}
+
+__device__ __forceinline__ Columns columns_of(int tile) {{
+{body}
+  return {{0, {layout.rows}, 0, 0, 0, 0, 0}};
+}}
+"""

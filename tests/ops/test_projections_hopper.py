@@ -1,0 +1,301 @@
+"""``projections`` in one launch on Hopper GPUs: how columns are cut, what a launch is handed, results on a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from onelaunch import dispatch, nvrtc
+from onelaunch.ops import Segment, projections
+from onelaunch.ops.projections import hopper
+from onelaunch.ops.projections.hopper_tiles import FEW, WIDEST, Tiles, counts, header, narrow_for, taken, tiles_for
+from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, layout_of
+from tests.ops.cases import BOTH, assert_ok, judge
+from tests.ops.projections_cases import PROJECTIONS
+
+pytest.importorskip("triton")
+
+from onelaunch.ops.projections import hopper_launch
+
+VARIANTS = tuple(hopper.CLUSTERS)
+LARGEST_SHARED = 227 * 1024
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def chain_058(heads: int = 16) -> Layout:
+    parts = [("q", "l2norm"), ("k", "l2norm"), ("v", "none"), ("gate", "silu")]
+    return layout_of((*(Segment(name, heads, 128, how) for name, how in parts), Segment("decay", heads, 1, "sigmoid")))
+
+
+# How columns are cut
+
+
+def columns_in(text: str) -> list[tuple[int, ...]]:
+    """What the header says of each tile: kind, row, count, column, norm, kept, bias."""
+    found, tile = [], 0
+    for end, begin, *numbers in re.findall(r"if \(tile < (\d+)\) return at\(tile - (\d+), " + ", ".join([r"(\d+)"] * 9), text):
+        step, kind, row, width, column, norm, heads, kept, bias = map(int, numbers)
+        assert int(begin) == tile
+        for first in range(0, (int(end) - tile) * step, step):
+            place = (
+                row + first,
+                min(step, width - first),
+                column + first,
+                norm + first // step * heads,
+                kept + first,
+                bias + first,
+            )
+            found.append((kind, *place))
+        tile = int(end)
+    assert f"COLUMN_TILES = {tile};" in text
+    return found
+
+
+def kinds_in(text: str) -> list[tuple[int, int, bool]]:
+    return [
+        (int(how), int(head), bias == "true")
+        for how, head, bias in re.findall(r"\{(\d), (\d+), (true|false), [\d.e+-]+f\}", text)
+    ]
+
+
+KINDS = st.tuples(st.integers(1, 40), st.sampled_from([1, 7, 8, 24, 64]), st.sampled_from(ACTIVATIONS), st.booleans())
+
+
+@hypothesis.given(st.lists(KINDS, min_size=1, max_size=5), st.sampled_from([64, 96, 128, 160, 192, 224, 256]))
+def test_tiles_cover_every_column_once_and_know_what_it_is(kinds_given, columns):
+    parts = [Segment(f"s{at}", *kind[:3], bias=kind[3]) for at, kind in enumerate(kinds_given)]
+    layout = layout_of(tuple(parts))
+    text = header(layout, Tiles(columns, narrow_for(layout, columns)))
+    tiles, kinds = columns_in(text), kinds_in(text)
+    assert [count for _, _, count, *_ in tiles] == list(counts(layout, columns))
+    assert [row for _, row, *_ in tiles] == [sum(count for _, _, count, *_ in tiles[:at]) for at in range(len(tiles))]
+    for place in layout.places:
+        segment = place.segment
+        own = [tile for tile in tiles if place.row <= tile[1] < place.row + segment.width]
+        for kind, row, count, column, norm, kept, bias in own:
+            behind = row - place.row
+            assert count <= columns
+            assert (column, kinds[kind][2]) == (place.column + behind, segment.bias)
+            if segment.activation == "l2norm":
+                assert (norm, count % segment.head_size) == (place.norm + behind // segment.head_size, 0)
+                assert kinds[kind][1] == segment.head_size
+            if segment.activation == "silu":
+                assert kept == place.kept + behind
+            if segment.bias:
+                assert bias == place.bias + behind
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("rows", [1, 128, 1024, 32768, 10**6])
+@pytest.mark.parametrize("head", [8, 64, 96, 128, 160, 256])
+def test_tiles_fit(head, rows, cluster):
+    layout = layout_of((Segment("q", 7, head, "l2norm"), Segment("v", 3, 100), Segment("decay", 7, 1, "sigmoid")))
+    tiles = tiles_for(layout, rows, 2048, 132, cluster)
+    assert head <= tiles.columns <= WIDEST
+    assert tiles.columns % 8 == tiles.narrow % 8 == 0
+    assert tiles.stages >= 3
+    assert tiles.shared_bytes <= LARGEST_SHARED
+    few = min(FEW, tiles.columns - 8)
+    assert all(count <= tiles.narrow or few < count <= tiles.columns for count in counts(layout, tiles.columns))
+    assert {taken(place, tiles.columns) % head for place in layout.places if place.norm is not None} == {0}
+
+
+def test_the_write_up_s_chain_has_the_widest_tiles_and_narrow_ones_for_the_decay():
+    assert tiles_for(chain_058(), 32768, 2048, 132, 1) == Tiles(256, 16)
+    assert len(list(counts(chain_058(), 256))) == 33
+
+
+def test_few_rows_get_more_tiles():
+    assert tiles_for(chain_058(4), 128, 2048, 132, 1).columns < WIDEST
+
+
+@pytest.mark.parametrize(("rows", "cluster", "programs"), [(32768, 1, 132), (32768, 2, 132), (100, 1, 33), (100, 2, 34)])
+def test_a_launch_has_programs_for_every_processor_or_every_tile(rows, cluster, programs):
+    assert hopper_launch.programs(chain_058(), Tiles(256, 16, cluster), rows, 132) == programs
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"dtype": "float32"}, "takes float16 and bfloat16"),
+        ({"D": 20}, "needs D in multiples of 8, which the copy engine can address, not 20"),
+        ({"B": 0}, "needs at least one element"),
+        ({"K": 100}, "normalizes heads of up to 256 channels in multiples of 8, not 100"),
+        ({"K": 264}, "normalizes heads of up to 256 channels in multiples of 8, not 264"),
+        ({"B": 2**20, "T": 2**20}, "takes at most"),
+    ],
+)
+def test_what_the_kernel_leaves_to_others(given, reason):
+    case = PROJECTIONS.case(**{"dtype": "bfloat16", "B": 2, "T": 64, "D": 64, "H": 2, "K": 64, "V": 64, **given})
+    assert reason in str(hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")))
+
+
+@pytest.mark.parametrize("chain", ["normalized", "gla", "3x7:silu:bias,2x100:none,5x1:sigmoid"])
+def test_what_the_kernel_takes(chain):
+    case = PROJECTIONS.case("float16", B=1, T=3, D=24, H=2, K=96, V=100, segments=chain)
+    assert hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")) is None
+
+
+@each_variant
+def test_elsewhere_than_on_hopper(variant):
+    case = PROJECTIONS.case("bfloat16", B=1, T=4, D=64, H=2, K=64, V=64)
+    assert "needs an NVIDIA GPU of compute capability 9.0" in str(
+        PROJECTIONS.get(variant).why_not(PROJECTIONS.query(case, "cpu"))
+    )
+
+
+# What a launch is handed
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
+    calls, (layout, _) = [], nvrtc._layout(hopper_launch.KINDS)
+
+    def launch(grid, *arguments):
+        pairs = list(zip(hopper_launch.KINDS, arguments, strict=True))
+        values = [value if kind != "pointer" else 0 if value is None else value.data_ptr() for kind, value in pairs]
+        layout.pack(*values)
+        calls.append((grid, values))
+
+    def tensor_map(dtype, address, sizes, strides, box, *, swizzle=128):
+        assert nvrtc._unaddressable(dtype, address, sizes, strides, box, swizzle) is None
+        return bytes(128)
+
+    hopper_launch.plan_of.cache_clear()
+    monkeypatch.setattr(hopper_launch, "function", lambda *_, **__: launch)
+    monkeypatch.setattr(hopper_launch, "tensor_map", tensor_map)
+    monkeypatch.setattr(hopper_launch, "processors", lambda _: 132)
+    for name in VARIANTS:
+        monkeypatch.setattr(PROJECTIONS.get(name), "_supports", [])
+    dispatch._checked.cache_clear()
+    yield calls
+    dispatch._checked.cache_clear()
+    hopper_launch.plan_of.cache_clear()
+
+
+@each_variant
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("chain", ["normalized", "gla", "3x7:silu:bias,2x100:none,5x1:sigmoid"])
+def test_a_call_becomes_one_launch(chain, grad, variant, launched):
+    case = PROJECTIONS.case("bfloat16", B=2, T=30, D=72, H=3, K=64, V=40, segments=chain)
+    given = PROJECTIONS.make_inputs(case, torch.device("cpu"), 0).arguments
+    given["x"] = given["x"].mT.contiguous().mT.requires_grad_(grad)  # strides that no copy engine takes
+    found = projections(**given, variant=variant)
+    ((grid, values),) = launched
+    bias, rstd, _, kept, rows, channels, eps = values[5:]
+    assert (rows, channels, eps) == (60, 72, 1e-6)
+    assert grid[0] % hopper.CLUSTERS[variant] == 0
+    layout = layout_of(tuple(given["segments"]))
+    assert (bool(bias), bool(rstd), bool(kept)) == (bool(layout.biases), grad and bool(layout.norms), grad and bool(layout.kept))
+    assert [each.shape for each in found] == [(2, 30, *segment.shape) for segment in given["segments"]]
+    assert all(each.requires_grad == grad for each in found)
+
+
+# On a GPU
+
+CASES: dict[str, dict[str, Any]] = {
+    "one_row": {"dtype": "bfloat16", "B": 1, "T": 1, "D": 64, "H": 2, "K": 64, "V": 64},
+    "one_step_short": {"dtype": "float16", "B": 1, "T": 5, "D": 8, "H": 1, "K": 8, "V": 8},
+    "edges_of_tiles": {"dtype": "bfloat16", "B": 3, "T": 99, "D": 136, "H": 3, "K": 96, "V": 100},
+    "heads_of_256": {"dtype": "float16", "B": 1, "T": 130, "D": 200, "H": 3, "K": 256, "V": 256},
+    "heads_of_160": {"dtype": "bfloat16", "B": 2, "T": 64, "D": 264, "H": 5, "K": 160, "V": 32},
+    "many_small_heads": {"dtype": "bfloat16", "B": 1, "T": 200, "D": 128, "H": 40, "K": 16, "V": 24},
+    "gla": {"dtype": "bfloat16", "B": 2, "T": 150, "D": 512, "H": 4, "K": 64, "V": 128, "segments": "gla"},
+    "widths_that_no_panel_divides": {
+        "dtype": "float16", "B": 2, "T": 77, "D": 96, "H": 1, "K": 8, "V": 8,
+        "segments": "1x77:silu:bias,3x65:sigmoid,5x33,2x24:l2norm:bias,1x131:logsigmoid:bias,1x300:logsigmoid/16,3x1:silu",
+    },
+    "many_tiles": {"dtype": "bfloat16", "B": 4, "T": 1100, "D": 192, "H": 12, "K": 128, "V": 128},
+    "the_write_up_s": {"dtype": "bfloat16", "B": 1, "T": 2048, "D": 2048, "H": 16, "K": 128, "V": 128},
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@each_variant
+@pytest.mark.parametrize("name", CASES)
+def test_results(name, variant, device):
+    case = PROJECTIONS.case(name=name, **CASES[name])
+    assert_ok(judge(PROJECTIONS, case, variant=variant, device=device, directions=BOTH), PROJECTIONS, case, variant)
+
+
+def made(device, **given: Any) -> dict[str, Any]:
+    case = PROJECTIONS.case(**{"dtype": "bfloat16", "B": 2, "T": 300, "D": 256, "H": 4, "K": 128, "V": 128, **given})
+    return PROJECTIONS.make_inputs(case, device, 0).arguments
+
+
+@pytest.mark.gpu
+@each_variant
+def test_equal_to_the_last_bit_beside_other_work_and_in_graphs(variant, device):
+    given = made(device)
+    expected = projections(**given, variant=variant)
+    busy = torch.randn(2048, 2048, device=device)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                busy @ busy
+                found.append(projections(**given, variant=variant))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [projections(**given, variant=variant) for _ in range(3)]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(one, other) for each in held for one, other in zip(each, expected, strict=True))
+
+
+@pytest.mark.gpu
+@each_variant
+def test_any_strides(variant, device):
+    given = made(device)
+    expected = projections(**given, variant=variant)
+    x, weight = given["x"], given["weight"]
+    wider = torch.cat((weight, weight), 1)[:, : weight.shape[1]]
+    for changed in ({"x": x.mT.contiguous().mT}, {"weight": wider}, {"weight": weight.mT.contiguous().mT}):
+        found = projections(**{**given, **changed}, variant=variant)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@each_variant
+def test_nan_and_infinity_stay_in_their_rows(variant, device):
+    given = made(device, segments="normalized")
+    x = given["x"].clone()
+    x[0, 3, 5] = torch.nan
+    x[1, 7] = 3e38
+    found = projections(**{**given, "x": x}, variant=variant)
+    expected = projections(**given, variant=variant)
+    for one, other in zip(found, expected, strict=True):
+        assert one[0, 3].isnan().all()
+        one[0, 3], one[1, 7] = other[0, 3], other[1, 7]
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@each_variant
+def test_large_and_small_values_of_every_activation(variant, device):
+    """Where an exponential overflows or is lost, and where the sum of squares of a head is 0."""
+    parts = tuple(Segment(how, 1, 64, how) for how in ("l2norm", "silu", "sigmoid", "logsigmoid"))
+    x = torch.zeros(1, 128, 64, device=device, dtype=torch.bfloat16)
+    x[0, :, 0] = torch.linspace(-300, 300, 128)
+    x[0, 5] = 0
+    weight = torch.zeros(4 * 64, 64, device=device, dtype=torch.bfloat16)
+    weight[:, 0] = 1
+    found = projections(x, weight, parts, variant=variant)
+    expected = PROJECTIONS.reference(x=x.double(), weight=weight.double(), segments=parts)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-2, atol=1e-30)

@@ -1,0 +1,49 @@
+"""The study of the projection chain asks what its write-up did, at its configuration and sweep, and more beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.operation import find_operation
+from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.study_file import load_study
+from tests.workbench.ladder import RATES
+
+SWEEP = [(8, 4096), *((4, length) for length in (512, 1024, 2048, 4096))]
+
+
+@pytest.fixture(scope="module")
+def study(pytestconfig):
+    return load_study(pytestconfig.rootpath / "studies" / "058-projection-chain.toml")
+
+
+def test_its_shapes_are_the_write_up_s_and_smaller_ones(study):
+    full = study.at_scale("full")
+    sizes = [tuple(shape.sizes[name] for name in ("B", "T", "D", "H")) for shape in full if not shape.options]
+    assert sizes[: len(SWEEP)] == [(*each, 2048, 16) for each in SWEEP]
+    assert {(length, inner) for _, length, inner, _ in sizes} >= {(128, 2048), (128, 1024), (4096, 1024)}
+    assert all((shape.sizes["K"], shape.sizes["V"]) == (128, 128) for shape in full if not shape.options)
+
+
+def test_its_criteria_are_those_that_were_set(study):
+    bounds = {criterion.name: (criterion.at_least, criterion.at_most) for criterion in study.criteria}
+    assert bounds == {
+        "one launch is more than 30 % faster": (1.3, None),
+        "40 % less traffic": (1.67, None),
+        "equal within bfloat16": (None, 5e-3),
+        "small layers gain more": (1.6, None),
+        "one launch is never slower than torch.compile": (1.0, None),
+        "training gains at the write-up's size": (1.4, None),
+        "training gains everywhere": (1.2, None),
+    }
+    everywhere = [shape.name for shape in study.at_scale("full")]
+    for criterion in study.criteria:
+        if criterion.name in ("one launch is never slower than torch.compile", "training gains everywhere"):
+            assert list(criterion.at) == everywhere
+
+
+def test_a_plan_of_it_finds_nothing_that_is_out_of_reach(study):
+    plan = plan_study(study, RATES, "cpu", "full")
+    assert plan.infeasible == {}
+    traffic = find_operation("projections").cost(study.case(study.shapes[0]))
+    assert traffic.bytes == 705757184  # the write-up counted 0.672 GB
