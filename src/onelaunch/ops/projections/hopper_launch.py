@@ -12,6 +12,7 @@ from onelaunch.ops.copy_engine import addressable
 from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.forward import Packed, Wanted
 from onelaunch.ops.projections.hopper_tiles import BLOCK_M, STEP, Tiles, counts, header, tiles_for
+from onelaunch.ops.projections.launch import room_for_results
 from onelaunch.ops.projections.layout import Layout
 from onelaunch.ops.warpgroup_products import product_header
 
@@ -86,9 +87,7 @@ def wide_gemm(cluster: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
     bias = None if bias is None else bias.contiguous()
     rows, channels = x.shape
     launch, tiles, count = plan_of(x.device, layout, rows, channels, x.dtype, cluster, keep=wanted.keep)
-    y = x.new_empty(rows, layout.pitch)
-    rstd = x.new_empty(rows, layout.norms, dtype=torch.float32) if wanted.keep and layout.norms else None
-    kept = x.new_empty(rows, layout.kept) if wanted.keep and layout.kept else None
+    y, rstd, kept = room_for_results(x, layout, keep=wanted.keep)
     y_map = map_of(y, PANEL, PANEL)
     launch(
         (count, 1, 1),

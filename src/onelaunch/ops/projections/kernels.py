@@ -45,6 +45,39 @@ def place(M, first, TILES: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
+def finish_tile(
+    v, m, c, there, rows_there, columns_there, norm, bias, y, rstd, kept, eps,
+    HEAD: tl.constexpr, COLUMN: tl.constexpr, ACTIVATION: tl.constexpr, NORMALIZER: tl.constexpr, NORM: tl.constexpr,
+    KEPT: tl.constexpr, BIAS: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
+):  # fmt: skip
+    """From products ``v`` [BM, BLOCK] of one segment in float32, zeros where nothing is, to what is written of them.
+
+    ``m`` and ``c`` are rows, and columns of the segment. Where heads are normalized the tile holds BLOCK / HEAD of them, of which
+    ``norm`` is the first.
+    """
+    if BIAS != NOTHING:
+        v += tl.load(bias + BIAS + c, mask=columns_there, other=0.0).to(tl.float32)[None, :]
+    if KEPT != NOTHING:
+        tl.store(kept + m[:, None] * KEPT_PITCH + (KEPT + c)[None, :], v.to(kept.dtype.element_ty), mask=there)
+    if ACTIVATION == L2NORM:
+        heads = tl.reshape(v, [v.shape[0], v.shape[1] // HEAD, HEAD])
+        r = 1.0 / tl.sqrt(tl.sum(heads * heads, axis=2) + eps)  # [BM, BLOCK / HEAD]
+        v = tl.reshape(heads * tl.expand_dims(r, 2), v.shape)
+        if NORM != NOTHING:
+            head = tl.arange(0, v.shape[1] // HEAD)
+            heads_there = tl.max(tl.reshape(columns_there, [v.shape[1] // HEAD, HEAD]).to(tl.int32), axis=1) > 0
+            at = rstd + m[:, None] * NORM_PITCH + (NORM + norm + head)[None, :]
+            tl.store(at, r, mask=rows_there[:, None] & heads_there[None, :])
+    if ACTIVATION == SILU:
+        v *= sigmoid(v)
+    if ACTIVATION == SIGMOID:
+        v = sigmoid(v)
+    if ACTIVATION == LOGSIGMOID:
+        v = log_sigmoid(v) * (1.0 / NORMALIZER)
+    tl.store(y + m[:, None] * PITCH + (COLUMN + c)[None, :], v.to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def activate_tile(
     z, bias, y, rstd, kept, M, eps,
     FIRST: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
@@ -59,22 +92,10 @@ def activate_tile(
     columns_there = (at < STEP) & (c < WIDTH)
     there = rows_there[:, None] & columns_there[None, :]
     v = tl.load(z + m[:, None] * Z_PITCH + (ROW + c)[None, :], mask=there, other=0.0).to(tl.float32)  # [BM, BLOCK]
-    if BIAS != NOTHING:
-        v += tl.load(bias + BIAS + c, mask=columns_there, other=0.0).to(tl.float32)[None, :]
-    if KEPT != NOTHING:
-        tl.store(kept + m[:, None] * KEPT_PITCH + (KEPT + c)[None, :], v.to(kept.dtype.element_ty), mask=there)
-    if ACTIVATION == L2NORM:
-        r = 1.0 / tl.sqrt(tl.sum(v * v, axis=1) + eps)  # [BM]; what the masks left out is zero
-        v *= r[:, None]
-        if NORM != NOTHING:
-            tl.store(rstd + m * NORM_PITCH + (NORM + tile), r, mask=rows_there)
-    if ACTIVATION == SILU:
-        v *= sigmoid(v)
-    if ACTIVATION == SIGMOID:
-        v = sigmoid(v)
-    if ACTIVATION == LOGSIGMOID:
-        v = log_sigmoid(v) * (1.0 / NORMALIZER)
-    tl.store(y + m[:, None] * PITCH + (COLUMN + c)[None, :], v.to(y.dtype.element_ty), mask=there)
+    finish_tile(
+        v, m, c, there, rows_there, columns_there, tile, bias, y, rstd, kept, eps,
+        BLOCK, COLUMN, ACTIVATION, NORMALIZER, NORM, KEPT, BIAS, PITCH, NORM_PITCH, KEPT_PITCH,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
-from onelaunch.ops.projections import kernels
+from onelaunch.ops.projections import kernels, product_kernels
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout
 
 ELEMENTS = 4096
@@ -77,8 +78,80 @@ def gradient_constants(layout: Layout) -> dict[str, Any]:
     return known | {"Z_PITCH": layout.gradient_pitch}
 
 
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    """BM rows by BN columns of the results a program, BK channels at once."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+    group: int = 8
+
+
+@functools.lru_cache(maxsize=1024)
+def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTiles:
+    """Tiles of the wide product. Not measured yet.
+
+    128 columns, or as many as the longest normalized head takes. Products of float32 are made of single multiplications, whose
+    operands lie in registers: larger tiles than these spill.
+    """
+    heads = [place.segment.head_size for place in layout.places if place.segment.activation == "l2norm"]
+    n = max(COLUMNS, power_of_two(max(heads, default=1)))
+    if element is torch.float32:
+        return ProductTiles(16 if n > COLUMNS else 32, n, 32, stages=3, warps=8)
+    if n > COLUMNS:
+        return ProductTiles(64, n, 32, stages=3, warps=8)
+    m = 64 if rows <= 64 else 128  # fewer rows are no less work for matrix instructions of 64
+    return ProductTiles(m, n, 64, stages=3, warps=m // 16)
+
+
+@functools.lru_cache(maxsize=256)
+def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[str, Any]:
+    """Of the kernel whose product ends with the activations."""
+    known = {name: value for name, value in forward_constants(layout, keep).items() if name not in ("BLOCKS", "BM", "Z_PITCH")}
+    steps, heads, firsts = [], [], [0]
+    for place in layout.places:
+        size = place.segment.head_size
+        one = place.segment.activation == "l2norm" and power_of_two(size) != size  # a head lies in a block of its own
+        steps.append(size if one else tiles.n)
+        heads.append(size if place.segment.activation == "l2norm" and not one else tiles.n)
+        firsts.append(firsts[-1] + cdiv(place.segment.width, steps[-1]))
+    known |= {"FIRSTS": tuple(firsts), "STEPS": tuple(steps), "HEADS": tuple(heads)}
+    return known | {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "GROUP": tiles.group}
+
+
+def epilogue(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float, *, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """As :func:`activate`, from x ``[M, D]`` and the weight ``[N, D]``."""
+    x, weight = inner_contiguous(x), inner_contiguous(weight)
+    rows, inner = x.shape
+    y, rstd, kept = room_for_results(x, layout, keep=keep)
+    tiles = product_tiles(layout, rows, x.dtype)
+    constants = product_constants(layout, tiles, keep)
+    grid = (cdiv(rows, tiles.m) * constants["FIRSTS"][-1],)
+    bias = None if bias is None else bias.contiguous()
+    if rows:
+        product_kernels.epilogue_kernel[grid](
+            x, weight, bias, y, rstd, kept, rows, inner, x.stride(0), weight.stride(0), eps,
+            **constants, EVEN=inner % tiles.k == 0, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return y, rstd, kept
+
+
+def room_for_results(
+    x: torch.Tensor, layout: Layout, *, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The packed result for the rows of ``x``; for ``keep`` also rstd and z of SiLU, where there are such."""
+    rows = x.shape[0]
+    rstd = x.new_empty(rows, layout.norms, dtype=torch.float32) if keep and layout.norms else None
+    return x.new_empty(rows, layout.pitch), rstd, x.new_empty(rows, layout.kept) if keep and layout.kept else None
+
+
 def programs(rows: int, layout: Layout) -> int:
-    """Of a launch of either kernel."""
+    """Of a launch of either kernel for elements."""
     known = constants(layout)
     return cdiv(rows, known["BM"]) * known["FIRSTS"][-1]
 
@@ -89,9 +162,7 @@ def activate(
     """The packed result ``[M, pitch]`` of products ``[M, N]``; for ``keep`` also rstd ``[M, norms]``, z of SiLU ``[M, kept]``."""
     z = z.contiguous()
     rows = z.shape[0]
-    y = z.new_empty(rows, layout.pitch)
-    rstd = z.new_empty(rows, layout.norms, dtype=torch.float32) if keep and layout.norms else None
-    kept = z.new_empty(rows, layout.kept) if keep and layout.kept else None
+    y, rstd, kept = room_for_results(z, layout, keep=keep)
     grid = (programs(rows, layout),)
     bias = None if bias is None else bias.contiguous()
     kernels.activate_kernel[grid](z, bias, y, rstd, kept, rows, eps, **forward_constants(layout, keep), num_warps=WARPS)

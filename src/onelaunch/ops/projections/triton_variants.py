@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from onelaunch.ops.projections.torch_variants import Results
 
 LARGEST_HEAD = 512
 """Channels of a normalized head: a program holds whole heads."""
+
+LARGEST_PRODUCT_HEAD = 256
+"""The same of one that is normalized in the product's registers."""
 
 LARGEST_GRID = 2**31 - 1
 """Programs of a launch."""
@@ -40,6 +44,30 @@ def wide_activated(call: ProjectionsCall) -> Results:
     return compute(call, "wide_activated")
 
 
+@launches("epilogue")
+def run_epilogue(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
+    """One launch."""
+    from onelaunch.ops.projections import launch
+
+    return Packed(*launch.epilogue(x, weight, bias, wanted.layout, wanted.eps, keep=wanted.keep))
+
+
+@projections.variant("epilogue", launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="triton")
+def epilogue(call: ProjectionsCall) -> Results:
+    """One launch: a portable kernel multiplies, and applies each segment's activation to sums in registers."""
+    return compute(call, "epilogue")
+
+
+@epilogue.supports
+def whole_heads(query: Query) -> str | None:
+    """A tile holds them."""
+    longest = max((each.segment.head_size for each in layout_in(query).places if each.segment.activation == "l2norm"), default=0)
+    if longest > LARGEST_PRODUCT_HEAD:
+        return f"normalizes heads of at most {LARGEST_PRODUCT_HEAD} channels, not {longest}"
+    return None if query.sizes[2] else "needs at least one channel of x"
+
+
+@epilogue.supports
 @wide_activated.supports
 def needs_triton(query: Query) -> str | None:
     """What the kernels need."""
@@ -79,7 +107,9 @@ def chain(heads: int, head_size: int) -> Layout:
     )
 
 
-TYPES = {"rstd": "*fp32", "M": "i32", "eps": "fp32"}
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+
+TYPES = {"rstd": "*fp32", "M": "i32", "D": "i32:16", "x_stride": "i32:16", "w_stride": "i32:16", "eps": "fp32"}
 """Of arguments that are not what x is."""
 
 
@@ -124,3 +154,26 @@ def gradient_builds(layout: Layout, said: str, element: str) -> list[KernelBuild
 
     constants = launch.gradient_constants(layout)
     return [build(f"activation gradients, {said}", kernels.activation_gradients_kernel, constants, element)]
+
+
+@epilogue.kernels
+def product_builds(architecture: str) -> list[KernelBuild]:
+    """For heads of usual and uneven sizes, with what a backward pass needs and without, for many rows and few."""
+    from onelaunch.ops.projections import launch, product_kernels
+
+    builds = []
+    cases = (
+        (16, 128, 4096, torch.bfloat16),
+        (3, 100, 4096, torch.float16),
+        (4, 256, 16, torch.bfloat16),
+        (2, 64, 64, torch.float32),
+    )
+    for heads, head_size, rows, element in cases:
+        layout, said = chain(heads, head_size), f"heads of {head_size}, M = {rows}"
+        tiles = launch.product_tiles(layout, rows, element)
+        for keep in (False, True):
+            constants = launch.product_constants(layout, tiles, keep) | {"EVEN": True}
+            name, absent = (f"epilogue, {said}, kept", ()) if keep else (f"epilogue, {said}", ("rstd", "kept"))
+            made = build(name, product_kernels.epilogue_kernel, constants, POINTERS[element], absent)
+            builds.append(replace(made, num_warps=tiles.warps, num_stages=tiles.stages, matrix=element is not torch.float32))
+    return [*builds, *gradient_builds(chain(16, 128), "heads of 128", "*bf16")]
