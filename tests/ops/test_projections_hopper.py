@@ -60,7 +60,7 @@ def columns_in(text: str) -> list[tuple[int, ...]]:
 def kinds_in(text: str) -> list[tuple[int, int, bool]]:
     return [
         (int(how), int(head), bias == "true")
-        for how, head, bias in re.findall(r"\{(\d), (\d+), (true|false), [\d.e+-]+f\}", text)
+        for how, head, bias in re.findall(r"\{(\d), (\d+), (true|false), (?:true|false), [\d.e+-]+f\}", text)
     ]
 
 

@@ -17,15 +17,30 @@ __device__ __forceinline__ float number_of(unsigned short bits) {
   return r;
 }
 
-__device__ __forceinline__ float sigmoid(float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); }
-
-__device__ __forceinline__ float silu(float z) { return __fdividef(z, 1.0f + __expf(-z)); }
-
+__device__ __forceinline__ float power(float z) {  // e^z
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(z * 1.4426950408889634f));
+  return r;
+}
+__device__ __forceinline__ float sigmoid(float z) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + power(-z)));
+  return r;
+}
 // min(z, 0) - log(1 + e^-|z|); where e is small, by its series: the sum would have lost it.
 __device__ __forceinline__ float logsigmoid(float z) {
-  const float e = __expf(-fabsf(z));
+  const float e = power(-fabsf(z));
   const float log1p = e < 0.02f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f - 0.25f * e))) : __logf(1.0f + e);
   return fminf(z, 0.0f) - log1p;
+}
+
+// Of an element; a norm is not.
+template <int ACTIVATION>
+__device__ __forceinline__ float activated(float z, float by) {
+  if (ACTIVATION == SILU) return z * sigmoid(z);
+  if (ACTIVATION == SIGMOID) return sigmoid(z);
+  if (ACTIVATION == LOGSIGMOID) return logsigmoid(z) * by;
+  return z;
 }
 
 // The i-th sum of a thread is of its row i / 2 % 2 of two, 8 apart, and of column i / 4 * 8 + lane % 4 * 2 + i % 2.
@@ -38,11 +53,13 @@ __device__ __forceinline__ void store_pair(unsigned short* at, u32 pair, int lef
     *at = (unsigned short)pair;
 }
 
-// 64 rows of a warpgroup, 64 columns at once; what is left of a segment by plain stores, for a box would reach into the next one.
-template <int WIDTH>
+// 64 rows of a warpgroup, activated, 64 columns at once; what is left of a segment by plain stores, for a box would reach into the next
+// one. RAGGED: whether there can be such.
+template <int WIDTH, int ACTIVATION, bool RAGGED>
 __device__ __forceinline__ void send(
-    const float (&d)[WIDTH / 2], const TensorMap* map, unsigned short* matrix, int pitch, const Arguments& a, const Room& room,
-    int column, int count, int row, int group) {
+    const float (&d)[WIDTH / 2], float by, const TensorMap* map, unsigned short* matrix, int pitch, const Arguments& a,
+    const Room& room, int column, int count, int row, int group) {
+  auto pair = [&](int i) { return pair_of(activated<ACTIVATION>(d[i], by), activated<ACTIVATION>(d[i + 1], by)); };
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const bool sends = threadIdx.x % 128 == 0;
 #pragma unroll
@@ -50,13 +67,18 @@ __device__ __forceinline__ void send(
     const int left = count - panel * PANEL;
     if (left >= PANEL && WIDTH >= (panel + 1) * PANEL) {
       const u32 from = room.out + (group * PANELS + panel % PANELS) * PANEL_BYTES;
-      if (sends) copies_out_read<PANELS - 1>();  // what was sent from there before
+      if (sends) {  // what was sent from there before; by an earlier call it may have been the last of all
+        if (panel == 0)
+          copies_out_read<0>();
+        else
+          copies_out_read<PANELS - 1>();
+      }
       named_barrier(OUT + group, 128);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         const int i = 4 * (panel * 8 + j), r = warp * 16 + lane % 16, chunk = j + lane / 16;
         if (i + 7 < WIDTH / 2) {
-          const u32 v[4] = {pair_of(d[i], d[i + 1]), pair_of(d[i + 2], d[i + 3]), pair_of(d[i + 4], d[i + 5]), pair_of(d[i + 6], d[i + 7])};
+          const u32 v[4] = {pair(i), pair(i + 2), pair(i + 4), pair(i + 6)};
           store_matrices(from + r * 128 + (chunk ^ r % 8) * 16, v);  // swizzled over 128 bytes
         }
       }
@@ -66,14 +88,14 @@ __device__ __forceinline__ void send(
         copy_out_2d(map, from, column + panel * PANEL, row);
         copies_out_commit();
       }
-    } else if (left > 0) {
+    } else if (RAGGED && left > 0) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int i = 4 * (panel * 8 + j), c = 8 * j + lane % 4 * 2, r = row + warp * 16 + lane / 4;
         if (i < WIDTH / 2) {
           unsigned short* at = matrix + (long long)r * pitch + column + panel * PANEL + c;
-          if (r < a.M) store_pair(at, pair_of(d[i], d[i + 1]), left - c);
-          if (r + 8 < a.M) store_pair(at + 8LL * pitch, pair_of(d[i + 2], d[i + 3]), left - c);
+          if (r < a.M) store_pair(at, pair(i), left - c);
+          if (r + 8 < a.M) store_pair(at + 8LL * pitch, pair(i + 2), left - c);
         }
       }
     }
@@ -96,7 +118,7 @@ __device__ __forceinline__ void normalize(float (&d)[WIDTH / 2], const Arguments
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
       sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-      by[i] = 1.0f / sqrtf(sum[i] + a.eps);
+      by[i] = rsqrtf(sum[i] + a.eps);
       if (KEEP && lane % 4 == 0 && r + 8 * i < a.M && head * HEAD < columns.count)
         a.rstd[(long long)(r + 8 * i) * NORMS + columns.norm + head] = by[i];
     }
@@ -126,19 +148,11 @@ __device__ __forceinline__ void finish_as(
     float (&d)[WIDTH / 2], const Arguments& a, const Room& room, const Columns& columns, int row, int group) {
   constexpr Kind kind = KINDS_OF_SEGMENTS[KIND];
   if constexpr (kind.bias) add_bias<WIDTH>(d, a, columns);
+  if constexpr (kind.activation == L2NORM && WIDTH >= kind.head) normalize<WIDTH, kind.head>(d, a, columns, row);
   if constexpr (kind.activation == SILU && KEEP)
-    send<WIDTH>(d, a.kept, a.kept_at, KEPT, a, room, columns.kept, columns.count, row, group);
-  if constexpr (kind.activation == L2NORM) {
-    if constexpr (WIDTH >= kind.head) normalize<WIDTH, kind.head>(d, a, columns, row);  // narrower ones hold no whole head
-  } else if constexpr (kind.activation != NONE) {
-#pragma unroll
-    for (int i = 0; i < WIDTH / 2; ++i) {
-      if constexpr (kind.activation == SILU) d[i] = silu(d[i]);
-      if constexpr (kind.activation == SIGMOID) d[i] = sigmoid(d[i]);
-      if constexpr (kind.activation == LOGSIGMOID) d[i] = logsigmoid(d[i]) * kind.by;
-    }
-  }
-  send<WIDTH>(d, a.y, a.y_at, PITCH, a, room, columns.column, columns.count, row, group);
+    send<WIDTH, NONE, kind.ragged>(d, 1.0f, a.kept, a.kept_at, KEPT, a, room, columns.kept, columns.count, row, group);
+  send<WIDTH, kind.activation, kind.ragged>(
+      d, kind.by, a.y, a.y_at, PITCH, a, room, columns.column, columns.count, row, group);
 }
 
 template <int WIDTH, int KIND = 0>

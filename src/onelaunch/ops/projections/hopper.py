@@ -23,6 +23,9 @@ LONGEST_HEAD = 256
 MOST_TILES = 2**31 - 1
 """Of a launch: they are counted in 32 bits."""
 
+MOST_ROWS = MOST_TILES - 128
+"""Of x, and those of a tile beside them."""
+
 CLUSTERS = {"epilogue_persistent": 1, "cluster": 2}
 """Programs of a cluster, by variant."""
 
@@ -86,8 +89,8 @@ def what_tiles_hold(query: Query) -> str | None:
         head = place.segment.head_size
         if place.segment.activation == "l2norm" and (head % 8 or head > LONGEST_HEAD):
             return f"normalizes heads of up to {LONGEST_HEAD} channels in multiples of 8, not {head}"
-    if -(-batch * length // 128) * -(-layout.rows // 8) > MOST_TILES:
-        return f"takes at most {MOST_TILES} tiles"
+    if batch * length > MOST_ROWS or -(-batch * length // 128) * layout.rows > MOST_TILES:
+        return f"takes at most {MOST_ROWS} rows of x, and {MOST_TILES} tiles"
     return None
 
 

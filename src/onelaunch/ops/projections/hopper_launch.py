@@ -11,15 +11,12 @@ from onelaunch.hardware import processors
 from onelaunch.ops.copy_engine import addressable
 from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.forward import Packed, Wanted
-from onelaunch.ops.projections.hopper_tiles import BLOCK_M, STEP, Tiles, counts, header, tiles_for
+from onelaunch.ops.projections.hopper_tiles import BLOCK_M, PANEL, STEP, Tiles, counts, header, tiles_for
 from onelaunch.ops.projections.launch import room_for_results
 from onelaunch.ops.projections.layout import Layout
 from onelaunch.ops.warpgroup_products import product_header
 
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
-
-PANEL = 64
-"""Rows, and columns, of a result that a warpgroup sends at once."""
 
 KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 2, "f32")  # pyrefly: ignore[bad-assignment]
 """Of the kernel's arguments."""

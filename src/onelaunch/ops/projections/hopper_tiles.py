@@ -19,6 +19,12 @@ STEP: Final = 64
 ROW_BYTES: Final = 128
 """Of a tile in shared memory: a step's channels."""
 
+PANEL: Final = 64
+"""Rows, and columns, of a result that a warpgroup sends at once."""
+
+LARGEST = 3e38
+"""In float32."""
+
 WIDEST: Final = 256
 """Columns of a product."""
 
@@ -131,22 +137,23 @@ def header(layout: Layout, tiles: Tiles) -> str:
         segment, step = place.segment, taken(place, tiles.columns)
         activation = ACTIVATIONS.index(segment.activation)
         head = segment.head_size if segment.activation == "l2norm" else 1
-        kind = f"{{{activation}, {head}, {str(segment.bias).lower()}, {1 / segment.normalizer!r}f}}"
+        own = [min(step, segment.width - first) for first in range(0, segment.width, step)]
+        ragged = any(count % PANEL for count in own)
+        facts = (activation, head, str(segment.bias).lower(), str(ragged).lower(), f"{min(1 / segment.normalizer, LARGEST)!r}f")
+        kind = f"{{{', '.join(map(str, facts))}}}"
         if kind not in kinds:
             kinds.append(kind)
-        count = cdiv(segment.width, step)
-        lines.append(
-            f"  if (tile < {begin + count}) return at(tile - {begin}, {step}, {kinds.index(kind)}, {place.row}, {segment.width}, "
-            f"{place.column}, {place.norm or 0}, {step // head if segment.activation == 'l2norm' else 0}, {place.kept or 0}, "
-            f"{place.bias or 0});"
-        )
-        begin += count
+        heads = step // head if segment.activation == "l2norm" else 0
+        where = (step, kinds.index(kind), place.row, segment.width, place.column, place.norm or 0, heads, place.kept or 0)
+        numbers = ", ".join(map(str, (*where, place.bias or 0)))
+        lines.append(f"  if (tile < {begin + len(own)}) return at(tile - {begin}, {numbers});")
+        begin += len(own)
     names = ", ".join(activation.upper() for activation in ACTIVATIONS)
     body = "\n".join(lines)
     return f"""#pragma once
 
 enum {{ {names} }};
-struct Kind {{ int activation, head; bool bias; float by; }};
+struct Kind {{ int activation, head; bool bias, ragged; float by; }};
 constexpr Kind KINDS_OF_SEGMENTS[] = {{{", ".join(kinds)}}};
 constexpr int KIND_COUNT = {len(kinds)}, COLUMN_TILES = {begin};
 constexpr int PITCH = {layout.pitch}, NORMS = {layout.norms}, KEPT = {layout.kept};  // columns of what is written

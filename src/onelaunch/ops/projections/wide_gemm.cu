@@ -9,7 +9,7 @@
 //            and three neighbours'.
 // Memory     x and the weight where they lie; results leave by the copy engine, 64 columns at once. KEEP: also what a backward pass
 //            needs and cannot make of them, z of SiLU and 1 / norm.
-// Schedule   programs stay and take every so many-th tile; neighbours share rows of x and of the weight in the L2 cache. CLUSTER 2: two
+// Schedule   programs stay and take a tile of each round; neighbours share rows of x and of the weight in the L2 cache. CLUSTER 2: two
 //            programs side by side have tiles of the same rows of x, of which each copies a half, to both.
 //            Launches overlap: programs set themselves up beside the end of the launch before, and then wait for it.
 // Source     experiment 058; the epilogue in registers as CUTLASS's visitor trees have it.
@@ -60,11 +60,13 @@ struct Ring {
 
 // Tiles of a program: rows of x, and a tile of columns that may lie behind the last one in a cluster.
 struct Work {
-  int steps, row_tiles, units;
+  int steps, row_tiles, units, stride, rounds;
   __device__ __forceinline__ explicit Work(const Arguments& a)
-      : steps((a.K + STEP - 1) / STEP), row_tiles((a.M + BLOCK_M - 1) / BLOCK_M), units(row_tiles * COLUMN_UNITS) {}
-  __device__ __forceinline__ int first() const { return blockIdx.x / CLUSTER; }
-  __device__ __forceinline__ int stride() const { return gridDim.x / CLUSTER; }
+      : steps((a.K + STEP - 1) / STEP), row_tiles((a.M + BLOCK_M - 1) / BLOCK_M), units(row_tiles * COLUMN_UNITS),
+        stride(gridDim.x / CLUSTER), rounds((units + stride - 1) / stride) {}
+  // Of a round; none if it is behind the last one. Turned by three each time: else tiles of few columns could always fall to the
+  // same programs.
+  __device__ __forceinline__ int unit(int round) const { return round * stride + (blockIdx.x / CLUSTER + 3 * round) % stride; }
   __device__ __forceinline__ void place(int unit, int& row, int& tile) const {
     const int swath = unit / (SWATH * COLUMN_UNITS), begin = swath * SWATH, rows = min(SWATH, row_tiles - begin);
     const int at = unit - begin * COLUMN_UNITS;
@@ -77,7 +79,9 @@ struct Work {
 
 __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, const Room& room) {
   Ring ring;
-  for (int unit = work.first(); unit < work.units; unit += work.stride()) {
+  for (int round = 0; round < work.rounds; ++round) {
+    const int unit = work.unit(round);
+    if (unit >= work.units) continue;
     int row, tile;
     work.place(unit, row, tile);
     const Columns columns = columns_of(tile);
@@ -136,10 +140,7 @@ wide_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
   const Work work(a);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;  // known to be uniform
   if (lane == 0) {
-    if (warp == 0) {
-      fetch_map(a.x);
-      fetch_map(a.weight);
-    }
+    if (warp < 5) fetch_map(warp == 0 ? a.x : warp == 1 ? a.weight : warp == 2 ? a.narrow : warp == 3 ? a.y : a.kept);
     for (int s = warp; s < STAGES; s += THREADS / 32) {
       barrier_init(room.full + 8 * s, 1);
       barrier_init(room.empty + 8 * s, 4 * GROUPS * CLUSTER);
@@ -161,7 +162,9 @@ wide_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
     registers_up<MULTIPLY_REGISTERS>();
     wait_for_earlier_launches();
     Ring ring;
-    for (int unit = work.first(); unit < work.units; unit += work.stride()) {
+    for (int round = 0; round < work.rounds; ++round) {
+      const int unit = work.unit(round);
+      if (unit >= work.units) continue;
       int row, tile;
       work.place(unit, row, tile);
       const Columns columns = columns_of(tile);
