@@ -85,12 +85,12 @@ def norm_gate_gradients_kernel(
             tl.store(a + packed, (x * factor).to(a.dtype.element_ty), mask=there)
         if da is not None:
             d = tl.load(da + m[:, None] * da_stride + column, mask=there, other=0.0).to(tl.float32)
-            if dgate is not None:
-                tl.store(dgate + packed, (d * x * weight * slope).to(dgate.dtype.element_ty), mask=there)
+            both = d * x
+            along = tl.sum(both * factor, axis=1) * (1.0 / V)  # [BM]
+            tl.store(dh + packed, (r * (d * factor - x * along[:, None])).to(dh.dtype.element_ty), mask=there)
             if partials is not None:
-                dweight += d * x * opened
-            d *= factor
-            along = tl.sum(d * x, axis=1) * (1.0 / V)  # [BM]
-            tl.store(dh + packed, (r * (d - x * along[:, None])).to(dh.dtype.element_ty), mask=there)
+                dweight += both * opened
+            if dgate is not None:
+                tl.store(dgate + packed, (both * weight * slope).to(dgate.dtype.element_ty), mask=there)
     if partials is not None:
         tl.store(partials + tl.program_id(0).to(tl.int64) * V + c, tl.sum(dweight, axis=0), mask=c < V)

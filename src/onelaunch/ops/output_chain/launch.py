@@ -16,6 +16,9 @@ from onelaunch.ops.projections.launch import power_of_two
 ELEMENTS, GRADIENT_ELEMENTS = 4096, 2048
 """Of a program's tile, forward and backward: 32 and 16 a thread with four warps; not measured yet."""
 
+TOKENS = 256
+"""Most of a tile: each costs registers for its addresses, whatever the size of heads."""
+
 WARPS = 4
 
 PROGRAMS = 4
@@ -28,7 +31,7 @@ PROCESSORS = 132
 def tile_of(rows: int, values: int, elements: int) -> dict[str, int]:
     """V, BV and BM: whole heads of as many tokens as a program's tile holds, but no more than there are."""
     block = power_of_two(values)
-    return {"V": values, "BV": block, "BM": min(max(elements // block, 1), power_of_two(rows))}
+    return {"V": values, "BV": block, "BM": min(max(elements // block, 1), TOKENS, power_of_two(rows))}
 
 
 def tiles(rows: int, heads: int, values: int, elements: int) -> int:

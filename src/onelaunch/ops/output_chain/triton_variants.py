@@ -82,22 +82,23 @@ def gradient_builds(values: int, element: str) -> list[KernelBuild]:
 
     kernel, tile = kernels.norm_gate_gradients_kernel, launch.tile_of(8192, values, launch.GRADIENT_ELEMENTS)
     said, options = f"heads of {values}", {"num_warps": launch.WARPS}
-    alone = ("da", "dh", "dgate", "partials")
+    alone, bare = ("da", "dh", "dgate", "partials"), ("gate", "dgate", "norm_weight", "partials", "a")
     return [
         build(f"gradients, {said}", kernel, {**tile, "ACTIVATED": False}, element, **options),
         build(f"gradients, activated, {said}", kernel, {**tile, "ACTIVATED": True}, element, **options),
         build(f"gradients, no gate, {said}", kernel, {**tile, "ACTIVATED": False}, element, ("gate", "dgate"), **options),
+        build(f"gradients, bare, {said}", kernel, {**tile, "ACTIVATED": False}, element, bare, **options),
         build(f"a again, {said}", kernel, {**tile, "ACTIVATED": False}, element, alone, **options),
     ]
 
 
 @norm_gate.kernels
 def norm_gate_builds(architecture: str) -> list[KernelBuild]:
-    """Both kernels for heads of usual, uneven and the largest sizes."""
+    """Both kernels for heads of usual, uneven, the smallest and the largest sizes."""
     from onelaunch.ops.output_chain import kernels, launch
 
     builds, options = [], {"num_warps": launch.WARPS}
-    for values, element in ((128, "*bf16"), (100, "*fp16"), (LARGEST_HEAD, "*fp32")):
+    for values, element in ((128, "*bf16"), (100, "*fp16"), (1, "*bf16"), (LARGEST_HEAD, "*fp32")):
         known, said = launch.tile_of(8192, values, launch.ELEMENTS) | {"ACTIVATED": False}, f"heads of {values}"
         kernel = kernels.norm_gate_kernel
         builds += [
