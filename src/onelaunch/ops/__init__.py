@@ -12,6 +12,7 @@ from onelaunch.ops.formats import (
 from onelaunch.ops.gated_scan import gated_scan
 from onelaunch.ops.gla import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
 from onelaunch.ops.linear_rnn import linear_rnn
+from onelaunch.ops.output_chain import output_chain
 from onelaunch.ops.projections import Segment, projections
 from onelaunch.ops.swiglu import dual_gemm_nvfp4, swiglu, swiglu_fp8, swiglu_nvfp4
 
@@ -28,6 +29,7 @@ __all__ = [
     "gla",
     "linear_rnn",
     "load_nvfp4",
+    "output_chain",
     "projections",
     "quantize_fp8",
     "quantize_nvfp4",

@@ -1,0 +1,40 @@
+"""What ``output_chain`` must compute and move, per variant."""
+
+from __future__ import annotations
+
+from onelaunch.operation import Case, Cost, Direction, Variant
+from onelaunch.ops.gated_scan.cost import launch_count
+from onelaunch.ops.output_chain.contract import output_chain
+from onelaunch.ops.output_chain.reference import options_of
+
+PRODUCTS = {"forward": 1, "forward_backward": 3}
+"""Matrix products of equal size: a W^T; backward also dout W and dout^T a."""
+
+
+@output_chain.costs
+def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+    """The least: all tensors in, the result out; backward all tensors and dout in, their gradients out.
+
+    A variant adds what its launches hand each other (tag ``hands``), out and in: ``norm``, the normalized heads; ``silu``, the
+    activated gate; ``a``, their product. Its backward pass adds da, out and in, and what the products and the gradients read: one
+    that keeps rstd (tag ``keeps``) makes ``a`` again, another reads all that was handed on, and hands on their gradients.
+    """
+    gate, norm_weight, bias = options_of(case)
+    batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
+    rows, inner, value = batch * length, heads * values, case.dtype.itemsize
+    handed, result = rows * inner * value, rows * columns * value
+    operands = handed * (1 if gate == "none" else 2) + (columns * inner + (columns if bias else 0)) * value
+    operands += {"none": 0, "same": value, "float32": 4}[norm_weight] * values
+    moved = operands + result
+    steps = () if variant is None else variant.tags.get("hands", ())
+    hands = [step for step in steps if step != "silu" or gate == "silu"]
+    moved += 2 * handed * len(hands)
+    if direction == "forward_backward":
+        moved += 2 * operands + result
+        if variant is not None:
+            moved += 2 * handed  # da
+            if "rstd" in variant.tags.get("keeps", ()):
+                moved += 2 * handed + 2 * 4 * rows * heads
+            else:
+                moved += handed * len(hands) + 2 * handed * (len(hands) - 1)
+    return Cost(PRODUCTS[direction] * 2 * rows * inner * columns, moved, launch_count(variant, direction))

@@ -1,0 +1,162 @@
+"""The operator of ``output_chain``'s own kernels, one for all of them, and its gradients.
+
+``onelaunch::output_chain_forward`` runs the launches of a variant by its name. For a backward pass it keeps the reciprocal root
+mean square of every head and not ``a``, which takes H * V numbers a token: one launch makes ``a`` again, for the product that
+gives the weight's gradient, and from da all other gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from onelaunch.ops.autograd import Operator
+from onelaunch.ops.output_chain.contract import OutputChainCall
+from onelaunch.ops.output_chain.torch_variants import Results
+
+
+class Operands(NamedTuple):
+    """What launches take: rows of tokens, of any strides."""
+
+    h: torch.Tensor
+    """``[M, H * V]``"""
+    gate: torch.Tensor | None
+    """``[M, H * V]``"""
+    norm_weight: torch.Tensor | None
+    """``[V]``, contiguous."""
+    heads: int
+    activated: bool
+
+    @classmethod
+    def of(cls, h: torch.Tensor, gate: torch.Tensor | None, norm_weight: torch.Tensor | None, activated: bool) -> Operands:
+        """From the operation's arguments."""
+        heads, values = h.shape[-2:]
+        flat = None if gate is None else gate.reshape(-1, heads * values)
+        weight = None if norm_weight is None else norm_weight.contiguous()
+        return cls(h.reshape(-1, heads * values), flat, weight, heads, activated)
+
+    @property
+    def values(self) -> int:
+        """V."""
+        return self.h.shape[1] // self.heads
+
+
+Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""``out [M, D]``, and ``rstd [M, H]`` float32 where it is to be kept."""
+
+Launches: TypeAlias = Callable[[Operands, torch.Tensor, torch.Tensor | None, float, bool], Made]
+"""From rows, the output weight, the bias, eps, and whether rstd is kept."""
+
+LAUNCHES: dict[str, Launches] = {}
+"""By the names of variants."""
+
+
+def launches(name: str) -> Callable[[Launches], Launches]:
+    """Register the launches of the variant of this name."""
+
+    def register(function: Launches) -> Launches:
+        LAUNCHES[name] = function
+        return function
+
+    return register
+
+
+def run_forward(
+    h: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    w_out: torch.Tensor,
+    bias: torch.Tensor | None,
+    activated: bool,
+    eps: float,
+    keep: bool,
+    variant: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out [..., D]`` by the variant of this name; ``rstd [M, H]``, of no elements where it is not kept."""
+    out, rstd = LAUNCHES[variant](Operands.of(h, gate, norm_weight, activated), w_out, bias, eps, keep)
+    return out.view(*h.shape[:-2], w_out.shape[0]), h.new_empty(0, dtype=torch.float32) if rstd is None else rstd
+
+
+def fake_forward(
+    h: Any, gate: Any, norm_weight: Any, w_out: Any, bias: Any, activated: bool, eps: float, keep: bool, variant: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the results of :func:`run_forward`."""
+    lead, heads = h.shape[:-2], h.shape[-2]
+    return h.new_empty(*lead, w_out.shape[0]), h.new_empty((lead.numel(), heads) if keep else (0,), dtype=torch.float32)
+
+
+def run_gradients(
+    da: torch.Tensor | None,
+    h: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    activated: bool,
+    want_a: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a ``[M, H * V]``; dh and dgate ``[..., H, V]``; dnorm_weight ``[V]`` float32; of no elements where not asked for.
+
+    ``da`` is ``[M, H * V]`` of any strides; without it there is ``a`` alone.
+    """
+    from onelaunch.ops.output_chain import launch
+
+    a, dh, dgate, dweight = launch.norm_gate_gradients(da, Operands.of(h, gate, norm_weight, activated), rstd, want_a=want_a)
+    empty = h.new_empty
+    return (
+        empty(0) if a is None else a,
+        empty(0) if dh is None else dh.view(h.shape),
+        empty(0) if dgate is None else dgate.view(h.shape),
+        empty(0, dtype=torch.float32) if dweight is None else dweight,
+    )
+
+
+def fake_gradients(
+    da: Any, h: Any, gate: Any, norm_weight: Any, rstd: Any, activated: bool, want_a: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for the results of :func:`run_gradients`."""
+    heads, values = h.shape[-2:]
+    return (
+        h.new_empty((h.shape[:-2].numel(), heads * values) if want_a else (0,)),
+        h.new_empty((0,) if da is None else h.shape),
+        h.new_empty((0,) if da is None or gate is None else h.shape),
+        h.new_empty((0,) if da is None or norm_weight is None else (values,), dtype=torch.float32),
+    )
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """All tensors that come in but the bias, and rstd."""
+    h, gate, norm_weight, w_out, _, ctx.activated, *_ = inputs
+    ctx.save_for_backward(h, gate, norm_weight, w_out, output[1])
+
+
+def gradients(ctx: Any, backward: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Of h, the gate, the norm's weight, the output weight and the bias."""
+    h, gate, norm_weight, w_out, rstd = ctx.saved_tensors
+    wants_h, wants_gate, wants_norm, wants_w, wants_bias = ctx.needs_input_grad[:5]
+    dout = dout.reshape(-1, w_out.shape[0])
+    dh = dgate = dnorm = dw = None
+    undo = wants_h or wants_gate or wants_norm
+    if undo or wants_w:
+        da = dout @ w_out if undo else None
+        a, dh, dgate, dnorm = backward(da, h, gate, norm_weight, rstd, ctx.activated, wants_w)
+        dw = dout.mT @ a if wants_w else None
+        dnorm = dnorm.to(norm_weight.dtype) if wants_norm else None
+    dbias = dout.sum(0) if wants_bias else None
+    return dh if wants_h else None, dgate if wants_gate else None, dnorm, dw, dbias, None, None, None, None
+
+
+norm_gate_gradients = Operator("output_chain_gradients", run_gradients, fake=fake_gradients)
+forward = Operator(
+    "output_chain_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=norm_gate_gradients
+)
+
+
+def compute(call: OutputChainCall, variant: str) -> Results:
+    """The result by the variant of this name, differentiable."""
+    grad = call.query().grad
+    out, _ = forward(
+        call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps, grad, variant, grad=grad
+    )
+    return (out,)

@@ -1,0 +1,56 @@
+"""The output projection of heads that are normalized and gated as the product loads them: one launch.
+
+Computes   out = a w_out^T + bias, a = h * rstd * norm_weight * act(gate), rstd = 1 / sqrt(mean(h^2) + eps) of every head
+Grid       tiles of out, one a program, in swaths: programs that run at the same time share weights, and rows of h.
+On chip    [BN, BM] of out^T as sums in float32, and a head [BV, BM] of h and of the gate. Weights are the left operand, as in
+           swiglu's product_kernels.py: few rows of h are then the narrow side of a matrix instruction.
+Memory     reads h and the gate once per BN columns of out, the weights once per BM rows, writes out once. Nothing else, but for
+           rstd where there is room for it: the programs of the first columns write it.
+Numerics   a is rounded to the dtype of the weights for the product. A float32 result is of float32 products without tf32; since
+           single multiplications take their operands from registers, a head then goes through in pieces of BK channels, which
+           are read once more (from a cache) when its rstd is known. Products in 16 bits take a head at once, BK = BV.
+Edges      rows beyond the end are the last one again, and are not stored; channels beyond the end of a head are zeros.
+"""
+
+import triton
+import triton.language as tl
+
+from onelaunch.ops.output_chain.kernels import activate, reciprocal_rms
+from onelaunch.ops.swiglu.product_kernels import load_channels, rows_from, store, tile_of
+
+
+@triton.jit
+def prologue_kernel(
+    h, gate, norm_weight, w_out, bias, out, rstd, M, N, H, h_stride, gate_stride, w_stride, eps,
+    V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+):  # fmt: skip
+    """out ``[M, N]``; rstd ``[M, H]`` if there is room for it."""
+    EVEN: tl.constexpr = V == BV
+    m_start, n_start = tile_of(M, N, BM, BN, GROUP)
+    m, n = rows_from(m_start, M, BM), rows_from(n_start, N, BN)
+    m_out, n_out = m_start + tl.arange(0, BM), n_start + tl.arange(0, BN)
+    all_k, k = tl.arange(0, BV), tl.arange(0, BK)
+    rows_h, rows_w = h + m[None, :] * h_stride, w_out + n[:, None] * w_stride
+    total = tl.zeros([BN, BM], tl.float32)
+    for head in range(H):
+        x = load_channels(rows_h + (head * V + all_k)[:, None], V, all_k[:, None], EVEN).to(tl.float32)  # [BV, BM]
+        r = reciprocal_rms(x, eps, V, 0)  # [BM]
+        if rstd is not None:
+            tl.store(rstd + m_out.to(tl.int64) * H + head, r, mask=(m_out < M) & (n_start == 0))
+        for piece in tl.static_range(BV // BK):
+            c = piece * BK + k
+            column = head * V + c
+            if BK != BV:
+                x = load_channels(rows_h + column[:, None], V, c[:, None], EVEN).to(tl.float32)  # [BK, BM]
+            a = x * r[None, :]
+            if norm_weight is not None:
+                a *= load_channels(norm_weight + c, V, c, EVEN).to(tl.float32)[:, None]
+            if gate is not None:
+                g = load_channels(gate + m[None, :] * gate_stride + column[:, None], V, c[:, None], EVEN)
+                a *= activate(g, ACTIVATED)
+            b_w = load_channels(rows_w + column[None, :], V, c[None, :], EVEN)  # [BN, BK]
+            total = tl.dot(b_w, a.to(b_w.dtype), total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + n).to(tl.float32)[:, None]
+    store(out, total, m_out, n_out, N, M, N)

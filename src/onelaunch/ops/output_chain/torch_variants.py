@@ -1,0 +1,57 @@
+"""Variants of ``output_chain`` in plain PyTorch: they run everywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.ops.gated_scan.torch_variants import compile_static, compiler_missing
+from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
+
+Optional = torch.Tensor | None
+Results = tuple[torch.Tensor]
+
+
+@output_chain.variant(
+    "unfused", launches=None, fuses=(), hands=("norm", "silu", "a"), gemm="cublas", maker="pytorch", yardstick=True
+)
+def unfused(call: OutputChainCall) -> Results:
+    """The norm, the gate and the product, each by PyTorch: what the other variants are measured against."""
+    return _chain(call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps)
+
+
+@output_chain.variant("compiled", launches=None, fuses=("norm", "gate"), hands=("a",), maker="pytorch")
+def compiled(call: OutputChainCall) -> Results:
+    """torch.compile of the unfused chain."""
+    if torch.compiler.is_compiling():
+        return _chain(call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps)
+    function = compile_static(_chain_of(call.activated, call.eps))
+    return function(call.h, call.gate, call.norm_weight, call.w_out, call.bias)
+
+
+compiled.supports(compiler_missing)
+
+
+def _chain(
+    h: torch.Tensor, gate: Optional, norm_weight: Optional, w_out: torch.Tensor, bias: Optional, activated: bool, eps: float
+) -> Results:
+    a = _normalize(h, norm_weight, eps)
+    if gate is not None:
+        a = a * (gate if activated else F.silu(gate))
+    return (F.linear(a.flatten(-2), w_out, bias),)
+
+
+def _normalize(h: torch.Tensor, weight: Optional, eps: float) -> torch.Tensor:
+    """RMSNorm of every head; PyTorch's own takes weights of the dtype of ``h`` alone."""
+    if weight is None or weight.dtype is h.dtype:
+        return F.rms_norm(h, h.shape[-1:], weight, eps)
+    return (F.rms_norm(h, h.shape[-1:], None, eps) * weight).to(h.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _chain_of(activated: bool, eps: float) -> Callable[..., Results]:
+    """The chain of one kind, so that what is compiled sees it as constants."""
+    return lambda h, gate, norm_weight, w_out, bias: _chain(h, gate, norm_weight, w_out, bias, activated, eps)
