@@ -90,14 +90,15 @@ class LinearRNN(PackedModule):
             cu_seqlens,
         )
         gate, log_decay = projections(given.x, self.in_proj_weight, self.segments, bias=self.in_proj_bias)
-        y, state = linear_rnn(
+        result = linear_rnn(
             given.x,
             self.v_proj.weight.t(),
             given.without_padding(log_decay),
             gate,
             initial_state=given.initial_state,
-            output_final_state=True,
+            output_final_state=given.use_cache,
             cu_seqlens=cu_seqlens,
         )
+        y, state = result if given.use_cache else (result, None)
         given.store(state)
         return self.o_proj(y), None, given.cache
