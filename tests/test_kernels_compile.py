@@ -54,7 +54,7 @@ def test_a_kernel_compiles_without_problems(build, architecture):
 
 
 @pytest.mark.parametrize("architecture", CHECKED)
-@pytest.mark.parametrize("operation", ["gated_scan", "gla", "linear_rnn", "projections", "swiglu"])
+@pytest.mark.parametrize("operation", ["gated_scan", "gla", "linear_rnn", "output_chain", "projections", "swiglu"])
 def test_every_variant_of_our_own_kernels_lists_them(operation, architecture):
     """A number of launches is known only of own kernels; such a variant without builds would slip through unchecked."""
     own = [variant for variant in find_operation(operation).variants.values() if variant.launches is not None]

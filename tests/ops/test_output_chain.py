@@ -1,0 +1,199 @@
+"""``output_chain`` in PyTorch: results, gradients, shapes, and what PyTorch does with it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from onelaunch.ops import Segment, gla, output_chain, projections
+from onelaunch.workbench.verify import Judge, judge_control, trivial_answers
+from tests.ops.cases import assert_correct, assert_near, differentiable, pytorch_variants, results
+from tests.ops.output_chain_cases import CASES, OUTPUT_CHAIN, SMALL, TENSORS, case_of, flat, made, packed_gate
+
+each_variant = pytest.mark.parametrize("variant", pytorch_variants(OUTPUT_CHAIN))
+
+
+# Right answers
+
+
+@each_variant
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name, variant):
+    assert_correct(OUTPUT_CHAIN, case_of(name), variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated_float16", "activated", "float32_weight_beside_float16"])
+def test_the_compiled_variant(name):
+    case = case_of(name)
+    if reason := OUTPUT_CHAIN.get("compiled").why_not(OUTPUT_CHAIN.query(case, "cpu")):
+        pytest.skip(reason)
+    assert_correct(OUTPUT_CHAIN, case, "compiled")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "one_of_everything"])
+def test_no_thoughtless_answer_passes(name):
+    assert not trivial_answers(Judge().truth(OUTPUT_CHAIN, case_of(name)))
+
+
+@pytest.mark.parametrize("name", ["gated", "bfloat16"])
+def test_the_product_alone_is_right(name):
+    assert judge_control(OUTPUT_CHAIN, case_of(name), "gemm_alone").ok
+
+
+@each_variant
+@pytest.mark.parametrize("activated", [False, True])
+def test_the_definition(variant, activated):
+    given = made()
+    h, gate, norm_weight, w_out, bias = (given[name] for name in TENSORS)
+    heads = []
+    for head in range(3):
+        x = h[:, :, head]
+        x = x / ((x * x).sum(-1, keepdim=True) / 20 + 1e-5).sqrt()
+        opened = gate[:, :, head] if activated else F.silu(gate[:, :, head])
+        heads.append(x * norm_weight * opened)
+    expected = torch.cat(heads, -1) @ w_out.T + bias
+    found = output_chain(h, gate, norm_weight, w_out, bias=bias, activated=activated, variant=variant)
+    assert_near({"out": found}, {"out": expected}, 1e-6)
+
+
+def test_the_default_eps_is_that_of_flas_layers():
+    given = made(gate="none", norm_weight="none", V=16, bias=False)
+    h = torch.full_like(given["h"], 1e-3)
+    out = output_chain(h, None, None, given["w_out"])
+    expected = (h / math.sqrt(1e-6 + 1e-5)).flatten(-2) @ given["w_out"].T
+    assert_near({"out": out}, {"out": expected}, 1e-5)
+
+
+@each_variant
+def test_an_activated_gate_is_a_gate_that_was_activated(variant):
+    given = made(grad=True)
+    rest = {name: value for name, value in given.items() if name not in ("gate", "activated")}
+    before = output_chain(**rest, gate=given["gate"], variant=variant)
+    after = output_chain(**rest, gate=F.silu(given["gate"]), activated=True, variant=variant)
+    leaves = list(differentiable(given).values())
+    found, expected = (torch.autograd.grad(each.square().sum(), leaves) for each in (after, before))
+    assert torch.allclose(after, before, atol=1e-6)
+    assert_near(dict(enumerate(found)), dict(enumerate(expected)), 1e-5)
+
+
+@each_variant
+def test_heads_are_normalized_on_their_own(variant):
+    given = made(gate="none")
+    scaled = {**given, "h": given["h"] * torch.tensor([1.0, 100.0, 1e4])[:, None], "eps": 0.0}
+    expected = output_chain(**{**given, "eps": 0.0}, variant=variant)
+    assert torch.allclose(output_chain(**scaled, variant=variant), expected, atol=1e-4)
+
+
+def test_what_is_beyond_float16_when_squared_is_normalized():
+    for variant in pytorch_variants(OUTPUT_CHAIN):
+        out = output_chain(torch.full((1, 2, 1, 4), 3e4).half(), None, None, torch.eye(4).half(), variant=variant)
+        assert torch.equal(out, torch.ones_like(out))
+
+
+# Shapes and layouts
+
+
+@each_variant
+@pytest.mark.parametrize("lead", [(18,), (3, 6), (3, 2, 3)])
+def test_leading_dimensions_stay(lead, variant):
+    given = made(grad=True)
+    expected = output_chain(**given, variant=variant)
+    found = output_chain(**flat(given, lead), variant=variant)
+    assert found.shape == (*lead, 40)
+    assert torch.allclose(found.reshape(expected.shape), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}])
+def test_a_case_without_tokens(sizes):
+    assert_correct(OUTPUT_CHAIN, OUTPUT_CHAIN.case("float32", **{**SMALL, **sizes}), "unfused")
+    given = made(grad=True, **sizes)
+    output_chain(**given).sum().backward()
+    assert not given["w_out"].grad.any()
+
+
+@each_variant
+def test_operands_of_any_strides(variant):
+    given = made()
+    expected = output_chain(**given, variant=variant)
+    for name in TENSORS:
+        apart = torch.stack([given[name], given[name]], -1)[..., 0]
+        assert not apart.is_contiguous()
+        assert torch.allclose(output_chain(**{**given, name: apart}, variant=variant), expected, atol=1e-6), name
+    for name in ("h", "gate", "w_out"):
+        turned = given[name].transpose(0, 1).contiguous().transpose(0, 1)
+        assert torch.allclose(output_chain(**{**given, name: turned}, variant=variant), expected, atol=1e-6), name
+
+
+@each_variant
+@pytest.mark.parametrize("activated", [False, True])
+def test_a_gate_of_projections(variant, activated):
+    gate = packed_gate(activated=activated)
+    given = {**made(), "activated": activated}
+    found = output_chain(**{**given, "gate": gate}, variant=variant)
+    expected = output_chain(**{**given, "gate": gate.clone(memory_format=torch.contiguous_format)}, variant=variant)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_a_layer_trains_from_its_projections_to_its_output(activated):
+    segments = (
+        Segment("q", 2, 16),
+        Segment("k", 2, 16, "l2norm"),
+        Segment("v", 2, 16),
+        Segment("gate", 2, 16, "silu" if activated else "none"),
+        Segment("gk", 2, 16, "logsigmoid", normalizer=16.0),
+    )
+    x, weight = torch.randn(2, 9, 24), (torch.randn(160, 24) / 5).requires_grad_()
+    norm_weight, w_out = torch.ones(16, requires_grad=True), (torch.randn(24, 32) / 6).requires_grad_()
+    q, k, v, gate, gk = projections(x, weight, segments)
+    o, _ = gla(q, k, v, gk)
+    out = output_chain(o, gate, norm_weight, w_out, activated=activated)
+    assert out.shape == x.shape
+    (out * torch.randn(out.shape)).sum().backward()
+    for leaf in (weight, norm_weight, w_out):
+        assert leaf.grad.isfinite().all()
+        assert leaf.grad.any()
+
+
+# PyTorch
+
+
+@each_variant
+def test_gradients_of_some_of_the_operands(variant):
+    for asking in TENSORS:
+        given = made()
+        given[asking].requires_grad_()
+        found = results(OUTPUT_CHAIN, given, variant)
+        assert set(found) == {"out", f"grad {asking}"}
+
+
+def test_autocast_lowers_all_tensors_but_the_norms_weight():
+    given = made(grad=True)
+    low = {name: value.detach().bfloat16() if name in TENSORS else value for name, value in given.items()}
+    low["norm_weight"] = given["norm_weight"].detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = output_chain(**given)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, output_chain(**low))
+    found.float().sum().backward()
+    assert all(given[name].grad.dtype == torch.float32 for name in TENSORS)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"^h is torch\.int64"):
+        output_chain(**{**given, "h": given["h"].detach().long()})
+
+
+@pytest.mark.parametrize("variant", ["auto", *pytorch_variants(OUTPUT_CHAIN), "compiled"])
+def test_it_compiles_into_one_graph(variant):
+    torch.compiler.reset()
+    function = torch.compile(lambda **given: output_chain(**given, variant=variant), fullgraph=True, backend="aot_eager")
+    for options in ({}, {"T": 7}, {"gate": "none"}, {"gate": "activated", "bias": False}):
+        given = made(grad=True, **options)
+        leaves = list(differentiable(given).values())
+        found, expected = function(**given), output_chain(**given, variant="unfused")
+        assert torch.allclose(found, expected, atol=1e-6)
+        gradients = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
+        for one, other in zip(*gradients, strict=True):
+            assert torch.allclose(one, other, atol=1e-4)

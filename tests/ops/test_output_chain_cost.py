@@ -1,0 +1,57 @@
+"""What ``output_chain`` must compute and move, and what its variants add."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.operation import DIRECTIONS
+from tests.ops.output_chain_cases import CASES, OUTPUT_CHAIN, case_of
+
+SIZES = {"B": 8, "T": 4096, "H": 16, "V": 128, "D": 1024}
+ROWS, INNER = 8 * 4096, 16 * 128
+H, RESULT, WEIGHT = 2 * ROWS * INNER, 2 * ROWS * 1024, 2 * INNER * 1024
+
+
+def test_the_least_bytes_and_products():
+    case = OUTPUT_CHAIN.case("bfloat16", **SIZES)
+    assert OUTPUT_CHAIN.cost(case).flops == 2 * ROWS * INNER * 1024
+    assert OUTPUT_CHAIN.cost(case).bytes == 2 * H + 2 * 128 + WEIGHT + RESULT == 339738880
+    both = OUTPUT_CHAIN.cost(case, None, "forward_backward")
+    assert both.flops == 3 * 2 * ROWS * INNER * 1024
+    assert both.bytes == 3 * (2 * H + 2 * 128 + WEIGHT) + 2 * RESULT
+    bare = OUTPUT_CHAIN.case("bfloat16", **SIZES, gate="none", norm_weight="float32", bias=True)
+    assert OUTPUT_CHAIN.cost(bare).bytes == H + 4 * 128 + WEIGHT + 2 * 1024 + RESULT
+
+
+def test_variants_add_what_their_launches_hand_on():
+    case = OUTPUT_CHAIN.case("bfloat16", **SIZES)
+    least = OUTPUT_CHAIN.cost(case)
+    for name, times in {"unfused": 6, "compiled": 2, "norm_gate": 2, "prologue": 0}.items():
+        assert OUTPUT_CHAIN.cost(case, OUTPUT_CHAIN.get(name)).bytes == least.bytes + times * H, name
+    activated = OUTPUT_CHAIN.case("bfloat16", **SIZES, gate="activated")
+    assert OUTPUT_CHAIN.cost(activated, OUTPUT_CHAIN.get("unfused")).bytes == least.bytes + 4 * H
+    norm_gate, prologue = OUTPUT_CHAIN.get("norm_gate"), OUTPUT_CHAIN.get("prologue")
+    assert OUTPUT_CHAIN.cost(case, norm_gate).launches == 2
+    assert OUTPUT_CHAIN.cost(case, prologue).launches == 1
+    assert OUTPUT_CHAIN.cost(case, norm_gate, "forward_backward").launches == 6
+    assert OUTPUT_CHAIN.cost(case, prologue, "forward_backward").launches == 5
+
+
+def test_the_backward_pass_makes_its_operand_again_and_keeps_a_number_a_head():
+    case = OUTPUT_CHAIN.case("bfloat16", **SIZES)
+    least, rstd = OUTPUT_CHAIN.cost(case, None, "forward_backward").bytes, 4 * ROWS * 16
+    da, a = 2 * H, 2 * H
+    prologue = OUTPUT_CHAIN.cost(case, OUTPUT_CHAIN.get("prologue"), "forward_backward").bytes
+    assert prologue == least + da + a + 2 * rstd
+    norm_gate = OUTPUT_CHAIN.cost(case, OUTPUT_CHAIN.get("norm_gate"), "forward_backward").bytes
+    assert norm_gate == prologue + 2 * H
+    unfused = OUTPUT_CHAIN.cost(case, OUTPUT_CHAIN.get("unfused"), "forward_backward").bytes
+    assert unfused == least + 6 * H + da + 3 * H + 4 * H
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_no_variant_does_with_less_than_the_least(name, direction):
+    case = case_of(name)
+    for variant in OUTPUT_CHAIN.variants.values():
+        assert OUTPUT_CHAIN.cost(case, variant, direction).bytes >= OUTPUT_CHAIN.cost(case, None, direction).bytes

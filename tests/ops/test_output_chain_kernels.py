@@ -1,0 +1,325 @@
+"""Kernels of ``output_chain`` in Triton: results and gradients, what is kept, layouts, and what they leave to others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import library
+
+from onelaunch.ops import Segment, output_chain, projections
+from onelaunch.ops.output_chain.forward import Operands, run_forward
+from tests.ops.cases import (
+    BOTH,
+    assert_captured_step_follows_its_inputs,
+    assert_near,
+    assert_ok,
+    assert_one_call_correct,
+    differentiable,
+    judge,
+    results,
+    triton_variants,
+)
+from tests.ops.output_chain_cases import CASES, OUTPUT_CHAIN, SHORT, SMALL, TENSORS, case_of, flat, made, packed_gate
+
+OWN = ["norm_gate", "prologue"]
+"""Portable kernels of our own."""
+
+each_own = pytest.mark.parametrize("variant", OWN)
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+
+
+@pytest.mark.interpret
+@each_own
+@pytest.mark.parametrize("name", SHORT)
+def test_kernels_give_right_results_and_gradients(variant, name):
+    assert_one_call_correct(OUTPUT_CHAIN, case_of(name), variant)
+    assert_one_call_correct(OUTPUT_CHAIN, case_of(name), variant, "forward")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("values", [1, 3, 17, 333, 512])
+def test_heads_of_any_size(values):
+    case = OUTPUT_CHAIN.case("float32", **{**SMALL, "V": values, "T": 3}, eps=0.5)
+    assert_one_call_correct(OUTPUT_CHAIN, case, "norm_gate")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("gate", ["silu", "activated", "none"])
+def test_bfloat16(gate):
+    """The interpreter cuts bits off where a GPU rounds, and only PyTorch multiplies."""
+    given = made(grad=True, dtype="bfloat16", gate=gate)
+    assert_near(results(OUTPUT_CHAIN, given, "norm_gate"), results(OUTPUT_CHAIN, given, "unfused"), 1.5e-2)
+
+
+@pytest.mark.interpret
+@each_own
+@pytest.mark.parametrize("gate", ["silu", "activated"])
+def test_the_whole_gate(variant, gate):
+    case = OUTPUT_CHAIN.case("float16", **{**SMALL, "T": 3}, gate=gate)
+    assert_ok(judge(OUTPUT_CHAIN, case, variant=variant, directions=BOTH), OUTPUT_CHAIN, case, variant)
+
+
+@pytest.mark.interpret
+@each_own
+@pytest.mark.parametrize("asking", [*((name,) for name in TENSORS), ("h", "w_out"), ("gate", "norm_weight")])
+@pytest.mark.parametrize("activated", [False, True])
+def test_gradients_of_some_of_the_operands(variant, asking, activated):
+    given = {**made(), "activated": activated}
+    for name in asking:
+        given[name].requires_grad_()
+    found, expected = (results(OUTPUT_CHAIN, given, name) for name in (variant, "unfused"))
+    assert {f"grad {name}" for name in asking} == {name for name in found if name.startswith("grad")}
+    assert_near(found, expected, 1e-5)
+
+
+@pytest.mark.interpret
+@each_own
+@pytest.mark.parametrize("lead", [(4,), (2, 3), (2, 1, 3)])
+def test_leading_dimensions_stay(variant, lead):
+    given = flat(made(T=math.prod(lead), B=1), lead)
+    found, expected = (output_chain(**given, variant=name) for name in (variant, "unfused"))
+    assert found.shape == (*lead, 40)
+    assert_near({"out": found}, {"out": expected}, 1e-5)
+
+
+@pytest.mark.interpret
+@each_own
+@pytest.mark.parametrize("activated", [False, True])
+def test_a_gate_of_projections_is_read_where_it_lies(variant, activated):
+    """Rows of the gate are longer than those of h, and begin between other segments."""
+    gate = packed_gate(activated=activated, variant="wide_activated").requires_grad_()
+    assert gate.stride() == (9 * 96, 96, 20, 1)
+    given = {**made(), "activated": activated}
+    found, expected = (results(OUTPUT_CHAIN, {**given, "gate": gate}, name) for name in (variant, "unfused"))
+    assert_near(found, expected, 1e-5)
+    dense = gate.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    again = results(OUTPUT_CHAIN, {**given, "gate": dense}, variant)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+    rows = Operands.of(given["h"], gate, None, activated=activated)
+    assert rows.gate.data_ptr() == gate.data_ptr()
+    assert rows.gate.stride() == (96, 1)
+
+
+@pytest.mark.interpret
+@each_own
+def test_gradients_reach_projections(variant):
+    segments = (Segment("h", 3, 20), Segment("gate", 3, 20))
+    x, weight = torch.randn(2, 9, 12), torch.randn(120, 12, requires_grad=True)
+    rest = {name: made()[name] for name in ("norm_weight", "w_out", "bias")}
+    gradients = []
+    for one, other in ((variant, "wide_activated"), ("unfused", "unfused")):
+        h, gate = projections(x, weight, segments, variant=other)
+        gradients.append(torch.autograd.grad(output_chain(h, gate, **rest, variant=one).square().sum(), weight)[0])
+    assert_near({"weight": gradients[0]}, {"weight": gradients[1]}, 1e-5)
+
+
+@pytest.mark.interpret
+@each_own
+def test_operands_of_any_strides(variant):
+    given = made()
+    expected = output_chain(**given, variant=variant)
+    changes = {name: torch.stack([given[name], given[name]], -1)[..., 0] for name in TENSORS}
+    turned = {name: given[name].transpose(0, 1).contiguous().transpose(0, 1) for name in ("h", "gate", "w_out")}
+    for name, value in (*changes.items(), *turned.items()):
+        assert not value.is_contiguous()
+        assert torch.allclose(output_chain(**{**given, name: value}, variant=variant), expected, atol=1e-6), name
+
+
+@pytest.mark.interpret
+@each_own
+def test_gradients_of_any_strides(variant):
+    given = made(grad=True)
+    leaves = list(differentiable(given).values())
+    out, dense = output_chain(**given, variant=variant), torch.randn(2, 9, 40)
+    expected = torch.autograd.grad(out, leaves, dense, retain_graph=True)
+    for dout in (dense.mT.contiguous().mT, dense.transpose(0, 1).contiguous().transpose(0, 1)):
+        found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert_near(dict(enumerate(found)), dict(enumerate(expected)), 1e-6)
+    one = torch.ones(())
+    found, expected = (
+        torch.autograd.grad(out, leaves, each, retain_graph=True) for each in (one.expand(2, 9, 40), torch.ones(2, 9, 40))
+    )
+    assert_near(dict(enumerate(found)), dict(enumerate(expected)), 1e-6)
+
+
+@pytest.mark.interpret
+@each_own
+def test_extreme_values(variant):
+    """Gates where exponentials overflow or vanish, heads of zeros, and heads whose squares float16 cannot hold."""
+    gate = torch.tensor([-1e4, -200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4]).view(1, 1, 1, 8)
+    given = {"gate": gate, "norm_weight": None, "w_out": torch.eye(8)}
+    ours, theirs = (
+        results(OUTPUT_CHAIN, {"h": torch.ones(1, 1, 1, 8), **given, "gate": gate.clone().requires_grad_()}, name)
+        for name in (variant, "unfused")
+    )
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-7) for name in theirs)
+    assert not output_chain(h=torch.zeros(1, 1, 1, 8), **given, variant=variant).any()
+    large = output_chain(torch.full((1, 2, 1, 4), 3e4).half(), None, None, torch.eye(4).half(), variant=variant)
+    assert torch.equal(large, torch.ones_like(large))
+
+
+@pytest.mark.interpret
+@each_own
+def test_nan_stays_in_its_row_or_column(variant):
+    """Where heads are padded too: what lies behind them in a row is the next head."""
+    given = made()
+    given["h"][0, 3, 1, 0] = math.nan
+    given["w_out"][7, 20] = math.nan  # of the second head
+    out = output_chain(**given, variant=variant)
+    assert out[0, 3].isnan().all()
+    assert out[..., 7].isnan().all()
+    assert int(out.isnan().sum()) == 40 + 18 - 1
+
+
+@pytest.mark.interpret
+@each_own
+@pytest.mark.parametrize("values", [20, 64])
+def test_what_is_kept_is_a_number_for_each_head(variant, values):
+    given = made(V=values, T=35, D=150)
+    arguments = {name: given[name] for name in (*TENSORS, "activated", "eps")}
+    out, rstd = run_forward(**arguments, keep=True, variant=variant)
+    assert rstd.shape == (70, 3)
+    assert torch.allclose(rstd, (given["h"].square().mean(-1) + 1e-5).rsqrt().view(70, 3))
+    alone, nothing = run_forward(**arguments, keep=False, variant=variant)
+    assert nothing.numel() == 0
+    assert torch.equal(alone, out)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("processors", [1, 2, 5, 1000])
+def test_partial_sums_add_up_however_many_programs_there_are(processors, monkeypatch):
+    from onelaunch.ops.output_chain import launch
+
+    monkeypatch.setattr(launch, "PROCESSORS", processors)
+    launch.device_processors.cache_clear()
+    monkeypatch.setattr(launch, "GRADIENT_ELEMENTS", 128)
+    given = made(grad=True, T=21)
+    ours, again, theirs = (results(OUTPUT_CHAIN, given, name) for name in ("norm_gate", "norm_gate", "unfused"))
+    launch.device_processors.cache_clear()
+    assert_near(ours, theirs, 1e-5)
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+
+
+@pytest.mark.interpret
+def test_a_pass_back_makes_what_goes_into_the_product_once(monkeypatch):
+    from onelaunch.ops.output_chain import launch
+
+    calls = []
+    for name in ("norm_gate", "norm_gate_gradients"):
+        counted = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda *a, counted=counted, name=name, **k: (calls.append(name), counted(*a, **k))[1])
+    given = made(grad=True)
+    out = output_chain(**given, variant="norm_gate")
+    assert calls == ["norm_gate"]
+    out.sum().backward()
+    assert calls == ["norm_gate", "norm_gate_gradients"]
+
+
+@pytest.mark.interpret
+@each_own
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("options", [{}, {"gate": "none", "norm_weight": "none", "bias": False}, {"norm_weight": "float32"}])
+def test_the_operators_keep_pytorchs_rules(variant, keep, options):
+    given = made(grad=keep, dtype="float16" if options.get("norm_weight") == "float32" else "float32", **options)
+    arguments = [given.get(name) for name in (*TENSORS, "activated", "eps")]
+    forward = torch.ops.onelaunch.output_chain_forward.default
+    library.opcheck(forward, (*arguments, keep, variant), test_utils=UTILITIES)
+    if not keep:
+        return
+    detached = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments]
+    _, rstd = forward(*detached, keep, variant)
+    h, gate, norm_weight = detached[:3]
+    backward = torch.ops.onelaunch.output_chain_gradients.default
+    da = torch.randn(18, 60).to(h.dtype)
+    for given_back, want_a in ((da, True), (da, False), (None, True)):
+        library.opcheck(backward, (given_back, h, gate, norm_weight, rstd, False, want_a), test_utils=UTILITIES)
+
+
+@pytest.mark.interpret
+@pytest.mark.slow
+@each_own
+def test_it_compiles_into_one_graph(variant):
+    torch.compiler.reset()
+    function = torch.compile(lambda **given: output_chain(**given, variant=variant), fullgraph=True, backend="aot_eager")
+    for options in ({}, {"T": 7}, {"gate": "none"}, {"gate": "activated", "bias": False}):
+        given = made(grad=True, **options)
+        leaves = list(differentiable(given).values())
+        answers = [each(**given) for each in (function, lambda **given: output_chain(**given, variant=variant))]
+        assert torch.equal(*answers)
+        gradients = [torch.autograd.grad(answer.square().sum(), leaves) for answer in answers]
+        assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.interpret
+@each_own
+def test_autocast(variant):
+    given = made(grad=True)
+    with torch.autocast("cpu", torch.float16):
+        found = output_chain(**given, variant=variant)
+    low = {name: value.detach().half() if name in TENSORS else value for name, value in given.items()}
+    low["norm_weight"] = given["norm_weight"].detach()
+    assert found.dtype == torch.float16
+    assert torch.equal(found, output_chain(**low, variant=variant))
+    found.float().sum().backward()
+    assert all(given[name].grad.dtype == torch.float32 for name in TENSORS)
+
+
+@pytest.mark.gpu
+@each_own
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_on_a_gpu(variant, name, device):
+    case = case_of(name)
+    assert_ok(judge(OUTPUT_CHAIN, case, variant=variant, device=device, directions=BOTH), OUTPUT_CHAIN, case, variant)
+
+
+@pytest.mark.gpu
+@each_own
+@pytest.mark.parametrize("sizes", [{"V": 64}, {"V": 100}, {"V": 128}, {"V": 256}, {"V": 128, "B": 1, "T": 1}])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_products_of_usual_sizes_on_a_gpu(variant, sizes, dtype, device):
+    case = OUTPUT_CHAIN.case(dtype, **{"B": 2, "T": 500, "H": 8, "D": 1000, **sizes})
+    assert_ok(judge(OUTPUT_CHAIN, case, variant=variant, device=device, directions=BOTH), OUTPUT_CHAIN, case, variant)
+
+
+@pytest.mark.gpu
+@each_own
+def test_a_captured_step_follows_its_inputs(variant, device):
+    def on_device(seed, grad):
+        given = made(seed=seed, dtype="float16", V=64)
+        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+        return {name: value.requires_grad_(grad) if name in TENSORS else value for name, value in moved.items()}
+
+    assert_captured_step_follows_its_inputs(OUTPUT_CHAIN, variant, on_device, device)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("variant", "changes", "reason"),
+    [
+        ("norm_gate", {"V": 513}, "takes heads of at most 512 channels, not 513"),
+        ("prologue", {"V": 257}, "takes heads of at most 256 channels, not 257"),
+        ("norm_gate", {"T": 0}, "needs at least one element"),
+        ("prologue", {"T": 0}, "needs at least one element"),
+        ("norm_gate", {"H": 2**23, "V": 128}, f"takes H * V and D below {2**30}"),
+        ("prologue", {"D": 2**30}, f"takes H * V and D below {2**30}"),
+        ("norm_gate", {"B": 2**24, "T": 2**12, "V": 512}, f"takes at most {2**30} tiles of 2048 elements"),
+        ("prologue", {"dtype": "bfloat16"}, "needs a GPU for bfloat16"),
+    ],
+)
+def test_what_our_kernels_leave_to_others(variant, changes, reason):
+    case = OUTPUT_CHAIN.case(**{"dtype": "float16", **SMALL, **changes})
+    query = OUTPUT_CHAIN.query(case, "cpu")
+    assert str(OUTPUT_CHAIN.get(variant).why_not(query)).startswith(reason)
+    assert OUTPUT_CHAIN.get("unfused").why_not(query) is None
+
+
+def test_without_a_gpu_and_without_an_interpreter_pytorch_computes():
+    for variant in OWN:
+        assert OUTPUT_CHAIN.get(variant).why_not(OUTPUT_CHAIN.query(case_of("gated"), "cpu")) is not None
+
+
+def test_every_own_variant_is_among_those_that_are_tested():
+    assert triton_variants(OUTPUT_CHAIN) == OWN
