@@ -24,6 +24,16 @@ def test_the_text_model_learns_and_writes():
     assert "    def " in done.stdout
 
 
+def test_the_gla_model_learns_and_writes():
+    command = [sys.executable, str(EXAMPLES / "tiny_gla_lm.py"), "--steps", "12", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.findall(r"([\d.]+) -> ([\d.]+) bits per byte", done.stdout)[0])
+    assert first > 7
+    assert last < 5.5
+    assert "    def " in done.stdout
+
+
 def test_every_example_is_tested():
     named = (Path(__file__)).read_text()
     assert all(f'"{example.name}"' in named for example in EXAMPLES.glob("*.py"))

@@ -1,0 +1,18 @@
+"""Torch modules made of the operations: layers that train, load the checkpoints of others, and decode with a cache."""
+
+from onelaunch.nn.cache import Cache, LayerState
+from onelaunch.nn.convolution import ShortConvolution
+from onelaunch.nn.gla import GatedLinearAttention
+from onelaunch.nn.linear_rnn import LinearRNN
+from onelaunch.nn.simple_gla import SimpleGatedLinearAttention
+from onelaunch.nn.swiglu import SwiGLU
+
+__all__ = [
+    "Cache",
+    "GatedLinearAttention",
+    "LayerState",
+    "LinearRNN",
+    "ShortConvolution",
+    "SimpleGatedLinearAttention",
+    "SwiGLU",
+]

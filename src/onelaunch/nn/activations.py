@@ -1,0 +1,44 @@
+"""Activations by the names that layers' arguments have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.errors import ArgumentError, did_you_mean, listing
+from onelaunch.ops.projections.layout import Activation
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """``relu(x)^2``"""
+    return F.relu(x).square()
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its approximation with tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "logsigmoid": F.logsigmoid,
+    "silu": F.silu,
+    "swish": F.silu,
+    "sqrelu": squared_relu,
+    "gelu": tanh_gelu,
+}
+"""fla's names, but for ``bias_gelu``, which needs a bias that no layer has."""
+
+IN_PROJECTION: dict[str, Activation] = {"sigmoid": "sigmoid", "logsigmoid": "logsigmoid", "silu": "silu", "swish": "silu"}
+"""Those that :func:`onelaunch.ops.projections` applies to a segment."""
+
+
+def checked(argument: str, name: object) -> str:
+    """The name, if it is one of an activation."""
+    if not isinstance(name, str) or name not in FUNCTIONS:
+        hint = did_you_mean(str(name), FUNCTIONS)
+        raise ArgumentError(f"{argument} is {name!r}; it must be one of {listing(FUNCTIONS)}.{hint}")
+    return name

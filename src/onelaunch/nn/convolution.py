@@ -1,0 +1,70 @@
+"""Short causal convolutions over time, one filter a channel, on PyTorch's own functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class ShortConvolution(nn.Conv1d):
+    """Depthwise causal convolution and SiLU; its parameters are those of ``fla.modules.ShortConvolution``.
+
+        y_t = silu(bias + sum_j weight_j * x_{t - W + 1 + j})        per channel, j from 0 to W - 1
+
+    Args:
+        channels: D.
+        kernel_size: W, at least 1.
+        bias: whether there is one.
+    """
+
+    def __init__(self, channels: int, kernel_size: int, bias: bool = False) -> None:
+        super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
+        self.past = kernel_size - 1
+
+    def forward(  # pyrefly: ignore[bad-override]  (a convolution with a memory)
+        self, x: torch.Tensor, state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Convolve.
+
+        Args:
+            x: ``[B, T, D]``.
+            state: the last W - 1 inputs ``[N, D, W - 1]``, the newest last. Default: zeros.
+            cu_seqlens: ``[N + 1]`` offsets of packed sequences, ``B = 1``. They cost W gathered copies of x.
+
+        Returns:
+            ``y [B, T, D]`` and the new state.
+        """
+        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if state is None:
+            state = x.new_zeros(sequences, x.shape[2], self.past)
+        if self.weight.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
+            state = state.to(x.dtype)
+        y, state = self._plain(x, state) if cu_seqlens is None else self._packed(x[0], state, cu_seqlens)
+        return F.silu(y), state
+
+    def _plain(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.cat([state, x.transpose(1, 2)], -1)  # [B, D, W - 1 + T]
+        y = F.conv1d(inputs, self.weight, self.bias, groups=self.groups)
+        return y.transpose(1, 2), inputs[..., inputs.shape[-1] - self.past :]
+
+    def _packed(self, x: torch.Tensor, state: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x [T, D]``. No sequence sees its neighbour's inputs: what lies before its first step comes from its own state."""
+        past, offsets = self.past, cu_seqlens.long()
+        known = torch.cat([state.transpose(1, 2).flatten(0, 1), x])  # [N (W - 1) + T, D]
+
+        def row(sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            """Of an input in ``known``; positions below 0 lie in the state."""
+            in_state = sequence * past + past + position
+            return torch.where(position < 0, in_state, len(state) * past + offsets[sequence] + position)
+
+        steps = torch.arange(len(x), device=x.device)
+        sequence = torch.searchsorted(offsets, steps, right=True) - 1  # [T]
+        window = torch.arange(-past, 1, device=x.device)
+        rows = row(sequence[:, None], (steps - offsets[sequence])[:, None] + window)  # [T, W]
+        y = torch.einsum("twd,dw->td", known[rows], self.weight[:, 0])
+        if self.bias is not None:
+            y = y + self.bias
+        every = torch.arange(len(state), device=x.device)
+        last = row(every[:, None], offsets.diff()[:, None] + window[:-1])  # [N, W - 1]
+        return y[None], known[last].transpose(1, 2)

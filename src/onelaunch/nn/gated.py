@@ -1,0 +1,238 @@
+"""What the gated linear attention layers share: heads, packed projections, short convolutions, the way out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from onelaunch.errors import ArgumentError, did_you_mean, listing
+from onelaunch.nn import activations, inputs
+from onelaunch.nn.cache import Cache
+from onelaunch.nn.convolution import ShortConvolution
+from onelaunch.nn.inputs import Inputs
+from onelaunch.nn.packed import PackedModule, init_linear
+from onelaunch.ops import Segment, gla, output_chain
+from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
+
+
+class Projected(NamedTuple):
+    """What the layer's input becomes. Heads of keys, values and decays may be shared by groups of queries."""
+
+    q: torch.Tensor
+    """``[B, T, H, K]``"""
+    k: torch.Tensor
+    """``[B, T, H_kv, K]``"""
+    v: torch.Tensor
+    """``[B, T, H_kv, V]``"""
+    gate: torch.Tensor | None
+    """``[B, T, H, V]``"""
+    decay: torch.Tensor
+    """Log-decays that are at most 0: ``[B, T, H_kv, K]``, or ``[B, T, H]`` per head."""
+
+
+class GatedLayer(PackedModule):
+    """Queries, keys, values, gate and decay by one packed weight, gated linear attention, per-head norm, gate, projection."""
+
+    modes: tuple[str, ...]
+    """fla's names for the kernels of this layer."""
+
+    in_proj_weight: nn.Parameter
+
+    def __init__(
+        self,
+        *,
+        mode: str,
+        hidden_size: int,
+        expand_k: float,
+        expand_v: float,
+        num_heads: int,
+        num_kv_heads: int | None,
+        feature_map: str | None,
+        use_short_conv: bool,
+        conv_size: int,
+        conv_bias: bool,
+        use_output_gate: bool,
+        gate_fn: str,
+        elementwise_affine: bool | None,
+        norm_eps: float,
+        gate_logit_normalizer: float,
+        fuse_norm: bool,
+        layer_idx: int | None,
+    ) -> None:
+        super().__init__()
+        if mode not in self.modes:
+            hint = did_you_mean(str(mode), self.modes)
+            raise ArgumentError(f"mode is {mode!r}; it must be one of {listing(self.modes)}.{hint}")
+        self.mode = mode
+        self.hidden_size = inputs.count("hidden_size", hidden_size)
+        self.num_heads = inputs.count("num_heads", num_heads)
+        self.num_kv_heads = inputs.count("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        if self.num_heads % self.num_kv_heads:
+            raise ArgumentError(f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}.")
+        self.num_kv_groups = self.num_heads // self.num_kv_heads
+        self.expand_k, self.expand_v = expand_k, expand_v
+        self.key_dim = inputs.expanded(self.hidden_size, "expand_k", expand_k)
+        self.value_dim = inputs.expanded(self.hidden_size, "expand_v", expand_v)
+        self.head_k_dim = self._head_size("expand_k", self.key_dim)
+        self.head_v_dim = self._head_size("expand_v", self.value_dim)
+        self.gate_logit_normalizer = inputs.number("gate_logit_normalizer", gate_logit_normalizer, above=0)
+        self.layer_idx = inputs.index("layer_idx", layer_idx)
+        self.use_short_conv, self.use_output_gate = bool(use_short_conv), bool(use_output_gate)
+        self.feature_map = None if feature_map is None else activations.checked("feature_map", feature_map)
+        self.gate_fn = activations.checked("gate_fn", gate_fn)
+        self._add_norm(norm_eps, fuse_norm, bool(elementwise_affine))
+        self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
+        if self.use_short_conv:
+            size, bias = inputs.count("conv_size", conv_size), bool(conv_bias)
+            self.q_conv1d = ShortConvolution(self.key_dim, size, bias)
+            self.k_conv1d = ShortConvolution(self.num_kv_heads * self.head_k_dim, size, bias)
+            self.v_conv1d = ShortConvolution(self.num_kv_heads * self.head_v_dim, size, bias)
+
+    def _head_size(self, argument: str, width: int) -> int:
+        if width % self.num_heads:
+            raise ArgumentError(f"{argument} makes {width} channels; they must be a multiple of num_heads = {self.num_heads}.")
+        size = width // self.num_heads
+        if not SMALLEST_HEAD <= size <= LARGEST_HEAD:
+            takes = f"onelaunch.ops.gla takes {SMALLEST_HEAD} to {LARGEST_HEAD}"
+            remedy = "fewer" if size < SMALLEST_HEAD else "more"
+            raise ArgumentError(f"{argument} and num_heads make heads of {size} channels; {takes}: take {remedy} heads.")
+        return size
+
+    def _add_norm(self, norm_eps: float, fuse_norm: bool, affine: bool) -> None:
+        """The norm's weight, under the name that fla's layer of these arguments has for it."""
+        self.norm_eps = inputs.number("norm_eps", norm_eps, least=0)
+        self.fuse_norm = bool(fuse_norm)
+        norm = nn.RMSNorm(self.head_v_dim, eps=self.norm_eps, elementwise_affine=affine)
+        gated = self.gate_fn == "swish" and self.fuse_norm and self.use_output_gate
+        self.norm_name = "g_norm_swish_gate" if gated else "g_norm"
+        self.add_module(self.norm_name, norm)
+
+    def pack_projections(self, decay: Segment, decay_parts: dict[str, int]) -> None:
+        """One weight for all that is projected; ``decay_parts`` are the rows of ``decay`` by state-dict key."""
+        early = self.feature_map is not None and not self.use_short_conv
+        mapped = activations.IN_PROJECTION.get(self.feature_map or "", "none") if early else "none"
+        self._map_later = self.feature_map is not None and mapped == "none"
+        gate_fn = activations.IN_PROJECTION.get(self.gate_fn, "none")
+        # SiLU waits for the norm: applied here, its input would be kept for the gradient as well
+        self._silu_on_the_way_out = gate_fn == "silu"
+        gate = Segment("gate", self.num_heads, self.head_v_dim, "none" if gate_fn == "silu" else gate_fn)
+        self.segments: tuple[Segment, ...] = (
+            Segment("q", self.num_heads, self.head_k_dim, mapped),
+            Segment("k", self.num_kv_heads, self.head_k_dim, mapped),
+            Segment("v", self.num_kv_heads, self.head_v_dim),
+            *((gate,) if self.use_output_gate else ()),
+            decay,
+        )
+        rows = {"q_proj.weight": "q", "k_proj.weight": "k", "v_proj.weight": "v", "g_proj.weight": "gate"}
+        widths = {segment.name: segment.width for segment in self.segments}
+        parts = {key: widths[name] for key, name in rows.items() if name in widths}
+        self.pack("in_proj_weight", {**parts, **decay_parts}, self.hidden_size)
+
+    def reset_parameters(self) -> None:
+        """Begin again as a new layer does: like :class:`torch.nn.Linear`, all projections, and norms with 1."""
+        for name in self.packed:
+            if name.endswith("_weight"):
+                init_linear(self.get_parameter(name), self._parameters.get(name.removesuffix("weight") + "bias"))
+        for module in self.children():
+            if isinstance(module, (nn.Linear, nn.RMSNorm, nn.Conv1d)):
+                module.reset_parameters()
+
+    def project(self, x: torch.Tensor) -> Projected:
+        """Everything that is linear in ``x [B, T, D]``, the gate and the decay through their activations."""
+        raise NotImplementedError
+
+    def with_decay(
+        self, decay: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: torch.Tensor
+    ) -> Projected:
+        """What the packed projection gave, and the decay."""
+        gate = gates[0] if gates else None
+        if gate is not None and self.gate_fn not in activations.IN_PROJECTION:
+            gate = activations.FUNCTIONS[self.gate_fn](gate)
+        return Projected(q, k, v, gate, decay)
+
+    def extra_repr(self) -> str:
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{self.hidden_size}, {heads}, head_k_dim={self.head_k_dim}, head_v_dim={self.head_v_dim}"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None, Cache | None]:
+        """Run the layer.
+
+        Args:
+            hidden_states: ``[B, T, hidden_size]`` float16, bfloat16 or float32, dtype of the parameters.
+            attention_mask: ``[B, at least T]``, 0 for padding, of which the last T columns are read. Padding changes no state,
+                and what comes out there is 0. With short convolutions it must lie at the ends of a sequence, with ``use_cache``
+                before its tokens. Not together with ``cu_seqlens``.
+            past_key_values: states of the calls before, from which this one goes on.
+            use_cache: keep the state after the last step: in ``past_key_values``, or in a new :class:`onelaunch.nn.Cache`.
+            output_attentions: must be false, there are none.
+            cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
+
+        Returns:
+            ``(o [B, T, hidden_size], None, past_key_values)``
+
+        Raises:
+            ShapeError, DTypeError, DeviceError, PackingError, ArgumentError: naming the argument and what it has to be.
+        """
+        given = inputs.read_inputs(
+            hidden_states,
+            self.hidden_size,
+            self.layer_idx,
+            attention_mask,
+            past_key_values,
+            use_cache,
+            output_attentions,
+            cu_seqlens,
+        )
+        q, k, v, gate, decay = self.project(given.x)
+        conv_state = None
+        if self.use_short_conv:
+            (q, k, v), conv_state = self._convolve(given, q, k, v)
+        if self._map_later:
+            apply = activations.FUNCTIONS[self.feature_map or ""]
+            q, k = apply(q), apply(k)
+        o, state = gla(
+            q,
+            self._for_every_head(k),
+            self._for_every_head(v),
+            given.without_padding(self._for_every_head(decay)),
+            initial_state=given.initial_state,
+            output_final_state=given.use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+        given.store(state, conv_state)
+        norm_weight = cast("torch.Tensor | None", self.get_submodule(self.norm_name).weight)
+        activated = gate is not None and not self._silu_on_the_way_out
+        out = output_chain(o, gate, norm_weight, self.o_proj.weight, activated=activated, eps=self.norm_eps)
+        return given.without_padding(out), None, given.cache
+
+    def _for_every_head(self, value: torch.Tensor) -> torch.Tensor:
+        """Keys, values or decays of a group, once for each of its queries."""
+        if self.num_kv_groups == 1 or value.shape[2] == self.num_heads:
+            return value
+        return value.repeat_interleave(self.num_kv_groups, dim=2)
+
+    def _convolve(
+        self, given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Queries, keys and values through their convolutions, and the states of these."""
+        inputs.check_convolved_padding(given)
+        old = None if given.last is None else given.last.conv_state
+        convolved, states = [], []
+        for at, (convolution, value) in enumerate(((self.q_conv1d, q), (self.k_conv1d, k), (self.v_conv1d, v))):
+            y, state = convolution(value.flatten(2), None if old is None else old[at], given.cu_seqlens)
+            convolved.append(y.unflatten(-1, value.shape[2:]))
+            states.append(state)
+        if self.v_conv1d.bias is not None:
+            convolved[2] = given.without_padding(convolved[2])  # a bias makes values of padding
+        return tuple(convolved), tuple(states)

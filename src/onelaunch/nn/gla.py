@@ -1,0 +1,114 @@
+"""Gated linear attention with a decay per key channel, as a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from onelaunch.errors import ArgumentError
+from onelaunch.nn import inputs
+from onelaunch.nn.gated import GatedLayer, Projected
+from onelaunch.ops import Segment, projections
+
+
+class GatedLinearAttention(GatedLayer):
+    """Gated linear attention (GLA), with the arguments and the state dict of ``fla.layers.GatedLinearAttention``.
+
+        q, k, v, g = x W_q, x W_k, x W_v, x W_g;  gk = logsigmoid(x W_1 W_2 + b) / gate_logit_normalizer
+        o = gla(q, k, v, gk);  out = (rmsnorm(o) * swish(g)) W_o        norm per head
+
+    One parameter ``in_proj_weight`` holds W_q, W_k, W_v, W_g and W_1. A state dict holds them as ``q_proj.weight``,
+    ``k_proj.weight``, ``v_proj.weight``, ``g_proj.weight`` and ``gk_proj.0.weight``, so that those of fla 0.6.0 load, and
+    ours load there.
+
+    Args:
+        mode: ``chunk``, ``fused_recurrent`` or ``fused_chunk``, fla's kernels; here the dispatcher chooses in any case.
+        hidden_size: D, of inputs and outputs.
+        expand_k: channels of all query heads over ``hidden_size``. Heads have 16 to 512 channels.
+        expand_v: channels of all value heads over ``hidden_size``, likewise.
+        num_heads: H.
+        num_kv_heads: heads of keys, values and decays, each shared by a group of queries. Default: ``num_heads``.
+        feature_map: applied to queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
+            ``gelu``. Default: none.
+        use_short_conv: convolve queries, keys and values over time, with SiLU. By PyTorch's own functions.
+        conv_size: steps that such a convolution sees.
+        conv_bias: whether it has a bias.
+        use_output_gate: whether the result is gated.
+        gate_fn: activation of the gate, a name as for ``feature_map``.
+        elementwise_affine: whether the norm has a weight.
+        norm_eps: of the norm; at least 0.
+        gate_logit_normalizer: above 0.
+        gate_low_rank_dim: columns of W_1.
+        clamp_min: the least log-decay of a step; at most 0. Default: none.
+        fuse_norm: only decides, as in fla, whether the norm's weight is ``g_norm_swish_gate.weight`` or ``g_norm.weight``.
+        layer_idx: where the layer's state lies in a :class:`onelaunch.nn.Cache`.
+
+    Raises:
+        ArgumentError: naming the argument, what it was and what it has to be.
+
+    Source: Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024).
+    """
+
+    modes = ("chunk", "fused_recurrent", "fused_chunk")
+    gk_proj_weight: nn.Parameter
+    gk_proj_bias: nn.Parameter
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        feature_map: str | None = None,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        use_output_gate: bool = True,
+        gate_fn: str = "swish",
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-5,
+        gate_logit_normalizer: float = 16,
+        gate_low_rank_dim: int = 16,
+        clamp_min: float | None = None,
+        fuse_norm: bool = True,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__(
+            mode=mode,
+            hidden_size=hidden_size,
+            expand_k=expand_k,
+            expand_v=expand_v,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            feature_map=feature_map,
+            use_short_conv=use_short_conv,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            use_output_gate=use_output_gate,
+            gate_fn=gate_fn,
+            elementwise_affine=elementwise_affine,
+            norm_eps=norm_eps,
+            gate_logit_normalizer=gate_logit_normalizer,
+            fuse_norm=fuse_norm,
+            layer_idx=layer_idx,
+        )
+        if clamp_min is not None and not -inputs.number("clamp_min", clamp_min, above=float("-inf")) >= 0:
+            raise ArgumentError(f"clamp_min is {clamp_min!r}; it must be at most 0, as log-decays are, or None.")
+        self.clamp_min = clamp_min
+        self.gate_low_rank_dim = rank = inputs.count("gate_low_rank_dim", gate_low_rank_dim)
+        # the narrow product reads all of x: in the packed weight it costs no launch and no pass over x of its own
+        self.pack_projections(Segment("low_rank", rank, 1), {"gk_proj.0.weight": rank})
+        heads, size, normalizer = self.num_kv_heads, self.head_k_dim, self.gate_logit_normalizer
+        self.decay_segments = (Segment("gk", heads, size, "logsigmoid", normalizer, bias=True),)
+        self.pack("gk_proj_weight", {"gk_proj.1.weight": heads * size}, rank)
+        self.pack("gk_proj_bias", {"gk_proj.1.bias": heads * size})
+        self.reset_parameters()
+
+    def project(self, x: torch.Tensor) -> Projected:
+        *projected, low_rank = projections(x, self.in_proj_weight, self.segments)
+        (decay,) = projections(low_rank, self.gk_proj_weight, self.decay_segments, bias=self.gk_proj_bias)
+        if self.clamp_min is not None:
+            decay = decay.clamp_min(self.clamp_min)
+        return self.with_decay(decay, *projected)

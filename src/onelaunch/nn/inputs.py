@@ -1,0 +1,146 @@
+"""What every layer checks alike: arguments of constructors, and those of a call with its cache, mask and packed sequences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from onelaunch.errors import ArgumentError, ShapeError
+from onelaunch.nn.cache import Cache, LayerState
+from onelaunch.ops import checks
+
+
+def count(argument: str, value: object) -> int:
+    """The value, if it is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArgumentError(f"{argument} is {value!r}; it must be an integer of at least 1.")
+    return value
+
+
+def index(argument: str, value: object) -> int | None:
+    """The value, if it is ``None`` or an integer of at least 0."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ArgumentError(f"{argument} is {value!r}; it must be an integer of at least 0, or None.")
+    return value
+
+
+def number(argument: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
+    """The value, if it is a finite number in its range."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if above is not None and not (real and value > above):
+        raise ArgumentError(f"{argument} is {value!r}; it must be a number above {above:g}.")
+    if least is not None and not (real and value >= least):
+        raise ArgumentError(f"{argument} is {value!r}; it must be a number of at least {least:g}.")
+    return float(value)
+
+
+def expanded(hidden_size: int, argument: str, ratio: Any) -> int:
+    """``hidden_size * ratio``, if that is a whole number."""
+    width = hidden_size * number(argument, ratio, above=0)
+    if round(width) < 1 or not math.isclose(width, round(width)):
+        raise ArgumentError(f"{argument} is {ratio!r}; hidden_size * {argument} must be a whole number, and is {width:g}.")
+    return round(width)
+
+
+class Inputs(NamedTuple):
+    """Checked arguments of a layer's call."""
+
+    x: torch.Tensor
+    """``[B, T, D]``, zero where it is padding."""
+    padding: torch.Tensor | None
+    """``[B, T]`` bool: steps that are not there."""
+    cu_seqlens: torch.Tensor | None
+    cache: Cache | None
+    use_cache: bool
+    layer_idx: int | None
+    last: LayerState | None
+    """What the layer kept from the call before."""
+
+    @property
+    def initial_state(self) -> torch.Tensor | None:
+        return None if self.last is None else self.last.recurrent_state
+
+    def store(self, recurrent_state: torch.Tensor | None, conv_state: tuple[torch.Tensor, ...] | None = None) -> None:
+        """Keep the layer's state for the next call, if that was asked for."""
+        if self.use_cache and self.cache is not None and self.layer_idx is not None and recurrent_state is not None:
+            self.cache.update(self.layer_idx, recurrent_state, conv_state, self.x.shape[1])
+
+    def without_padding(self, value: torch.Tensor) -> torch.Tensor:
+        """``[B, T, ...]`` with zeros at steps that are padding: a log-decay of 0 hands the state on as it is."""
+        if self.padding is None:
+            return value
+        return value.masked_fill(self.padding.reshape(*self.padding.shape, *(1,) * (value.dim() - 2)), 0)
+
+
+def read_inputs(
+    hidden_states: torch.Tensor,
+    width: int,
+    layer_idx: int | None,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    use_cache: bool | None,
+    output_attentions: bool | None,
+    cu_seqlens: torch.Tensor | None,
+) -> Inputs:
+    """The checked arguments; raises :class:`ArgumentError` and its kinds, naming the argument."""
+    checks.rank("hidden_states", checks.tensor("hidden_states", hidden_states), "[B, T, D]")
+    checks.dtype("hidden_states", hidden_states, checks.FLOATS)
+    if hidden_states.shape[2] != width:
+        raise ShapeError("hidden_states", got=hidden_states.shape, want=f"[B, T, D] with D = hidden_size = {width}")
+    if output_attentions:
+        raise ArgumentError("output_attentions is set; linear attention never forms attention weights: leave it out.")
+    cache = _cache(past_key_values, bool(use_cache), layer_idx)
+    sequences = hidden_states.shape[0]
+    if cu_seqlens is not None:
+        checks.packing(checks.tensor("cu_seqlens", cu_seqlens), sequences)
+        sequences = cu_seqlens.shape[0] - 1
+        if attention_mask is not None:
+            raise ArgumentError("attention_mask and cu_seqlens are both given; packed sequences have no padding: give one.")
+    last = None if cache is None or layer_idx is None else cache.get(layer_idx)
+    if last is not None and last.recurrent_state.shape[0] != sequences:
+        said = f"past_key_values holds {last.recurrent_state.shape[0]} sequences, and this call has {sequences}"
+        raise ArgumentError(f"{said}; go on with the same sequences, or take a new Cache.")
+    given = Inputs(hidden_states, _padding(hidden_states, attention_mask), cu_seqlens, cache, bool(use_cache), layer_idx, last)
+    return given._replace(x=given.without_padding(hidden_states))
+
+
+def _cache(past_key_values: object, use_cache: bool, layer_idx: int | None) -> Cache | None:
+    """The cache of a call; a new one where states are to be kept and none is given."""
+    if past_key_values is not None and not isinstance(past_key_values, Cache):
+        raise ArgumentError(f"past_key_values is {type(past_key_values).__name__}; it must be a onelaunch.nn.Cache, or None.")
+    if (past_key_values is not None or use_cache) and layer_idx is None:
+        asked = "use_cache is set" if past_key_values is None else "past_key_values is given"
+        raise ArgumentError(f"{asked}, but the layer has no layer_idx; construct it with layer_idx=0, 1, ... in its model.")
+    return Cache() if past_key_values is None and use_cache else past_key_values
+
+
+def _padding(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """``[B, T]`` bool, true for padding; of a mask that may reach back over earlier calls."""
+    if attention_mask is None:
+        return None
+    batch, length, _ = hidden_states.shape
+    mask = checks.tensor("attention_mask", attention_mask)
+    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
+        want = f"[B, T] = {[batch, length]}, 0 for padding, or longer in front by the steps of earlier calls"
+        raise ShapeError("attention_mask", got=mask.shape, want=want)
+    checks.device("attention_mask", mask, hidden_states.device)
+    return mask[:, mask.shape[1] - length :] == 0
+
+
+def check_convolved_padding(given: Inputs) -> None:
+    """Raise unless no short convolution takes padding for steps (where values are checked).
+
+    Behind all tokens it does no harm, except to what the next call would convolve.
+    """
+    if given.padding is None or not checks.values_are_checked(given.padding):
+        return
+    changes = given.padding.int().diff(dim=1)
+    begun = (changes > 0).cumsum(1) > 0
+    if bool((begun & (changes < 0)).any()):
+        raise ArgumentError("attention_mask has padding between tokens; with use_short_conv it must lie at the ends.")
+    if given.use_cache and bool(begun.any()):
+        raise ArgumentError(
+            "attention_mask has padding behind tokens; with use_short_conv and use_cache it must lie before them."
+        )

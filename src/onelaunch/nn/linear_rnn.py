@@ -1,0 +1,104 @@
+"""A linear RNN as a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from onelaunch.nn import inputs
+from onelaunch.nn.cache import Cache
+from onelaunch.nn.packed import PackedModule, init_linear
+from onelaunch.ops import Segment, linear_rnn, projections
+
+
+class LinearRNN(PackedModule):
+    """A linear RNN with a decay and an output gate per channel: the layer of experiment 040, with its projections.
+
+        log_decay = logsigmoid(x W_gk + b) / gate_logit_normalizer
+        s_t = exp(log_decay_t) * s_{t-1} + x_t W_v;  out = (s * silu(x W_g)) W_o
+
+    One parameter ``in_proj_weight`` holds W_g and W_gk; W_v is its own, since :func:`onelaunch.ops.linear_rnn` multiplies and
+    scans in one launch. A state dict holds ``v_proj.weight``, ``g_proj.weight``, ``gk_proj.weight``, ``gk_proj.bias`` and
+    ``o_proj.weight``.
+
+    Args:
+        hidden_size: D, of inputs and outputs.
+        expand_v: channels V of the state over ``hidden_size``.
+        gate_logit_normalizer: above 0; the larger, the longer the memory.
+        layer_idx: where the layer's state lies in a :class:`onelaunch.nn.Cache`.
+
+    Raises:
+        ArgumentError: naming the argument, what it was and what it has to be.
+
+    Source: experiment 040; the decay is that of gated linear attention.
+    """
+
+    in_proj_weight: nn.Parameter
+    in_proj_bias: nn.Parameter
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        expand_v: float = 1.0,
+        gate_logit_normalizer: float = 16,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = inputs.count("hidden_size", hidden_size)
+        self.expand_v = expand_v
+        self.value_dim = channels = inputs.expanded(self.hidden_size, "expand_v", expand_v)
+        self.gate_logit_normalizer = inputs.number("gate_logit_normalizer", gate_logit_normalizer, above=0)
+        self.layer_idx = inputs.index("layer_idx", layer_idx)
+        self.segments = (
+            Segment("gate", channels, 1),
+            Segment("gk", channels, 1, "logsigmoid", self.gate_logit_normalizer, bias=True),
+        )
+        self.pack("in_proj_weight", {"g_proj.weight": channels, "gk_proj.weight": channels}, self.hidden_size)
+        self.pack("in_proj_bias", {"gk_proj.bias": channels})
+        self.v_proj = nn.Linear(self.hidden_size, channels, bias=False)
+        self.o_proj = nn.Linear(channels, self.hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Begin again as a new layer does: like :class:`torch.nn.Linear`, all projections."""
+        init_linear(self.in_proj_weight, self.in_proj_bias)
+        self.v_proj.reset_parameters()
+        self.o_proj.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, value_dim={self.value_dim}"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None, Cache | None]:
+        """Run the layer; arguments, results and errors are those of :meth:`onelaunch.nn.GatedLinearAttention.forward`."""
+        given = inputs.read_inputs(
+            hidden_states,
+            self.hidden_size,
+            self.layer_idx,
+            attention_mask,
+            past_key_values,
+            use_cache,
+            output_attentions,
+            cu_seqlens,
+        )
+        gate, log_decay = projections(given.x, self.in_proj_weight, self.segments, bias=self.in_proj_bias)
+        result = linear_rnn(
+            given.x,
+            self.v_proj.weight.t(),
+            given.without_padding(log_decay),
+            gate,
+            initial_state=given.initial_state,
+            output_final_state=given.use_cache,
+            cu_seqlens=cu_seqlens,
+        )
+        y, state = result if given.use_cache else (result, None)
+        given.store(state)
+        return self.o_proj(y), None, given.cache

@@ -1,0 +1,108 @@
+"""Parameters that hold several weights one behind the other, and are separate ones, by name, in a state dict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Part(NamedTuple):
+    """Rows of a packed parameter that a state dict holds under a name of their own."""
+
+    key: str
+    """In the state dict, behind the module's prefix: ``q_proj.weight``."""
+    rows: int
+
+
+class PackedModule(nn.Module):
+    """A module some of whose parameters are packed: one for the optimizer and for kernels, several in a state dict.
+
+    State dicts hold the parts alone, as views of the parameter; loading them fills its rows. Keys that are missing, left over or
+    of the wrong shape are those of the parts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: dict[str, tuple[Part, ...]] = {}
+
+    def pack(self, name: str, parts: Mapping[str, int], columns: int | None = None) -> None:
+        """Register the parameter ``[sum of rows, columns]``, or ``[sum of rows]``; ``parts`` are rows by state-dict key."""
+        rows = sum(parts.values())
+        self.register_parameter(name, nn.Parameter(torch.empty(rows if columns is None else (rows, columns))))
+        self.packed[name] = tuple([Part(key, count) for key, count in parts.items()])
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parts in self.packed.items():
+            whole = destination.pop(prefix + name)
+            for part, piece in zip(parts, whole.split([part.rows for part in parts]), strict=True):
+                destination[prefix + part.key] = piece
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for name, parts in self.packed.items():
+            if state_dict.pop(prefix + name, None) is not None and strict:
+                unexpected_keys.append(prefix + name)
+            whole = self.get_parameter(name)
+            found = _pieces(state_dict, prefix, parts, whole, error_msgs)
+            if strict:
+                missing_keys.extend([prefix + part.key for part in parts if prefix + part.key not in state_dict])
+            for part in parts:  # taken: PyTorch would call them unexpected
+                state_dict.pop(prefix + part.key, None)
+            if whole.is_meta and 0 < len(found) < len(parts):
+                error_msgs.append(f"{prefix}{name} is on the meta device: load all of {', '.join(part.key for part in parts)}.")
+                found = {}
+            state_dict[prefix + name] = _joined(whole, parts, found, assign) if found else whole
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+
+def _pieces(
+    state_dict: Mapping[str, Any], prefix: str, parts: tuple[Part, ...], whole: torch.Tensor, error_msgs: list[str]
+) -> dict[str, torch.Tensor]:
+    """The parts that a state dict holds in the right shape; the others get a message in PyTorch's words."""
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        if (value := state_dict.get(prefix + part.key)) is None:
+            continue
+        want = torch.Size([part.rows, *whole.shape[1:]])
+        if not isinstance(value, torch.Tensor):
+            error_msgs.append(f'"{prefix}{part.key}" is {type(value).__name__}; it must be a torch.Tensor.')
+        elif value.shape != want:
+            error_msgs.append(
+                f"size mismatch for {prefix}{part.key}: copying a param with shape {value.shape} from checkpoint, "
+                f"the shape in current model is {want}."
+            )
+        else:
+            found[part.key] = value
+    return found
+
+
+def _joined(whole: nn.Parameter, parts: tuple[Part, ...], found: Mapping[str, torch.Tensor], assign: bool) -> torch.Tensor:
+    """The packed parameter with the rows that were found; those that were not stay. Dtype and device as loading has them."""
+    like = next(iter(found.values())) if assign else whole
+    kept = whole.detach().split([part.rows for part in parts])
+    pieces = [found.get(part.key, old) for part, old in zip(parts, kept, strict=True)]
+    if not assign and like.is_meta:
+        return torch.cat([piece.detach() for piece in pieces])  # PyTorch warns that this is a no-op
+    return torch.cat([piece.detach().to(like.device, like.dtype) for piece in pieces])
+
+
+def init_linear(weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+    """As :class:`torch.nn.Linear` begins: its range depends on the number of inputs, which all parts of a weight share."""
+    bound = 1 / math.sqrt(weight.shape[1])
+    nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        nn.init.uniform_(bias, -bound, bound)

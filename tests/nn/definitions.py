@@ -1,0 +1,96 @@
+"""The layers' mathematics in float64, step by step and head by head, from their definitions and from separate weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+ACTIVATIONS = {
+    "relu": lambda x: x.clamp_min(0),
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+    "logsigmoid": lambda x: -torch.log1p(torch.exp(-x)),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "swish": lambda x: x / (1 + torch.exp(-x)),
+    "sqrelu": lambda x: x.clamp_min(0) ** 2,
+    "gelu": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    None: lambda x: x,
+}
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's state dict in float64, as leaves that take gradients."""
+    return {name: value.detach().double().requires_grad_() for name, value in module.state_dict().items()}
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x [T, D]``, ``weight [D, 1, W]``: what lies before the first step is 0."""
+    taps, steps = weight.shape[2], []
+    for t in range(len(x)):
+        y = torch.zeros_like(x[0]) if bias is None else bias
+        for lag in range(min(taps, t + 1)):
+            y = y + x[t - lag] * weight[:, 0, taps - 1 - lag]
+        steps.append(y)
+    return ACTIVATIONS["silu"](torch.stack(steps)) if steps else x
+
+
+def attention(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """One sequence ``x [T, D]`` through GatedLinearAttention or SimpleGatedLinearAttention."""
+    H, H_kv, K, V = layer.num_heads, layer.num_kv_heads, layer.head_k_dim, layer.head_v_dim
+    q, k, v = (x @ weights[f"{name}_proj.weight"].T for name in "qkv")
+    if layer.use_short_conv:
+        q, k, v = (
+            convolve(value, weights[f"{name}_conv1d.weight"], weights.get(f"{name}_conv1d.bias"))
+            for name, value in (("q", q), ("k", k), ("v", v))
+        )
+    mapped = ACTIVATIONS[layer.feature_map]
+    q, k = mapped(q), mapped(k)
+    low_rank = "gk_proj.0.weight" in weights
+    if low_rank:
+        logits = x @ weights["gk_proj.0.weight"].T @ weights["gk_proj.1.weight"].T + weights["gk_proj.1.bias"]
+    else:
+        logits = x @ weights["gk_proj.weight"].T + weights["gk_proj.bias"]
+    decay = ACTIVATIONS["logsigmoid"](logits) / layer.gate_logit_normalizer
+    if getattr(layer, "clamp_min", None) is not None:
+        decay = decay.clamp_min(layer.clamp_min)
+    heads = []
+    for head in range(H):
+        shared = head // (H // H_kv)
+        state, outputs = torch.zeros(K, V, dtype=x.dtype), []
+        for t in range(len(x)):
+            g = decay[t, shared * K : (shared + 1) * K, None] if low_rank else decay[t, head]
+            key, value = k[t, shared * K : (shared + 1) * K], v[t, shared * V : (shared + 1) * V]
+            state = torch.exp(g) * state + torch.outer(key, value)
+            outputs.append(q[t, head * K : (head + 1) * K] @ state / math.sqrt(K))
+        o = torch.stack(outputs) if outputs else x.new_zeros(0, V)
+        o = o / torch.sqrt((o**2).mean(-1, keepdim=True) + layer.norm_eps)
+        norm = weights.get("g_norm_swish_gate.weight", weights.get("g_norm.weight"))
+        o = o if norm is None else o * norm
+        if layer.use_output_gate:
+            o = o * ACTIVATIONS[layer.gate_fn](x @ weights["g_proj.weight"][head * V : (head + 1) * V].T)
+        heads.append(o)
+    return torch.cat(heads, -1) @ weights["o_proj.weight"].T
+
+
+def linear_rnn(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """One sequence ``x [T, D]`` through LinearRNN."""
+    logits = x @ weights["gk_proj.weight"].T + weights["gk_proj.bias"]
+    decay = torch.exp(ACTIVATIONS["logsigmoid"](logits) / layer.gate_logit_normalizer)
+    v, state, states = x @ weights["v_proj.weight"].T, torch.zeros(layer.value_dim, dtype=x.dtype), []
+    for t in range(len(x)):
+        state = decay[t] * state + v[t]
+        states.append(state)
+    gated = torch.stack(states) * ACTIVATIONS["silu"](x @ weights["g_proj.weight"].T)
+    return gated @ weights["o_proj.weight"].T
+
+
+def each_sequence(definition: Any, layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """``x [B, T, D]``, one batch entry after the other."""
+    return torch.stack([definition(layer, weights, sequence) for sequence in x])
+
+
+def error(found: torch.Tensor, true: torch.Tensor) -> float:
+    """Norm-wise, over the norm of what is true; NaN is infinite."""
+    distance = (found.double() - true).norm() / true.norm().clamp_min(1e-30)
+    return float("inf") if distance.isnan() else distance.item()

@@ -1,0 +1,40 @@
+"""Small layers that tests share: one of each kind, and of every argument that changes what is computed."""
+
+from __future__ import annotations
+
+from onelaunch.nn import GatedLinearAttention, LinearRNN, SimpleGatedLinearAttention
+from tests.nn import definitions
+
+D = 64
+
+GLA = {
+    "gla": {},
+    "gla-shared-heads": {"num_kv_heads": 1, "expand_k": 1.0},
+    "gla-conv": {"use_short_conv": True},
+    "gla-conv-bias": {"use_short_conv": True, "conv_size": 3, "conv_bias": True, "num_kv_heads": 1, "feature_map": "silu"},
+    "gla-no-gate": {"use_output_gate": False},
+    "gla-sigmoid": {"gate_fn": "sigmoid", "feature_map": "sigmoid"},
+    "gla-gelu": {"gate_fn": "gelu", "feature_map": "sqrelu", "fuse_norm": False},
+    "gla-clamped": {"clamp_min": -0.04, "gate_logit_normalizer": 4, "gate_low_rank_dim": 5},
+    "gla-plain-norm": {"elementwise_affine": False, "norm_eps": 1e-3, "expand_v": 0.5},
+}
+SIMPLE = {
+    "simple": {"use_short_conv": False},
+    "simple-conv": {},
+    "simple-shared-heads": {"num_kv_heads": 1, "use_short_conv": False, "feature_map": "relu", "gate_fn": "relu"},
+}
+NAMES = [*GLA, *SIMPLE, "linear_rnn"]
+
+
+def make(name: str):
+    """The layer of that name and its definition; weights as they begin, but norms that are not 1."""
+    if name == "linear_rnn":
+        return LinearRNN(D, expand_v=0.75, layer_idx=0), definitions.linear_rnn
+    if name in GLA:
+        layer = GatedLinearAttention(**{"hidden_size": D, "num_heads": 2, "layer_idx": 0, **GLA[name]})
+    else:
+        layer = SimpleGatedLinearAttention(**{"hidden_size": D, "num_heads": 2, "layer_idx": 0, **SIMPLE[name]})
+    norm = layer.get_submodule(layer.norm_name).weight
+    if norm is not None:
+        norm.data.uniform_(0.5, 1.5)
+    return layer, definitions.attention

@@ -1,0 +1,165 @@
+"""Decoding: a prompt and then single steps give what one call gives; what a cache keeps, counts and refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from onelaunch.errors import ArgumentError
+from onelaunch.nn import Cache
+from tests.nn.definitions import each_sequence, error, weights_of
+from tests.nn.layers import NAMES, D, make
+
+each_layer = pytest.mark.parametrize("name", NAMES)
+
+
+@each_layer
+@pytest.mark.parametrize("prompt", [1, 2, 17])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_prompt_and_then_steps_are_one_call(name, prompt, in_place):
+    layer, definition = make(name)
+    x, cache = torch.randn(2, 24, D), Cache(in_place=in_place)
+    with torch.no_grad():
+        parts = [layer(x[:, :prompt], past_key_values=cache, use_cache=True)[0]]
+        for t in range(prompt, 24):
+            o, _, returned = layer(x[:, t : t + 1], past_key_values=cache, use_cache=True)
+            assert returned is cache
+            assert cache.get_seq_length(0) == t + 1
+            parts.append(o)
+        assert error(torch.cat(parts, 1), each_sequence(definition, layer, weights_of(layer), x.double())) < 3e-6
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], rtol=1e-4, atol=2e-6)
+
+
+@each_layer
+def test_padded_prompts_go_on_by_the_mask_of_all_steps(name):
+    """As a generation does it: the mask grows with the sequence, and padding lies on the left."""
+    layer, definition = make(name)
+    lengths, prompt, length = (4, 9), 9, 14
+    x = torch.randn(2, length, D)
+    mask = torch.ones(2, length, dtype=torch.int64)
+    for row, count in enumerate(lengths):
+        mask[row, : prompt - count] = 0
+    o, _, cache = layer(x[:, :prompt], attention_mask=mask[:, :prompt], use_cache=True)
+
+    def step(t):
+        return layer(x[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache, use_cache=True)[0]
+
+    found = torch.cat([o, *(step(t) for t in range(prompt, length))], 1)
+    for row in range(2):
+        tokens = mask[row] == 1
+        assert error(found[row, tokens], definition(layer, weights_of(layer), x[row, tokens].double())) < 5e-6
+
+
+@each_layer
+def test_packed_sequences_go_on(name):
+    layer, definition = make(name)
+    first, rest = (7, 1, 0), (2, 3, 4)
+    sequences = [torch.randn(a + b, D) for a, b in zip(first, rest, strict=True)]
+    cache = Cache()
+    for lengths, part in (
+        (first, [sequence[:count] for sequence, count in zip(sequences, first, strict=True)]),
+        (rest, [sequence[count:] for sequence, count in zip(sequences, first, strict=True)]),
+    ):
+        cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+        o = layer(torch.cat(part)[None], cu_seqlens=cu_seqlens, past_key_values=cache, use_cache=True)[0][0]
+    for found, sequence, count in zip(o.split(list(rest)), sequences, first, strict=True):
+        assert error(found, definition(layer, weights_of(layer), sequence.double())[count:]) < 5e-6
+
+
+@each_layer
+def test_gradients_go_through_the_states(name):
+    layer, _ = make(name)
+    x = torch.randn(1, 20, D, requires_grad=True)
+    layer(x)[0].square().sum().backward()
+    true, x.grad = x.grad.double(), None
+    first, _, cache = layer(x[:, :11], use_cache=True)
+    rest = layer(x[:, 11:], past_key_values=cache)[0]
+    (first.square().sum() + rest.square().sum()).backward()
+    assert error(x.grad, true) < 1e-5
+    x.grad = None
+    cache.detach_()
+    layer(x[:, 11:], past_key_values=cache)[0].square().sum().backward()
+    assert bool((x.grad[:, :11] == 0).all())
+
+
+@pytest.mark.parametrize("name", ["gla", "gla-conv", "linear_rnn"])
+def test_without_use_cache_nothing_is_kept(name):
+    layer, _ = make(name)
+    cache = layer(torch.randn(1, 5, D), use_cache=True)[2]
+    before, steps = [tensor.clone() for tensor in cache[0].tensors()], cache.get_seq_length()
+    layer(torch.randn(1, 5, D), past_key_values=cache)
+    assert cache.get_seq_length() == steps
+    for kept, value in zip(cache[0].tensors(), before, strict=True):
+        assert torch.equal(kept, value)
+
+
+def test_states_have_the_shapes_that_are_promised():
+    layer, _ = make("gla-conv-bias")
+    cache = layer(torch.randn(3, 5, D), use_cache=True)[2]
+    state = cache[0]
+    assert state.recurrent_state.shape == (3, layer.num_heads, layer.head_k_dim, layer.head_v_dim)
+    assert state.recurrent_state.dtype is torch.float32
+    assert [tuple(each.shape) for each in state.conv_state] == [(3, 32, 2), (3, 16, 2), (3, 32, 2)]
+    assert (len(cache), 0 in cache, 1 in cache, cache.get(1), cache.get_seq_length(1)) == (1, True, False, None, 0)
+
+
+@each_layer
+def test_sequences_can_change_places(name):
+    layer, _ = make(name)
+    x, step, order = torch.randn(2, 6, D), torch.randn(2, 1, D), torch.tensor([1, 1])
+    cache = layer(x, use_cache=True)[2]
+    cache.reorder_cache(order)
+    expected = layer(torch.cat([x[order], step], 1))[0][:, -1:]
+    torch.testing.assert_close(layer(step, past_key_values=cache)[0], expected, rtol=1e-4, atol=2e-6)
+    cache.reset()
+    assert len(cache) == 0
+
+
+@pytest.mark.parametrize("name", ["simple-conv", "linear_rnn"])
+def test_in_place_states_stay_where_they_are(name):
+    """So that a captured CUDA graph finds them."""
+    layer, _ = make(name)
+    cache = Cache(in_place=True)
+    with torch.no_grad():
+        layer(torch.randn(1, 4, D), past_key_values=cache, use_cache=True)
+        places = [tensor.data_ptr() for tensor in cache[0].tensors()]
+        values = [tensor.clone() for tensor in cache[0].tensors()]
+        layer(torch.randn(1, 1, D), past_key_values=cache, use_cache=True)
+    assert places == [tensor.data_ptr() for tensor in cache[0].tensors()]
+    assert not any(torch.equal(tensor, value) for tensor, value in zip(cache[0].tensors(), values, strict=True))
+    with pytest.raises(ArgumentError, match=r"Cache\(in_place=True\); call the layer under torch.no_grad"):
+        layer(torch.randn(1, 1, D), past_key_values=cache, use_cache=True)
+
+
+def test_layers_of_a_model_share_a_cache():
+    first, _ = make("gla")
+    second = copy.deepcopy(first)
+    second.layer_idx = 1
+    x, cache = torch.randn(1, 8, D), Cache()
+    for part in x.split([5, 1, 2], 1):
+        part = first(part, past_key_values=cache, use_cache=True)[0]
+        last = second(part, past_key_values=cache, use_cache=True)[0]
+    assert len(cache) == 2
+    torch.testing.assert_close(last, second(first(x)[0])[0][:, -2:], rtol=1e-4, atol=2e-6)
+
+
+def test_other_sequences_than_the_cached_ones_are_refused():
+    layer, _ = make("gla")
+    cache = layer(torch.randn(2, 5, D), use_cache=True)[2]
+    with pytest.raises(ArgumentError, match="past_key_values holds 2 sequences, and this call has 3"):
+        layer(torch.randn(3, 1, D), past_key_values=cache)
+    with pytest.raises(ArgumentError, match="past_key_values holds 2 sequences, and this call has 1"):
+        layer(torch.randn(1, 5, D), past_key_values=cache, cu_seqlens=torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize("name", ["gla", "gla-conv", "simple-conv", "linear_rnn"])
+def test_a_step_compiles(name):
+    layer, _ = make(name)
+    cache, x = Cache(), torch.randn(2, 7, D)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        parts = [compiled(part, past_key_values=cache, use_cache=True)[0] for part in x.split([5, 1, 1], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], rtol=1e-4, atol=2e-6)

@@ -1,0 +1,197 @@
+"""Layers against their definitions: results, gradients, packed sequences, padding, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from onelaunch.errors import ArgumentError, DTypeError, OneLaunchError, PackingError, ShapeError
+from onelaunch.nn import Cache, GatedLinearAttention, LinearRNN, SimpleGatedLinearAttention
+from tests.nn.definitions import each_sequence, error, weights_of
+from tests.nn.layers import NAMES, D, make
+
+each_layer = pytest.mark.parametrize("name", NAMES)
+
+
+def in_state_dict_order(layer, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients by the names of the state dict: a copy of the layer whose parameters are the gradients."""
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        for key, parameter in twin.named_parameters():
+            parameter.copy_(whole[key])
+    return dict(twin.state_dict())
+
+
+@each_layer
+def test_results_and_gradients_are_those_of_the_definition(name):
+    layer, definition = make(name)
+    x = torch.randn(2, 21, D, requires_grad=True)
+    o, weights, past = layer(x)
+    assert weights is None
+    assert past is None
+    direction = torch.randn_like(o)
+    (o * direction).sum().backward()
+
+    true_weights, true_x = weights_of(layer), x.detach().double().requires_grad_()
+    true = each_sequence(definition, layer, true_weights, true_x)
+    (true * direction.double()).sum().backward()
+    assert error(o, true) < 2e-6
+    assert error(x.grad, true_x.grad) < 1e-5
+    grads = in_state_dict_order(layer, {key: parameter.grad for key, parameter in layer.named_parameters()})
+    assert grads.keys() == true_weights.keys()
+    for key, weight in true_weights.items():
+        assert error(grads[key], weight.grad) < 2e-5, key
+
+
+@each_layer
+def test_sixteen_bits_come_near_the_definition(name):
+    layer, definition = make(name)
+    layer = layer.to(torch.bfloat16)
+    x = torch.randn(1, 40, D).bfloat16()
+    o = layer(x)[0]
+    assert o.dtype is torch.bfloat16
+    assert error(o, each_sequence(definition, layer, weights_of(layer), x.double())) < 2e-2
+
+
+@each_layer
+@pytest.mark.parametrize("lengths", [(5, 0, 1, 9), (17,)], ids=str)
+def test_packed_sequences_are_the_sequences_one_by_one(name, lengths):
+    layer, definition = make(name)
+    sequences = [torch.randn(length, D) for length in lengths]
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    o = layer(torch.cat(sequences)[None], cu_seqlens=cu_seqlens)[0][0]
+    for found, sequence in zip(o.split(list(lengths)), sequences, strict=True):
+        if len(sequence):
+            assert error(found, definition(layer, weights_of(layer), sequence.double())) < 5e-6
+
+
+@each_layer
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_as_if_it_were_not_there(name, side):
+    layer, definition = make(name)
+    lengths, length = (3, 12, 0), 12
+    x, mask = torch.full((3, length, D), float("nan")), torch.zeros(3, length, dtype=torch.int64)
+    for row, count in enumerate(lengths):
+        there = slice(length - count, length) if side == "left" else slice(0, count)
+        x[row, there], mask[row, there] = torch.randn(count, D), 1
+    o = layer(x, attention_mask=mask)[0]
+    assert bool((o[mask == 0] == 0).all())
+    for row, count in enumerate(lengths):
+        if count:
+            tokens = mask[row] == 1
+            assert error(o[row, tokens], definition(layer, weights_of(layer), x[row, tokens].double())) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["gla", "simple", "linear_rnn"])
+def test_padding_between_tokens_is_left_out(name):
+    layer, definition = make(name)
+    x, mask = torch.randn(1, 10, D), torch.tensor([[1, 1, 0, 0, 1, 0, 1, 1, 1, 1]], dtype=torch.bool)
+    o = layer(x, attention_mask=mask)[0]
+    assert error(o[mask], definition(layer, weights_of(layer), x[mask].double())) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["gla-conv", "simple-conv"])
+def test_convolutions_refuse_padding_that_they_would_take_for_steps(name):
+    layer, _ = make(name)
+    x = torch.randn(1, 4, D)
+    with pytest.raises(ArgumentError, match="attention_mask has padding between tokens"):
+        layer(x, attention_mask=torch.tensor([[1, 0, 0, 1]]))
+    with pytest.raises(ArgumentError, match="attention_mask has padding behind tokens"):
+        layer(x, attention_mask=torch.tensor([[1, 1, 1, 0]]), use_cache=True)
+
+
+@each_layer
+def test_layers_compile_in_one_graph(name):
+    layer, _ = make(name)
+    x = torch.randn(2, 9, D, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    o = compiled(x)[0]
+    o.sum().backward()
+    found, x.grad = x.grad, None
+    expected = layer(x)[0]
+    expected.sum().backward()
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, x.grad, rtol=1e-4, atol=1e-5)
+
+
+@each_layer
+def test_autocast_gives_results_in_its_dtype(name):
+    layer, definition = make(name)
+    x = torch.randn(1, 12, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _, cache = layer(x, use_cache=True)
+    assert o.dtype is torch.bfloat16
+    assert cache[0].recurrent_state.dtype is torch.float32
+    assert error(o, each_sequence(definition, layer, weights_of(layer), x.double())) < 3e-2
+
+
+REFUSED = {
+    "mode": "flash",
+    "hidden_size": 0,
+    "expand_k": 0.3,
+    "expand_v": -1,
+    "num_heads": 3,
+    "num_kv_heads": 3,
+    "feature_map": "elu",
+    "gate_fn": "bias_gelu",
+    "norm_eps": -1e-5,
+    "gate_logit_normalizer": 0,
+    "layer_idx": -1,
+}
+
+
+@pytest.mark.parametrize("kind", [GatedLinearAttention, SimpleGatedLinearAttention])
+@pytest.mark.parametrize(("argument", "value"), REFUSED.items(), ids=REFUSED)
+def test_an_argument_that_cannot_be_is_named(kind, argument, value):
+    given = {"hidden_size": 128, "num_heads": 4, "expand_k": 1.0, argument: value}
+    with pytest.raises(ArgumentError, match=argument):
+        kind(**given)
+
+
+def test_arguments_of_one_layer_that_cannot_be_are_named():
+    with pytest.raises(ArgumentError, match="gate_low_rank_dim is 0"):
+        GatedLinearAttention(gate_low_rank_dim=0)
+    with pytest.raises(ArgumentError, match=r"clamp_min is 0\.5; it must be at most 0"):
+        GatedLinearAttention(clamp_min=0.5)
+    with pytest.raises(ArgumentError, match="conv_size is 0"):
+        SimpleGatedLinearAttention(conv_size=0)
+    with pytest.raises(ArgumentError, match=r"heads of 8 channels; onelaunch.ops.gla takes 16 to 512: take fewer heads"):
+        GatedLinearAttention(hidden_size=64, num_heads=4)
+    with pytest.raises(ArgumentError, match=r"heads of 1024 channels.*take more heads"):
+        GatedLinearAttention(hidden_size=1024, expand_k=1.0, num_heads=1)
+    with pytest.raises(ArgumentError, match=r"gate_fn is 'swich'.*Did you mean 'swish'"):
+        GatedLinearAttention(gate_fn="swich")
+    with pytest.raises(ArgumentError, match="expand_v"):
+        LinearRNN(10, expand_v=0.33)
+
+
+@pytest.mark.parametrize("name", ["gla", "simple", "linear_rnn"])
+def test_a_call_that_cannot_be_names_the_argument(name):
+    layer, _ = make(name)
+    x = torch.randn(2, 5, D)
+    with pytest.raises(ShapeError, match=r"hidden_states has shape \(2, 5, 63\).*hidden_size = 64"):
+        layer(x[..., 1:])
+    with pytest.raises(ShapeError, match="hidden_states"):
+        layer(x[0])
+    with pytest.raises(DTypeError, match=r"hidden_states is torch\.float64"):
+        layer(x.double())
+    with pytest.raises(ShapeError, match=r"attention_mask has shape \(2, 4\)"):
+        layer(x, attention_mask=torch.ones(2, 4))
+    with pytest.raises(ShapeError, match=r"attention_mask has shape \(2, 5, 5\)"):
+        layer(x, attention_mask=torch.ones(2, 5, 5))
+    with pytest.raises(ArgumentError, match="attention_mask and cu_seqlens are both given"):
+        layer(x[:1], attention_mask=torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(PackingError, match="batch of 2"):
+        layer(x, cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ArgumentError, match="output_attentions"):
+        layer(x, output_attentions=True)
+    with pytest.raises(ArgumentError, match=r"past_key_values is dict; it must be a onelaunch.nn.Cache"):
+        layer(x, past_key_values={})
+    layer.layer_idx = None
+    with pytest.raises(ArgumentError, match="past_key_values is given, but the layer has no layer_idx"):
+        layer(x, past_key_values=Cache())
+    with pytest.raises(OneLaunchError, match="use_cache is set, but the layer has no layer_idx"):
+        layer(x, use_cache=True)
