@@ -6,9 +6,12 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from onelaunch import dispatch
 from onelaunch.errors import ArgumentError
 from onelaunch.nn import Cache
+from onelaunch.ops import checks
 from tests.nn.definitions import each_sequence, error, weights_of
 from tests.nn.layers import NAMES, D, make
 
@@ -131,6 +134,48 @@ def test_in_place_states_stay_where_they_are(name):
     assert not any(torch.equal(tensor, value) for tensor, value in zip(cache[0].tensors(), values, strict=True))
     with pytest.raises(ArgumentError, match=r"Cache\(in_place=True\); call the layer under torch.no_grad"):
         layer(torch.randn(1, 1, D), past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "operations", "in_place"),
+    [
+        ("gla", ["projections", "projections", "gla", "output_chain"], False),
+        ("gla", ["projections", "projections", "gla", "output_chain"], True),
+        ("simple", ["projections", "gla", "output_chain"], False),
+    ],
+)
+def test_a_step_is_a_few_operations_and_nothing_beside_them(name, operations, in_place, monkeypatch):
+    """Every other function that makes a tensor would be a launch of its own on a GPU."""
+    called, beside, run = [], [], dispatch.run
+
+    class Beside(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            returned = function._schema.returns
+            if not inside and not all(each.alias_info is not None and not each.alias_info.is_write for each in returned):
+                beside.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    inside = []
+
+    def watched(operation, call, variant):
+        called.append(operation.name)
+        inside.append(operation)
+        try:
+            return run(operation, call, variant)
+        finally:
+            inside.pop()
+
+    layer, _ = make(name)
+    cache = Cache(in_place=in_place)
+    with torch.no_grad():
+        layer(torch.randn(2, 5, D), past_key_values=cache, use_cache=True)
+        step = torch.randn(2, 1, D)
+        monkeypatch.setattr(dispatch, "run", watched)
+        monkeypatch.setattr(checks, "values_are_checked", lambda value: False)
+        with Beside():
+            layer(step, past_key_values=cache, use_cache=True)
+    assert called == operations
+    assert beside == ["copy_"] * in_place
 
 
 def test_layers_of_a_model_share_a_cache():

@@ -10,7 +10,7 @@ from onelaunch.ops import Segment, projections
 
 
 class SimpleGatedLinearAttention(GatedLayer):
-    """Gated linear attention with one decay per head, like ``fla.layers.SimpleGatedLinearAttention``.
+    """Gated linear attention with one decay per head, like ``fla.layers.simple_gla.SimpleGatedLinearAttention``.
 
         q, k, v, g = x W_q, x W_k, x W_v, x W_g;  gk = logsigmoid(x W_gk + b) / gate_logit_normalizer
         o = gla(q, k, v, gk);  out = (rmsnorm(o) * swish(g)) W_o        norm per head
