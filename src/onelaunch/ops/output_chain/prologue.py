@@ -75,11 +75,11 @@ def product_build(architecture: str, values: int, rows: int, element: str, *, ke
 
 @prologue.kernels
 def prologue_builds(architecture: str) -> list[KernelBuild]:
-    """Few and many rows; heads of usual, short, uneven and the largest sizes; and the backward pass."""
+    """Few and many rows; heads of usual, uneven and the largest sizes; and the backward pass."""
     return [
-        *(product_build(architecture, values, rows, "*bf16") for values in (64, 128, LARGEST_HEAD) for rows in (FEW, MANY)),
-        *(product_build(architecture, values, MANY, "*fp16", keep=True) for values in (16, 100, 128, 200)),
+        *(product_build(architecture, 128, rows, "*bf16") for rows in (FEW, MANY)),
+        *(product_build(architecture, values, MANY, "*fp16", keep=True) for values in (100, LARGEST_HEAD)),
         *(product_build(architecture, 128, MANY, "*bf16", said=said) for said in ("bias", "activated", "bare")),
-        *(product_build(architecture, values, MANY, "*fp32") for values in (100, 128, LARGEST_HEAD)),
+        product_build(architecture, 128, MANY, "*fp32"),
         *gradient_builds(128, "*bf16"),
     ]

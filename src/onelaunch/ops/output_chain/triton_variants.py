@@ -76,15 +76,18 @@ def build(
     return KernelBuild(name, kernel, signature, constants, **options)
 
 
-def gradient_builds(values: int, element: str) -> list[KernelBuild]:
-    """The kernel of the backward pass, which is that of every variant of ours."""
+def gradient_builds(values: int, element: str, *, every: bool = True) -> list[KernelBuild]:
+    """The kernel of the backward pass, which is that of every variant of ours; in every form, or in the usual one alone."""
     from onelaunch.ops.output_chain import kernels, launch
 
     kernel, tile = kernels.norm_gate_gradients_kernel, launch.tile_of(8192, values, launch.GRADIENT_ELEMENTS)
     said, options = f"heads of {values}", {"num_warps": launch.WARPS}
     alone, bare = ("da", "dh", "dgate", "partials"), ("gate", "dgate", "norm_weight", "partials", "a")
+    usual = build(f"gradients, {said}", kernel, {**tile, "ACTIVATED": False}, element, **options)
+    if not every:
+        return [usual]
     return [
-        build(f"gradients, {said}", kernel, {**tile, "ACTIVATED": False}, element, **options),
+        usual,
         build(f"gradients, activated, {said}", kernel, {**tile, "ACTIVATED": True}, element, **options),
         build(f"gradients, no gate, {said}", kernel, {**tile, "ACTIVATED": False}, element, ("gate", "dgate"), **options),
         build(f"gradients, bare, {said}", kernel, {**tile, "ACTIVATED": False}, element, bare, **options),
@@ -94,17 +97,21 @@ def gradient_builds(values: int, element: str) -> list[KernelBuild]:
 
 @norm_gate.kernels
 def norm_gate_builds(architecture: str) -> list[KernelBuild]:
-    """Both kernels for heads of usual, uneven, the smallest and the largest sizes."""
+    """Both kernels for heads of usual size in every form; for uneven and the largest ones as a training step launches them."""
     from onelaunch.ops.output_chain import kernels, launch
 
     builds, options = [], {"num_warps": launch.WARPS}
-    for values, element in ((128, "*bf16"), (100, "*fp16"), (1, "*bf16"), (LARGEST_HEAD, "*fp32")):
+    for values, element in ((128, "*bf16"), (100, "*fp16"), (LARGEST_HEAD, "*fp32")):
         known, said = launch.tile_of(8192, values, launch.ELEMENTS) | {"ACTIVATED": False}, f"heads of {values}"
         kernel = kernels.norm_gate_kernel
         builds += [
-            build(f"norm_gate, {said}", kernel, known, element, ("rstd",), **options),
             build(f"norm_gate and keep, {said}", kernel, known, element, **options),
-            build(f"norm_gate, bare, {said}", kernel, known, element, ("rstd", "gate", "norm_weight"), **options),
-            *gradient_builds(values, element),
+            *gradient_builds(values, element, every=values == 128),
         ]
+        if values == 128:
+            bare = ("rstd", "gate", "norm_weight")
+            builds += [
+                build(f"norm_gate, {said}", kernel, known, element, ("rstd",), **options),
+                build(f"norm_gate, bare, {said}", kernel, known, element, bare, **options),
+            ]
     return builds

@@ -115,13 +115,16 @@ def build(name: str, layout: Layout, count: int, element: torch.dtype, *, keep: 
 
 
 def builds(count: int, architecture: str) -> list[Build]:
-    """For heads of usual and uneven sizes, with what a backward pass needs and without."""
+    """For heads of usual size, with what a backward pass needs and without; by single programs for uneven and long ones, too."""
     if architecture not in ARCHITECTURES:
         return []
     found: list[Build] = []
     for heads, size, element in ((16, 128, torch.bfloat16), (5, 96, torch.float16), (4, 256, torch.bfloat16)):
         layout, said = chain(heads, size), f"heads of {size}"
-        found += [build(said + kept, layout, count, element, keep=bool(kept)) for kept in ("", ", kept")]
+        if size == 128:
+            found.append(build(said, layout, count, element, keep=False))
+        if size == 128 or count == 1:
+            found.append(build(f"{said}, kept", layout, count, element, keep=True))
     return [*found, *gradient_builds(chain(16, 128), "heads of 128", "*bf16")]
 
 

@@ -158,7 +158,7 @@ def gradient_builds(layout: Layout, said: str, element: str) -> list[KernelBuild
 
 @epilogue.kernels
 def product_builds(architecture: str) -> list[KernelBuild]:
-    """For heads of usual and uneven sizes, with what a backward pass needs and without, for many rows and few."""
+    """With what a backward pass needs, for heads of usual, uneven and long sizes, many rows and few; once without."""
     from onelaunch.ops.projections import launch, product_kernels
 
     builds = []
@@ -171,7 +171,7 @@ def product_builds(architecture: str) -> list[KernelBuild]:
     for heads, head_size, rows, element in cases:
         layout, said = chain(heads, head_size), f"heads of {head_size}, M = {rows}"
         tiles = launch.product_tiles(layout, rows, element)
-        for keep in (False, True):
+        for keep in (False, True) if head_size == 128 else (True,):
             constants = launch.product_constants(layout, tiles, keep) | {"EVEN": True}
             name, absent = (f"epilogue, {said}, kept", ()) if keep else (f"epilogue, {said}", ("rstd", "kept"))
             made = build(name, product_kernels.epilogue_kernel, constants, POINTERS[element], absent)
