@@ -51,8 +51,9 @@ def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, 
 
     Every tile normalizes and gates its rows anew, so columns are many: 128; 32 where rows are few and processors would have no
     tile. Rows are as many as leave a head of h and of the gate in registers, 32 to 64, by eight warps where heads are long: twice
-    as many spill on sm_80 or sm_100a. Operands of float32 lie in registers as well, and 16 rows by 32 columns are the most that
-    never spill, without loads ahead. Others have so many stages, up to 4, that they fit into shared memory beside a.
+    as many spill on sm_80 or sm_100a. Operands of float32 lie in registers as well: 16 rows by 32 columns, without loads ahead,
+    spill a few words at most, and only with long heads. Others have so many stages, up to 4, that they fit into shared memory
+    beside a.
 
     Args:
         rows: M.
