@@ -1,6 +1,6 @@
 """Fused, persistent GPU kernels for linear-RNN layers, and the workbench that proves when fusing pays."""
 
-from onelaunch import nn, ops
+from onelaunch import ops
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "nn", "ops"]
+__all__ = ["__version__", "ops"]
