@@ -145,6 +145,11 @@ def test_what_the_kernel_takes(chain):
     assert hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")) is None
 
 
+def test_auto_takes_pytorch_until_kernels_have_run_on_a_gpu():
+    case = PROJECTIONS.case("bfloat16", B=8, T=4096, D=2048, H=16, K=128, V=128)
+    assert PROJECTIONS.preference(PROJECTIONS.query(case, "cuda:0"))[0] == "wide"
+
+
 @each_variant
 def test_elsewhere_than_on_hopper(variant):
     case = PROJECTIONS.case("bfloat16", B=1, T=4, D=64, H=2, K=64, V=64)

@@ -94,12 +94,6 @@ def what_tiles_hold(query: Query) -> str | None:
     return None
 
 
-@projections.prefers
-def one_launch(query: Query) -> tuple[str, ...]:
-    """Reckoned, not measured."""
-    return ("epilogue_persistent",)
-
-
 SHAPE = (32768, 2048)
 """Rows of x and channels, and a chip, that builds are made for."""
 PROCESSORS = 132
