@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from onelaunch.ops.autograd import Operator
+from onelaunch.ops.launches import Launches
 from onelaunch.ops.output_chain.contract import OutputChainCall
 from onelaunch.ops.output_chain.torch_variants import Results
 
@@ -46,21 +47,11 @@ class Operands(NamedTuple):
 Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """``out [M, D]``, and ``rstd [M, H]`` float32 where it is to be kept."""
 
-Launches: TypeAlias = Callable[[Operands, torch.Tensor, torch.Tensor | None, float, bool], Made]
+Run: TypeAlias = Callable[[Operands, torch.Tensor, torch.Tensor | None, float, bool], Made]
 """From rows, the output weight, the bias, eps, and whether rstd is kept."""
 
-LAUNCHES: dict[str, Launches] = {}
+launches: Launches[Run] = Launches()
 """By the names of variants."""
-
-
-def launches(name: str) -> Callable[[Launches], Launches]:
-    """Register the launches of the variant of this name."""
-
-    def register(function: Launches) -> Launches:
-        LAUNCHES[name] = function
-        return function
-
-    return register
 
 
 def run_forward(
@@ -75,7 +66,7 @@ def run_forward(
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``out [..., D]`` by the variant of this name; ``rstd [M, H]``, of no elements where it is not kept."""
-    out, rstd = LAUNCHES[variant](Operands.of(h, gate, norm_weight, activated), w_out, bias, eps, keep)
+    out, rstd = launches[variant](Operands.of(h, gate, norm_weight, activated), w_out, bias, eps, keep)
     return out.view(*h.shape[:-2], w_out.shape[0]), h.new_empty(0, dtype=torch.float32) if rstd is None else rstd
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Optional, TypeAlias
 import torch
 
 from onelaunch.ops.autograd import Operator
+from onelaunch.ops.launches import Launches
 from onelaunch.ops.projections.contract import ProjectionsCall
 from onelaunch.ops.projections.layout import Layout, read_layout
 from onelaunch.ops.projections.torch_variants import Results
@@ -38,21 +39,11 @@ class Packed(NamedTuple):
     """``[M, layout.kept]``, contiguous, dtype of x: z of segments with SiLU, bias included; if there are such, and ``keep``."""
 
 
-Launches: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Wanted], Packed]
+Run: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Wanted], Packed]
 """From x ``[M, D]``, the weight ``[N, D]`` and the packed bias."""
 
-LAUNCHES: dict[str, Launches] = {}
+launches: Launches[Run] = Launches()
 """By the names of variants."""
-
-
-def launches(name: str) -> Callable[[Launches], Launches]:
-    """Register the launches of the variant of this name."""
-
-    def register(function: Launches) -> Launches:
-        LAUNCHES[name] = function
-        return function
-
-    return register
 
 
 def run_forward(
@@ -60,7 +51,7 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The packed result ``[..., pitch]`` by the variant of this name; rstd and pre-activations, of no elements where not kept."""
     layout = read_layout(code)
-    y, rstd, kept = LAUNCHES[variant](x.reshape(-1, x.shape[-1]), weight, bias, Wanted(layout, eps, keep))
+    y, rstd, kept = launches[variant](x.reshape(-1, x.shape[-1]), weight, bias, Wanted(layout, eps, keep))
     y = y.view(*x.shape[:-1], layout.pitch)
     return y, x.new_empty(0, dtype=torch.float32) if rstd is None else rstd, x.new_empty(0) if kept is None else kept
 

@@ -13,6 +13,7 @@ import torch
 
 from onelaunch.ops.autograd import Operator
 from onelaunch.ops.formats import ATOM_ROWS, Fp8Tensor, NVFP4Tensor
+from onelaunch.ops.launches import Launches
 from onelaunch.ops.swiglu.contract import Operand, SwigluCall
 from onelaunch.ops.swiglu.torch_variants import Results
 from onelaunch.ops.swiglu.triton_variants import gate_backward
@@ -75,21 +76,11 @@ class Wanted(NamedTuple):
     """Whether weights may be read beside the end of earlier launches."""
 
 
-Launches: TypeAlias = Callable[[Matrix, Matrix, Matrix, Wanted], tuple[torch.Tensor, Optional]]
+Run: TypeAlias = Callable[[Matrix, Matrix, Matrix, Wanted], tuple[torch.Tensor, Optional]]
 """From x, w_gate and w_up to ``h [M, N]``, and both products ``[M, 2 N]`` if they are to be kept."""
 
-LAUNCHES: dict[str, Launches] = {}
+launches: Launches[Run] = Launches()
 """By the names of variants."""
-
-
-def launches(name: str) -> Callable[[Launches], Launches]:
-    """Register the launches of the variant of this name."""
-
-    def register(function: Launches) -> Launches:
-        LAUNCHES[name] = function
-        return function
-
-    return register
 
 
 def run_forward(
@@ -118,7 +109,7 @@ def run_forward(
         gate, up = gate.rows(0, half, swizzled=swizzled), gate.rows(half, 2 * half, swizzled=swizzled)
     else:
         up = Matrix(w_up, up_blocks, up_scale)
-    h, kept = LAUNCHES[variant](rows, *with_scales_alike(gate, up), Wanted(dtype, swizzled, keep, constant_weights))
+    h, kept = launches[variant](rows, *with_scales_alike(gate, up), Wanted(dtype, swizzled, keep, constant_weights))
     return h, x.new_empty(0, dtype=dtype) if kept is None else kept
 
 
