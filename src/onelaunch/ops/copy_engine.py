@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from onelaunch import nvrtc
+
 ALIGNMENT = 16
 """Bytes: what the copy engine asks of addresses and strides."""
+
+ROW_BYTES: Final = 128
+"""Of a row of a tile in shared memory: what it swizzles over, and a product of warpgroups reads."""
+
+SHARED_BYTES = 227 * 1024 - 1024
+"""Of a program on Hopper, less what it may cost that stages begin at multiples of 1024."""
+
+COPIED_BYTES = 96e3
+FLOPS = 8e8 / 132
+"""In a microsecond by a processor of an H200, all at work: brought to shared memory, and products of 16-bit numbers. Fitted to
+single runs of swiglu's kernel."""
+
+tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
+"""Kept: the same tensors come again."""
 
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:

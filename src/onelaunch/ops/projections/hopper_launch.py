@@ -8,7 +8,7 @@ import torch
 
 from onelaunch import nvrtc
 from onelaunch.hardware import processors
-from onelaunch.ops.copy_engine import addressable
+from onelaunch.ops.copy_engine import addressable, tensor_map
 from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.forward import Packed, Wanted
 from onelaunch.ops.projections.hopper_tiles import BLOCK_M, PANEL, STEP, Tiles, counts, header, tiles_for
@@ -20,9 +20,6 @@ ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
 
 KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 2, "f32")  # pyrefly: ignore[bad-assignment]
 """Of the kernel's arguments."""
-
-tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
-"""Kept: the same tensors come again."""
 
 
 def map_of(matrix: torch.Tensor, rows: int, columns: int) -> bytes:

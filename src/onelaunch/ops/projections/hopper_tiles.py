@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onelaunch.operation import remembered
+from onelaunch.ops.copy_engine import COPIED_BYTES, FLOPS, ROW_BYTES, SHARED_BYTES
 from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, Place
 
@@ -15,9 +16,6 @@ BLOCK_M: Final = 128
 
 STEP: Final = 64
 """Channels."""
-
-ROW_BYTES: Final = 128
-"""Of a tile in shared memory: a step's channels."""
 
 PANEL: Final = 64
 """Rows, and columns, of a result that a warpgroup sends at once."""
@@ -31,17 +29,10 @@ WIDEST: Final = 256
 FEW = 64
 """Columns left of a segment for which narrower products are compiled."""
 
-SHARED_BYTES = 227 * 1024 - 1024
-"""Of a program, less what the stages' alignment may cost."""
-
 OUT_BYTES = 2 * 2 * 64 * ROW_BYTES
 """For results on their way out: two pieces of 64 rows and 64 columns of each warpgroup."""
 
 MOST_STAGES = 8
-
-COPIED_BYTES = 96e3
-FLOPS = 8e8 / 132
-"""In a microsecond by a processor of an H200, all at work: brought to shared memory, products of 16-bit numbers. As in swiglu."""
 
 ENDS = 2.0
 """Microseconds of a tile's end, of 256 columns: reckoned by what a gate takes in swiglu."""

@@ -9,9 +9,9 @@ import torch
 
 from onelaunch import nvrtc
 from onelaunch.hardware import processors
-from onelaunch.ops.copy_engine import addressable
+from onelaunch.ops.copy_engine import ROW_BYTES, addressable, tensor_map
 from onelaunch.ops.gated_scan.launch import cdiv
-from onelaunch.ops.swiglu.hopper_schedule import ROW_BYTES, Schedule, Tiles, cut_of, reads_early
+from onelaunch.ops.swiglu.hopper_schedule import Schedule, Tiles, cut_of, reads_early
 from onelaunch.ops.warpgroup_products import product_header
 from onelaunch.ops.workspace import counters
 
@@ -65,10 +65,6 @@ def in_words(blocks: torch.Tensor) -> torch.Tensor:
     """Block scales as threads read them, 16 at once: rows one after the other, from an address that is a multiple of 16."""
     blocks = blocks.contiguous()
     return blocks.clone() if blocks.data_ptr() % 16 else blocks
-
-
-tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
-"""Kept: the same tensors come again."""
 
 
 def map_of(matrix: torch.Tensor, tiles: Tiles) -> bytes:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from onelaunch.ops.copy_engine import COPIED_BYTES, FLOPS, ROW_BYTES, SHARED_BYTES
 from onelaunch.ops.gated_scan.launch import cdiv
 
 Schedule = Literal["runs", "tiles", "pairs"]
 """Whether programs take equal runs of all work, one whole tile after the other, or half of a tile's steps beside a neighbour."""
 
-ROW_BYTES: Final = 128
-"""Of a tile in shared memory."""
-
 TABLE_BYTES = 256 * 256
 """Of what the codes in a byte stand for, in shared memory: see nvfp4.cuh."""
-
-SHARED_BYTES = 227 * 1024 - 1024
-"""Of a program, less what the stages' alignment may cost."""
 
 MOST_STAGES = 20
 
@@ -35,10 +30,7 @@ WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, WIDEST)
 """Rows of x in a tile. A kernel is compiled for each that is met."""
 
 READ_BYTES = 4.1e6 / 132
-COPIED_BYTES = 96e3
-FLOPS = 8e8 / 132
-"""In a microsecond by a processor of an H200, all at work: read from memory, brought to shared memory, products of 16-bit
-numbers. Fitted to single runs of the kernel."""
+"""In a microsecond by a processor of an H200, all at work, from memory. Fitted to single runs of the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
