@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from onelaunch.ops import Segment, gla, projections
+from onelaunch.ops.gated_scan.torch_variants import compiler_missing
 from onelaunch.ops.projections.layout import ACTIVATIONS
 from onelaunch.workbench.calls import Callee, make_inputs
 from onelaunch.workbench.verify import Judge, judge_control, trivial_answers
@@ -33,7 +34,7 @@ def test_results_and_gradients(name, variant):
 @pytest.mark.parametrize("name", ["normalized_float16", "gla", "biases_of_every_kind"])
 def test_the_compiled_variant(name):
     case = case_of(name)
-    if reason := PROJECTIONS.get("compiled").why_not(PROJECTIONS.query(case, "cpu")):
+    if reason := compiler_missing(PROJECTIONS.query(case, "cpu")):
         pytest.skip(reason)
     assert_correct(PROJECTIONS, case, "compiled")
 
