@@ -13,7 +13,7 @@ from onelaunch.errors import ArgumentError
 from onelaunch.nn import Cache
 from onelaunch.ops import checks
 from tests.nn.definitions import each_sequence, error, weights_of
-from tests.nn.layers import NAMES, D, make
+from tests.nn.layers import NAMES, ROUNDING, D, make
 
 each_layer = pytest.mark.parametrize("name", NAMES)
 
@@ -32,7 +32,7 @@ def test_a_prompt_and_then_steps_are_one_call(name, prompt, in_place):
             assert cache.get_seq_length(0) == t + 1
             parts.append(o)
         assert error(torch.cat(parts, 1), each_sequence(definition, layer, weights_of(layer), x.double())) < 3e-6
-        torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], **ROUNDING)
 
 
 @each_layer
@@ -115,7 +115,7 @@ def test_sequences_can_change_places(name):
     cache = layer(x, use_cache=True)[2]
     cache.reorder_cache(order)
     expected = layer(torch.cat([x[order], step], 1))[0][:, -1:]
-    torch.testing.assert_close(layer(step, past_key_values=cache)[0], expected, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(layer(step, past_key_values=cache)[0], expected, **ROUNDING)
     cache.reset()
     assert len(cache) == 0
 
@@ -187,7 +187,7 @@ def test_layers_of_a_model_share_a_cache():
         part = first(part, past_key_values=cache, use_cache=True)[0]
         last = second(part, past_key_values=cache, use_cache=True)[0]
     assert len(cache) == 2
-    torch.testing.assert_close(last, second(first(x)[0])[0][:, -2:], rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(last, second(first(x)[0])[0][:, -2:], **ROUNDING)
 
 
 def test_other_sequences_than_the_cached_ones_are_refused():
@@ -207,4 +207,4 @@ def test_a_step_compiles(name):
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         parts = [compiled(part, past_key_values=cache, use_cache=True)[0] for part in x.split([5, 1, 1], 1)]
-        torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], **ROUNDING)

@@ -262,8 +262,9 @@ def assert_near(given: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.
     for name, value in expected.items():
         assert given[name].shape == value.shape, name
         assert given[name].dtype == value.dtype, name
-        scale = float(torch.linalg.vector_norm(value.double())) or 1.0
-        error = float(torch.linalg.vector_norm(given[name].double() - value.double())) / scale
+        found, value = given[name].detach().double(), value.detach().double()
+        scale = float(torch.linalg.vector_norm(value)) or 1.0
+        error = float(torch.linalg.vector_norm(found - value)) / scale
         assert error <= tolerance, f"{name} is off by {error:.2e}; {tolerance:.2e} is allowed"
 
 
