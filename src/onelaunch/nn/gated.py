@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple, cast
 
 import torch
@@ -32,7 +33,7 @@ class Projected(NamedTuple):
     """Log-decays that are at most 0: ``[B, T, H_kv, K]``, or ``[B, T, H]`` per head."""
 
 
-class GatedLayer(PackedModule):
+class GatedLayer(PackedModule, ABC):
     """Queries, keys, values, gate and decay by one packed weight, gated linear attention, per-head norm, gate, projection."""
 
     modes: tuple[str, ...]
@@ -139,9 +140,9 @@ class GatedLayer(PackedModule):
             if isinstance(module, (nn.Linear, nn.RMSNorm, nn.Conv1d)):
                 module.reset_parameters()
 
+    @abstractmethod
     def project(self, x: torch.Tensor) -> Projected:
         """Everything that is linear in ``x [B, T, D]``, the gate and the decay through their activations."""
-        raise NotImplementedError
 
     def with_decay(
         self, decay: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: torch.Tensor
