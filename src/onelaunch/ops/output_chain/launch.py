@@ -6,12 +6,12 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from onelaunch.hardware import processors
 from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
 from onelaunch.ops.output_chain import kernels
 from onelaunch.ops.output_chain.forward import Operands
-from onelaunch.ops.projections.launch import power_of_two
 
 ELEMENTS, GRADIENT_ELEMENTS = 4096, 2048
 """Of a program's tile, forward and backward: 32 and 16 a thread with four warps; not measured yet."""
@@ -30,8 +30,8 @@ PROCESSORS = 132
 
 def tile_of(rows: int, values: int, elements: int) -> dict[str, int]:
     """V, BV and BM: whole heads of as many tokens as a program's tile holds, but no more than there are."""
-    block = power_of_two(values)
-    return {"V": values, "BV": block, "BM": min(max(elements // block, 1), TOKENS, power_of_two(rows))}
+    block = triton.next_power_of_2(values)
+    return {"V": values, "BV": block, "BM": min(max(elements // block, 1), TOKENS, triton.next_power_of_2(max(rows, 1)))}
 
 
 def tiles(rows: int, heads: int, values: int, elements: int) -> int:

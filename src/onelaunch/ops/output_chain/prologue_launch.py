@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
 from onelaunch.ops.output_chain import prologue_kernels
 from onelaunch.ops.output_chain.forward import Made, Operands
-from onelaunch.ops.projections.launch import power_of_two
 from onelaunch.ops.swiglu.fused_launch import FEW_ROWS, device_facts
 
 HEAD = 4096
@@ -63,10 +63,10 @@ def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, 
         count: processors.
         shared: bytes of shared memory that a block may have.
     """
-    head = max(power_of_two(values), FEWEST)
+    head = max(triton.next_power_of_2(values), FEWEST)
     if size == 4:
         return PrologueTiles(FEWEST, LEAST_COLUMNS, head, k=min(head, 32), stages=1, warps=4)
-    m = max(min(max(HEAD // head, 32), 64, power_of_two(rows)), FEWEST)
+    m = max(min(max(HEAD // head, 32), 64, triton.next_power_of_2(max(rows, 1))), FEWEST)
     n = 128
     while m <= FEW_ROWS and n > LEAST_COLUMNS and cdiv(rows, m) * cdiv(columns, n) < count:
         n //= 2

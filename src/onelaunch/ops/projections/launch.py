@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
 from onelaunch.ops.projections import kernels, product_kernels
@@ -22,11 +23,6 @@ COLUMNS = 128
 WARPS = 4
 
 
-def power_of_two(count: int) -> int:
-    """At least ``count``."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
 def _or_nothing(column: int | None) -> int:
     """As kernels know it."""
     return kernels.NOTHING.value if column is None else column
@@ -37,11 +33,13 @@ def constants(layout: Layout) -> dict[str, Any]:
     """What both kernels know of a layout, column by column: a segment's tiles are its heads where these are normalized."""
     segments = [place.segment for place in layout.places]
     normalized = [segment.activation == "l2norm" for segment in segments]
-    longest = max([power_of_two(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1)
+    longest = max(
+        [triton.next_power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1
+    )
     widest = max(longest, COLUMNS)
     blocks, steps, firsts = [], [], [0]
     for segment, norm in zip(segments, normalized, strict=True):
-        blocks.append(power_of_two(segment.head_size) if norm else min(power_of_two(segment.width), widest))
+        blocks.append(triton.next_power_of_2(segment.head_size) if norm else min(triton.next_power_of_2(segment.width), widest))
         steps.append(segment.head_size if norm else blocks[-1])
         firsts.append(firsts[-1] + cdiv(segment.width, steps[-1]))
     return {
@@ -98,7 +96,7 @@ def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTil
     operands lie in registers: larger tiles than these spill.
     """
     heads = [place.segment.head_size for place in layout.places if place.segment.activation == "l2norm"]
-    n = max(COLUMNS, power_of_two(max(heads, default=1)))
+    n = max(COLUMNS, triton.next_power_of_2(max(heads, default=1)))
     if element is torch.float32:
         return ProductTiles(16 if n > COLUMNS else 32, n, 32, stages=3, warps=8)
     if n > COLUMNS:
@@ -114,7 +112,7 @@ def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[s
     steps, heads, firsts = [], [], [0]
     for place in layout.places:
         size = place.segment.head_size
-        one = place.segment.activation == "l2norm" and power_of_two(size) != size  # a head lies in a block of its own
+        one = place.segment.activation == "l2norm" and triton.next_power_of_2(size) != size  # a head lies in a block of its own
         steps.append(size if one else tiles.n)
         heads.append(size if place.segment.activation == "l2norm" and not one else tiles.n)
         firsts.append(firsts[-1] + cdiv(place.segment.width, steps[-1]))
