@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ from onelaunch.ops import Segment, projections
 from onelaunch.ops.projections import hopper
 from onelaunch.ops.projections.hopper_tiles import FEW, WIDEST, Tiles, counts, header, narrow_for, taken, tiles_for
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, layout_of
-from tests.ops.cases import BOTH, assert_ok, judge
+from tests.ops.cases import BOTH, assert_ok, assert_same_bits_beside_other_work_and_in_graphs, judge
 from tests.ops.projections_cases import PROJECTIONS
 
 pytest.importorskip("triton")
@@ -242,25 +243,7 @@ def made(device, **given: Any) -> dict[str, Any]:
 @each_variant
 def test_equal_to_the_last_bit_beside_other_work_and_in_graphs(variant, device):
     given = made(device)
-    expected = projections(**given, variant=variant)
-    busy = torch.randn(2048, 2048, device=device)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    found = []
-    for _ in range(20):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                busy @ busy
-                found.append(projections(**given, variant=variant))
-    torch.cuda.synchronize()
-    assert all(torch.equal(one, other) for each in found for one, other in zip(each, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = [projections(**given, variant=variant) for _ in range(3)]
-    for _ in range(5):
-        graph.replay()
-        assert all(torch.equal(one, other) for each in held for one, other in zip(each, expected, strict=True))
+    assert_same_bits_beside_other_work_and_in_graphs(functools.partial(projections, **given, variant=variant), device)
 
 
 @pytest.mark.gpu
