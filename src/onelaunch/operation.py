@@ -269,6 +269,8 @@ class Operation(Generic[P, R]):
         dimensions: names of its sizes, in the order that :class:`Query` holds them.
         outputs: names of the public function's results, or how they follow from its arguments.
         options: the input maker's choices with their defaults; a case may override them.
+        stages: how many operations in a row it is made of, each of which rounds what it hands on: the gate's caps on errors are
+            for one, and grow with the root of their number, as errors that know nothing of each other add up.
         defaults: per device type, the variants to prefer where nothing was measured.
         variants: by name, in order of registration.
     """
@@ -282,6 +284,7 @@ class Operation(Generic[P, R]):
         bind: Callable[..., Call],
         options: Mapping[str, Any],
         defaults: Mapping[str, tuple[str, ...]],
+        stages: int = 1,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -291,6 +294,7 @@ class Operation(Generic[P, R]):
         """The checked call made of the public function's arguments (without ``variant``)."""
         self.options = dict(options)
         self.defaults = dict(defaults)
+        self.stages = stages
         self.variants: dict[str, Variant] = {}
         self.controls: dict[str, Control] = {}
         self._function = function
