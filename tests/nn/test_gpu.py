@@ -14,14 +14,17 @@ from onelaunch.workbench.launches import launches_in
 
 pytestmark = [pytest.mark.gpu]
 
-MOST_LAUNCHES = 6
-"""Of a step, the copy of its state to where the last one lies included."""
-
 PORTABLE = {"projections": "epilogue", "gla": "stepwise", "output_chain": "prologue"}
-OF_FEWEST = {"portable": PORTABLE, "norm_gate": {**PORTABLE, "output_chain": "norm_gate"}}
-OF_HOPPER = {name: {**PORTABLE, "projections": name} for name in ("epilogue_persistent", "cluster")}
-KERNELS = OF_FEWEST | OF_HOPPER
-"""Kernels of our own for a step, by operation."""
+KERNELS = {
+    "portable": PORTABLE,
+    "epilogue_persistent": {**PORTABLE, "projections": "epilogue_persistent"},
+    "cluster": {**PORTABLE, "projections": "cluster"},
+    "norm_gate": {**PORTABLE, "output_chain": "norm_gate"},
+}
+"""Variants for a step, by operation."""
+
+MOST_LAUNCHES = {**dict.fromkeys(KERNELS, 6), "norm_gate": 7}
+"""Of a step, the copy of its state to where the last one lies included. A product of PyTorch's may be two launches."""
 
 PROMPT, STEPS = 70, 5
 
@@ -46,7 +49,7 @@ def choose_for_steps(monkeypatch: pytest.MonkeyPatch, kernels: Mapping[str, str]
 @pytest.mark.parametrize("expand_k", [0.5, 1.0])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_captured_step_of_decoding(name, expand_k, batch, device, monkeypatch):
-    """Replayed from step to step it gives what calls from Python give, in at most six launches."""
+    """Replayed from step to step it gives what calls from Python give, in at most six launches where all are ours."""
     choose_for_steps(monkeypatch, KERNELS[name])
     with torch.device(device):
         layer = GatedLinearAttention(hidden_size=2048, expand_k=expand_k, num_heads=16, layer_idx=0).bfloat16()
@@ -62,7 +65,7 @@ def test_a_captured_step_of_decoding(name, expand_k, batch, device, monkeypatch)
     torch.cuda.synchronize(device)
     with torch.cuda.graph(graph):
         out = layer(given, past_key_values=cache, use_cache=True)[0]
-    assert launches_in(graph) <= MOST_LAUNCHES
+    assert launches_in(graph) <= MOST_LAUNCHES[name]
     state.copy_(begun)
     for step, (true, final) in zip(steps, expected, strict=True):
         given.copy_(step)
