@@ -18,6 +18,7 @@ from onelaunch import hardware
 from onelaunch.errors import ResultExists, ResultMismatch, StudyError
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of
+from onelaunch.workbench.compiling import compile_ahead, places_to_compile
 from onelaunch.workbench.count import Request, analytic, count_all
 from onelaunch.workbench.criteria import evaluate
 from onelaunch.workbench.decision import decide
@@ -43,7 +44,7 @@ class Progress:
     shape: str
     direction: Direction
     step: str
-    """``verify``, ``prepare``, ``time`` or ``count``."""
+    """``compile``, ``verify``, ``prepare``, ``time`` or ``count``."""
     done: int
     """Of this step, at this shape and direction."""
     total: int
@@ -60,6 +61,7 @@ class Steps:
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
     launches: Callable[..., Sequence[int | str]] = count_launches
+    compile: Callable[..., list[str]] = compile_ahead
 
 
 def default_path(study: Study, device: str = "auto") -> Path:
@@ -84,6 +86,7 @@ def run_study(
     save_to: Path | None = None,
     force: bool = False,
     resume: bool = False,
+    processes: int = 0,
     command: str = "",
     steps: Steps | None = None,
 ) -> Result:
@@ -103,6 +106,8 @@ def run_study(
         force: replace a result that is there already.
         resume: go on with an interrupted run (the file's, or the kept part of one that was killed) after what it finished; begins
             where there is none. Nothing that tells on a result may have changed since.
+        processes: make every call once in so many processes side by side, before anything is measured: they compile what this one
+            then finds compiled. The device needs memory for as many calls.
         command: how the run was started, for the result's provenance; this process's command line by default.
         steps: what measures; for tests.
 
@@ -143,6 +148,8 @@ def run_study(
     if earlier is not None:
         run.go_on(earlier, partial_path(path) if not path.exists() else path)
     try:
+        if processes:
+            run.compile_ahead(processes)
         for place in run.places:
             if place not in run.finished:
                 run.measure(*place)
@@ -215,6 +222,13 @@ class _Run:
             self.clocks.append(earlier.provenance.clocks)
         begun = f"{len(done)} of {len(self.places)} shapes and directions"
         self.notes = [*earlier.notes, f"{begun} were measured by a run that ended on {earlier.provenance.date}."]
+
+    def compile_ahead(self, processes: int) -> None:
+        """Let other processes compile what is not finished."""
+        done = {(shape.name, direction) for shape, direction in self.finished}
+        cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) not in done]
+        tell = lambda place, count, total: self._tell(place.shape, place.direction, "compile", count, total)  # noqa: E731
+        self.notes += self.steps.compile(self.study, places_to_compile(self.study, cells), str(self.device), processes, tell)
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count everything at one shape in one direction."""

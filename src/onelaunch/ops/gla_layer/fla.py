@@ -17,7 +17,7 @@ PLACES = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0")
 """fla's names for what the rows of ``in_proj_weight`` are, in their order."""
 
 
-@gla_layer.variant("fla", launches=None, fuses=(), parts=("unfused", "fla", "norm_gate"), maker="fla", requires="fla")
+@gla_layer.variant("fla", launches=None, fuses=(), parts=("unfused", "fla", "norm_gate"), maker="fla", requires="fla", tunes=True)
 def fla(call: GlaLayerCall) -> Results:
     """fla's layer as its users call it.
 
