@@ -1,4 +1,4 @@
-"""Gluon as this package uses it: the one place that knows which name a Triton release gives to what.
+"""Gluon as this package uses it: the one place that knows which name a Triton release gives to what, and what it leaves undone.
 
 Gluon is ``triton.experimental`` and renames between releases; kernels import from here, and nothing else imports Gluon.
 """
@@ -25,12 +25,25 @@ tma_store_wait = tma.store_wait
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """A barrier of all threads of a program; renamed in Triton 3.7."""
 
+
+@gluon.jit
+def keep_barriers(bars):  # noqa: ANN001, ANN201 - Triton reads annotations
+    """Up to here nothing else lies where these barriers do.
+
+    Triton gives the room of barriers that are not used any more to others, such as words that warps exchange for a reduction;
+    PTX asks that they be invalidated first. On an H200 that several processes shared, such words came to hold what barriers hold.
+    """
+    for i in gl.static_range(len(bars)):
+        bars[i]._keep_alive()  # noqa: SLF001
+
+
 __all__ = [
     "TensorDescriptor",
     "block_barrier",
     "fence_async_shared",
     "gl",
     "gluon",
+    "keep_barriers",
     "mbarrier",
     "tma_load",
     "tma_store",

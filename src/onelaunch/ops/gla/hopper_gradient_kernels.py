@@ -29,6 +29,7 @@ from onelaunch.ops.gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
+    keep_barriers,
     mbarrier,
     tma_load,
     tma_store,
@@ -486,4 +487,5 @@ def gradients_kernel(
     else:
         channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT, acc)
     tma_store_wait(pendings=0)
+    keep_barriers((bars,))
     tiles._keep_alive()  # noqa: SLF001 - else reductions that follow the stores may take the room that these still read

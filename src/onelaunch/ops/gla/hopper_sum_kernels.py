@@ -26,7 +26,15 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
     store_in_parts,
 )
 from onelaunch.ops.gla.hopper_walk_kernels import fetch, halves, store_state
-from onelaunch.ops.gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from onelaunch.ops.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    keep_barriers,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 NOTHING = gl.constexpr(-88.0)
 """Log-decay behind which factors are 0, as ``exp2_flushed`` has them."""
@@ -315,3 +323,4 @@ def sum_kernel(
             [4],
             [FADE_REGISTERS],
         )  # fmt: skip
+    keep_barriers((arrived, faded, free))

@@ -22,6 +22,7 @@ from onelaunch.ops.gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
+    keep_barriers,
     mbarrier,
     tma_load,
     tma_store,
@@ -325,6 +326,7 @@ def walk_kernel(
             [4],
             [PREPARE_REGISTERS],
         )  # fmt: skip
+    keep_barriers(bars)
 
 
 @gluon.jit

@@ -12,7 +12,16 @@ Memory     reads x once per BV channels, W once per tile (from the cache), log_d
 Constants  D, V and the strides along time are constants of the code: a row's address is then an immediate of the access.
 """
 
-from onelaunch.ops.gluon_compat import block_barrier, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from onelaunch.ops.gluon_compat import (
+    block_barrier,
+    gl,
+    gluon,
+    keep_barriers,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from onelaunch.ops.gluon_lookback_kernels import (
     combine,
     earlier_tiles,
@@ -183,3 +192,4 @@ def project_scan_gate_chunked_hopper_kernel(
     entering = gl.expand_dims(decay_before * carry + state_before, 1)
     states = decays * entering + states
     gl.store(y + out + (t * CHANNELS + channel), (states * gates).to(y.dtype.element_ty), mask=inside)
+    keep_barriers((full,))

@@ -14,7 +14,7 @@ Progress   tiles are taken in order by programs that run, and wait for tiles of 
            always advances, whatever else runs on the device.
 """
 
-from onelaunch.ops.gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from onelaunch.ops.gluon_compat import gl, gluon, keep_barriers, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -287,3 +287,4 @@ def project_scan_gate_hopper_kernel(
         [4, 4, 1],
         [MULTIPLY_REGISTERS, SCAN_REGISTERS, 24],
     )  # fmt: skip
+    keep_barriers((full, empty, id_ready, v_ready, v_free, fetched))

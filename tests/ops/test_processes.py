@@ -1,0 +1,71 @@
+"""Kernels with barriers in shared memory, while several processes share a GPU: programs are taken off and put back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.operation import find_operation
+
+SECONDS = 8.0
+
+LAYER: dict[str, Any] = {"B": 8, "T": 4096, "D": 1024, "H": 8, "K": 128, "V": 128}
+
+WORK: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "gla": ("gla", "hopper", "bfloat16", {"B": 8, "T": 4096, "H": 16, "K": 64, "V": 128}),
+    "gla, long heads": ("gla", "hopper", "bfloat16", {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128}),
+    "gla, in parts": ("gla", "hopper", "float16", {"B": 1, "T": 16384, "H": 8, "K": 128, "V": 128}),
+    "gla, per head": ("gla", "hopper", "bfloat16", {"B": 4, "T": 2048, "H": 16, "K": 256, "V": 256, "decay_per": "head"}),
+    "linear_rnn": ("linear_rnn", "fused_hopper", "bfloat16", {"B": 8, "T": 2048, "D": 1024, "V": 1024}),
+    "projections": ("projections", "epilogue_persistent", "bfloat16", LAYER),
+    "projections, clusters": ("projections", "cluster_weight", "bfloat16", LAYER),
+    "swiglu": ("swiglu", "persistent", "bfloat16", {"M": 4096, "N": 2048, "K": 2048}),
+}
+"""Operation, variant, dtype and sizes of what each process repeats."""
+
+
+def repeat(name: str, begin: Any, told: Any) -> None:
+    """A training step of some work again and again: which results were ever other than at first."""
+    operation_name, variant, dtype, sizes = WORK[name]
+    try:
+        operation = find_operation(operation_name)
+        given = operation.make_inputs(operation.case(dtype, **sizes), torch.device("cuda:0"), 0).arguments
+        leaves = [value.requires_grad_() for value in given.values() if isinstance(value, torch.Tensor)]
+
+        def step() -> list[torch.Tensor]:
+            found = operation(**given, variant=variant)
+            found = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
+            seeds = [torch.ones_like(each) for each in found]
+            return [*(each.detach() for each in found), *torch.autograd.grad(found, leaves, seeds)]
+
+        expected, calls, differing = step(), 0, set()
+        torch.cuda.synchronize()
+        begin.wait()
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            for found in [step() for _ in range(3)]:
+                calls += 1
+                pairs = enumerate(zip(found, expected, strict=True))
+                differing |= {place for place, (one, other) in pairs if not torch.equal(one, other)}
+        told.put((name, calls, f"results {sorted(differing)}" if differing else ""))
+    except Exception as error:  # noqa: BLE001 - told to who waits
+        begin.abort()
+        told.put((name, 0, f"{type(error).__name__}: {error}"[:300]))
+
+
+@pytest.mark.gpu
+def test_training_steps_stay_the_same_to_the_last_bit_while_processes_take_turns(device):
+    context = multiprocessing.get_context("spawn")
+    begin, told = context.Barrier(len(WORK), timeout=240), context.Queue()
+    processes = [context.Process(target=repeat, args=(name, begin, told)) for name in WORK]
+    for process in processes:
+        process.start()
+    found = [told.get(timeout=300) for _ in processes]
+    for process in processes:
+        process.join(30)
+    assert {name: wrong for name, _, wrong in found if wrong} == {}
+    assert all(calls > 10 for _, calls, _ in found)
