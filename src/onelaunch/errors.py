@@ -125,6 +125,24 @@ class CheckpointError(OneLaunchError, ValueError):
         super().__init__(f"Checkpoint: {problem}.")
 
 
+# Models
+
+
+class ModelConfigError(OneLaunchError, ValueError):
+    """A field of a model's configuration is missing or wrong."""
+
+    def __init__(self, field: str, *, got: object, want: str) -> None:
+        super().__init__(f"{field} of the model's configuration is {got}; it must be {want}.")
+        self.field = field
+
+
+class UnsupportedModel(OneLaunchError, ValueError):
+    """A model of an architecture, or with a feature, that is not supported."""
+
+    def __init__(self, what: str, *, supported: Iterable[str]) -> None:
+        super().__init__(f"The model has {what}, which is not supported. Supported: {listing(supported)}.")
+
+
 # Devices and tools
 
 

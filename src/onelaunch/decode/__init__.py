@@ -1,0 +1,1 @@
+"""Decoding a small language model at batch 1: model import, the operation ``decode_step``, sampling and text."""
