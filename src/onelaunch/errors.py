@@ -143,6 +143,14 @@ class UnsupportedModel(OneLaunchError, ValueError):
         super().__init__(f"The model has {what}, which is not supported. Supported: {listing(supported)}.")
 
 
+class ContextExceeded(OneLaunchError, ValueError):
+    """A text would be longer than the model's context."""
+
+    def __init__(self, positions: int, *, context: int, said: str = "The text") -> None:
+        super().__init__(f"{said} takes {positions} positions; the model's context has {context}.")
+        self.positions, self.context = positions, context
+
+
 # Devices and tools
 
 

@@ -270,6 +270,8 @@ class Operation(Generic[P, R]):
         outputs: names of the public function's results, or how they follow from its arguments.
         options: the input maker's choices with their defaults; a case may override them.
         defaults: per device type, the variants to prefer where nothing was measured.
+        caps: per dtype, the largest norm-wise error of a result where the operation is so long a chain of roundings that plain
+            PyTorch is beyond the cap of all operations.
         variants: by name, in order of registration.
     """
 
@@ -282,6 +284,7 @@ class Operation(Generic[P, R]):
         bind: Callable[..., Call],
         options: Mapping[str, Any],
         defaults: Mapping[str, tuple[str, ...]],
+        caps: Mapping[torch.dtype, float] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -291,6 +294,7 @@ class Operation(Generic[P, R]):
         """The checked call made of the public function's arguments (without ``variant``)."""
         self.options = dict(options)
         self.defaults = dict(defaults)
+        self.caps = dict(caps or {})
         self.variants: dict[str, Variant] = {}
         self.controls: dict[str, Control] = {}
         self._function = function
@@ -462,7 +466,8 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
 @functools.cache
 def _load_plugins() -> None:
     """Our own operations, then those that installed packages announce."""
-    importlib.import_module("onelaunch.ops")
+    for room in ("onelaunch.ops", "onelaunch.decode"):
+        importlib.import_module(room)
     for entry in importlib.metadata.entry_points(group=PLUGINS):
         entry.load()
 
