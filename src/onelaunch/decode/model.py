@@ -1,6 +1,7 @@
 """The model in plain PyTorch, in the dtype of its weights: the oracle in float64, what people run in 16 bits.
 
-Rounding in 16 bits is that of Hugging Face's: norms in float32 and rounded before their factors, everything else in the dtype.
+Rounding in 16 bits is Hugging Face's: norms in float32 and rounded before their factors, everything else in the dtype. Angles
+alone are made in float64.
 """
 
 from __future__ import annotations
