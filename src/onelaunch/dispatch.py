@@ -101,6 +101,11 @@ def explain(query: Query) -> Explanation:
     return Explanation(query, chosen.name, because, standings)
 
 
+def pick(variant: str, query: Query) -> Variant:
+    """The variant that would run a call: that of :func:`choose` for ``"auto"``, else the named one, which must support it."""
+    return find_operation(query.operation).variants[_name(variant, query)]
+
+
 def _name(variant: str, query: Query) -> str:
     """The variant that will run, checked."""
     return choose(query).name if variant == AUTO else _checked(variant, query)

@@ -151,6 +151,21 @@ class ContextExceeded(OneLaunchError, ValueError):
         self.positions, self.context = positions, context
 
 
+class TokenizerMissing(OneLaunchError, ImportError):
+    """Text was given or asked for, and what makes tokens of it is not here."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. Do: pip install 'onelaunch[decode]', or pass token ids and ask for none but them.")
+
+
+class DeviceMemoryError(OneLaunchError, RuntimeError):
+    """A device has too little free memory for what was to be kept there."""
+
+    def __init__(self, what: str, *, device: object, need: int | None = None, free: int | None = None) -> None:
+        numbers = "" if need is None or free is None else f" It takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free."
+        super().__init__(f"There is no room on {device} for {what}.{numbers} Free memory there, or use another device.")
+
+
 # Devices and tools
 
 
