@@ -237,6 +237,15 @@ def test_seeds_decide_and_greedy_has_none():
     assert model.generate([3], max_new_tokens=9).tokens == model.generate([3], max_new_tokens=9, seed=5).tokens
 
 
+def test_what_a_call_does_not_say_the_model_does():
+    weights = random_weights(SMALL)
+    model = Model(TorchEngine(weights), None, {"temperature": 5.0, "top_p": 0.9})
+    drawn = model.generate([3], max_new_tokens=20).tokens
+    assert drawn == Model(TorchEngine(weights)).generate([3], max_new_tokens=20, temperature=5.0, top_p=0.9).tokens
+    greedy = Model(TorchEngine(weights)).generate([3], max_new_tokens=20).tokens
+    assert drawn != greedy == model.generate([3], max_new_tokens=20, temperature=0.0).tokens
+
+
 def test_a_variant_may_bring_its_engine(monkeypatch):
     monkeypatch.setattr(decode_step, "variants", dict(decode_step.variants))
     decode_step.variant("scripted", engine=lambda weights: Script("abc"))(lambda call: None)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from onelaunch.decode.sampling import WORD, Sampler, Sampling, gumbel, keys, penalise, warp
+from onelaunch.decode.sampling import WORD, Sampler, Sampling, gumbel, keys, penalise, recommended, warp
 from onelaunch.errors import ArgumentError
 
 CHOICES = {
@@ -180,6 +180,14 @@ def test_the_seed_decides():
 def test_what_is_wrong_is_named(choice, message):
     with pytest.raises(ArgumentError, match=message):
         Sampling(**choice)
+
+
+def test_what_a_model_recommends():
+    qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "pad_token_id": 1}
+    assert recommended(qwen3) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert recommended({"do_sample": True, "min_p": None}) == {"temperature": 1.0}
+    assert recommended({"temperature": 0.6, "repetition_penalty": 1.1}) == {"repetition_penalty": 1.1}
+    assert recommended({}) == {}
 
 
 @pytest.mark.gpu

@@ -151,9 +151,8 @@ class ModelConfig:
             CheckpointError: when there is no such file, or it is no JSON.
             UnsupportedModel, ModelConfigError: as :meth:`from_dict`.
         """
-        values = _read(Path(folder) / "config.json")
-        generation = Path(folder) / "generation_config.json"
-        if generation.is_file() and (ends := _read(generation).get("eos_token_id")) is not None:
+        values = read_json(Path(folder) / "config.json")
+        if (ends := read_generation(folder).get("eos_token_id")) is not None:
             values["eos_token_id"] = ends
         return cls.from_dict(values)
 
@@ -228,7 +227,18 @@ def _tokens(value: object) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_generation(folder: str | Path) -> dict[str, Any]:
+    """What a folder's ``generation_config.json`` holds; nothing where there is none."""
+    path = Path(folder) / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        CheckpointError: there is no such file, or no object in it.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:

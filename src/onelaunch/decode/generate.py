@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 
-from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.config import ModelConfig, read_generation
 from onelaunch.decode.engine import Engine, Request, make_engine
 from onelaunch.decode.hub import find_model
-from onelaunch.decode.sampling import Choices, Sampling
+from onelaunch.decode.sampling import Choices, Sampling, recommended
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
 from onelaunch.decode.weights import load_weights, parts
 from onelaunch.dispatch import AUTO
@@ -141,15 +141,18 @@ class Model:
     Args:
         engine: makes tokens.
         codec: the tokenizer; without one, prompts are token ids and texts ``None``.
+        defaults: how tokens are drawn where a call does not say.
 
     Attributes:
         engine: as given.
         codec: as given.
+        defaults: as given, or those of the model's ``generation_config.json``.
     """
 
-    def __init__(self, engine: Engine, codec: TextCodec | None = None) -> None:
+    def __init__(self, engine: Engine, codec: TextCodec | None = None, defaults: Choices | None = None) -> None:
         self.engine = engine
         self.codec = codec
+        self.defaults: Choices = defaults or {}
 
     @property
     def config(self) -> ModelConfig:
@@ -191,7 +194,7 @@ class Model:
             codec = TextCodec(folder)
         except TokenizerMissing:
             codec = None  # ids are enough for some; text says then what is missing
-        return cls(engine, codec)
+        return cls(engine, codec, recommended(read_generation(folder)))
 
     def generate(
         self,
@@ -211,9 +214,9 @@ class Model:
             stop: strings that end the text, which does not contain them.
             ignore_end: whether to go on after an end token.
             streamer: is given the prompt and every token as it comes, such as a ``transformers.TextStreamer``.
-            **choices: ``temperature`` (0, the default, always takes the likeliest token), ``top_k``, ``top_p``, ``min_p``,
-                ``repetition_penalty`` and ``seed``: the fields of :class:`~onelaunch.decode.sampling.Sampling`. The same seed,
-                model and prompt give the same text.
+            **choices: ``temperature`` (0 always takes the likeliest token), ``top_k``, ``top_p``, ``min_p``,
+                ``repetition_penalty`` and ``seed``: the fields of :class:`~onelaunch.decode.sampling.Sampling`, by default as the
+                model's ``generation_config.json`` has them. The same seed, model and prompt give the same text.
 
         Raises:
             ArgumentError, ValueRangeError: naming the argument, what it was and what it has to be.
@@ -263,7 +266,8 @@ class Model:
                 len(tokens) + 1, context=self.config.max_position_embeddings, said="The prompt with one new token"
             )
         ends = () if ignore_end else self.config.eos_token_ids
-        request = Request(tokens, min(max_new_tokens, room), Sampling(**choices), ends)
+        drawn: Choices = {**self.defaults, **choices}
+        request = Request(tokens, min(max_new_tokens, room), Sampling(**drawn), ends)
         return Stream(self.engine, request, self.codec, stops, "length" if max_new_tokens <= room else "context")
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[str]:

@@ -7,8 +7,9 @@ kernel that never asks the host, draws the same ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -70,6 +71,14 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the largest logit is taken."""
         return self.temperature == 0
+
+
+def recommended(generation: Mapping[str, Any]) -> Choices:
+    """What a ``generation_config.json`` says of drawing tokens; without ``do_sample``, of the penalty alone."""
+    drawn = bool(generation.get("do_sample"))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if drawn else ("repetition_penalty",)
+    found: Any = {"temperature": 1.0} if drawn else {}
+    return found | {name: generation[name] for name in names if generation.get(name) is not None}
 
 
 class Sampler:

@@ -129,15 +129,16 @@ class _Captured:
 
     @classmethod
     def of(cls, call: DecodeCall, layer: Part, head: Part, window: int) -> _Captured:
-        token, position = call.token.clone(), torch.full_like(call.token, call.position)
-        stream = torch.cuda.Stream(call.token.device)
-        stream.wait_stream(torch.cuda.current_stream(call.token.device))
-        with torch.cuda.stream(stream):  # compiles, and asks for all workspaces, outside of the graph
-            step(layer, head, call.weights, token, position, call, window)
-        torch.cuda.current_stream(call.token.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = step(layer, head, call.weights, token, position, call, window)
+        with torch.cuda.device(call.token.device):
+            token, position = call.token.clone(), torch.full_like(call.token, call.position)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # compiles, and asks for all workspaces, outside of the graph
+                step(layer, head, call.weights, token, position, call, window)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = step(layer, head, call.weights, token, position, call, window)
         return cls(graph, token, position, logits)
 
     def replay(self, call: DecodeCall) -> torch.Tensor:
