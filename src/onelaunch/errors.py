@@ -151,6 +151,10 @@ class ContextExceeded(OneLaunchError, ValueError):
         self.positions, self.context = positions, context
 
 
+class FallbackNotice(UserWarning):
+    """What would be fastest cannot run here, and something slower does."""
+
+
 class TokenizerMissing(OneLaunchError, ImportError):
     """Text was given or asked for, and what makes tokens of it is not here."""
 

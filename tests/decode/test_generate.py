@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Generator
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 
 from onelaunch import dispatch
 from onelaunch.decode import decode_step, random_weights
+from onelaunch.decode import engine as engine_file
 from onelaunch.decode import hub as hub_file
 from onelaunch.decode.engine import Request, TorchEngine, make_engine
 from onelaunch.decode.generate import Model
@@ -19,6 +21,7 @@ from onelaunch.errors import (
     ArgumentError,
     CheckpointError,
     ContextExceeded,
+    FallbackNotice,
     TokenizerMissing,
     UnknownVariant,
     ValueRangeError,
@@ -256,6 +259,22 @@ def test_a_variant_may_bring_its_engine(monkeypatch):
         make_engine(weights, "scriptd")
     with pytest.raises(VariantUnsupported, match="needs a CUDA device"):
         make_engine(weights, "captured")
+    dispatch.choose.cache_clear()
+
+
+def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
+    monkeypatch.setattr(decode_step, "variants", dict(decode_step.variants))
+    faster = decode_step.variant("faster", engine=Script)(lambda call: None)
+    faster.supports(lambda query: "needs a GPU of compute capability 9")
+    weights = random_weights(SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_engine(weights)
+    key = engine_file.key_of
+    monkeypatch.setattr(engine_file, "key_of", lambda config, position, device: key(config, position, "cuda:0"))
+    monkeypatch.setattr(dispatch, "pick", lambda variant, query: decode_step.get("eager"))
+    with pytest.warns(FallbackNotice, match="faster cannot run here: it needs a GPU of compute capability 9; eager runs instead"):
+        assert isinstance(make_engine(weights), TorchEngine)
     dispatch.choose.cache_clear()
 
 

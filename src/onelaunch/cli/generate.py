@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.decode.generate import Model
 from onelaunch.decode.hub import BUNDLED
+from onelaunch.errors import FallbackNotice
 
 OWN = "the model's"
 
@@ -50,8 +52,11 @@ def generate(
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     started = time.perf_counter()
-    with output.busy(f"reading {model}"):
+    with output.busy(f"reading {model}"), warnings.catch_warnings(record=True) as notices:
+        warnings.simplefilter("always", FallbackNotice)
         loaded = Model.from_pretrained(model, device=device, dtype=dtype, variant=variant)
+    for notice in notices or ():
+        output.stderr().print(f"note: {notice.message}", soft_wrap=True)
     asked = loaded.chat([{"role": "user", "content": text}]) if chat else text
     choices = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,

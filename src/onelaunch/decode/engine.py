@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,7 +17,7 @@ from onelaunch.decode.model import prefill
 from onelaunch.decode.sampling import Sampler, Sampling
 from onelaunch.decode.weights import Weights
 from onelaunch.dispatch import AUTO
-from onelaunch.errors import DeviceMemoryError
+from onelaunch.errors import DeviceMemoryError, FallbackNotice
 
 TYPICAL_POSITION = 256
 """Where the variant is chosen that decides which engine runs a text."""
@@ -114,10 +115,17 @@ class _Arriving:
 def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
     """The engine of a variant of ``decode_step``: the callable in its tag ``engine`` applied to the weights, else PyTorch's.
 
+    On a GPU, a :class:`~onelaunch.errors.FallbackNotice` says why the engines that ``"auto"`` passes over cannot run there.
+
     Raises:
         UnknownVariant, VariantUnsupported: as :func:`decode_step`.
     """
     query = key_of(weights.config, min(TYPICAL_POSITION, weights.config.max_position_embeddings - 1), str(weights.device))
-    if (maker := dispatch.pick(variant, query).tags.get("engine")) is not None:
+    chosen = dispatch.pick(variant, query)
+    if (maker := chosen.tags.get("engine")) is not None:
         return maker(weights)
+    if variant == AUTO and query.device_type != "cpu":
+        for name, passed_over in decode_step.variants.items():
+            if "engine" in passed_over.tags and (reason := passed_over.why_not(query)) is not None:
+                warnings.warn(f"{name} cannot run here: it {reason}; {chosen.name} runs instead.", FallbackNotice, stacklevel=3)
     return TorchEngine(weights, variant)

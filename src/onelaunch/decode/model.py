@@ -15,8 +15,8 @@ from onelaunch.decode.cache import KVCache
 from onelaunch.decode.rope import rotate, rotation
 from onelaunch.decode.weights import LayerWeights, Weights
 
-PIECE = 1024
-"""Tokens of a prompt that go through the model at once: the mask of a piece has as many rows."""
+PIECE = 4096
+"""Tokens of a prompt that go through the model at once: pieces after the first need a mask of as many rows."""
 
 
 def prefill(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, KVCache]:
@@ -43,16 +43,15 @@ def prefill(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> tuple[tor
 
 def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
     """Residual stream ``[T, H]`` after all layers of tokens ``[T]`` that follow the cache; it gets their keys and values."""
-    config, start = weights.config, cache.length
+    config, start, end = weights.config, cache.length, cache.length + len(tokens)
     hidden = F.embedding(tokens, weights.embed_tokens)
-    turn = rotation(config, torch.arange(start, start + len(tokens), device=tokens.device), hidden.dtype)
+    turn = rotation(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
     for layer, keys, values in zip(weights.layers, cache.keys, cache.values, strict=True):
         normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
         q, k, v = heads(config.head_dim, config.rms_norm_eps, layer, normed, turn)
-        keys[:, start : start + len(tokens)] = k
-        values[:, start : start + len(tokens)] = v
-        end = start + len(tokens)
-        attended = attend(q, keys[:, :end], values[:, :end], _causal(start, len(tokens), q.device))
+        keys[:, start:end] = k
+        values[:, start:end] = v
+        attended = attend(q, keys[:, :end], values[:, :end])
         hidden = hidden + F.linear(attended, layer.o_proj, layer.o_bias)
         hidden = hidden + mlp(config.rms_norm_eps, layer, hidden)
     return hidden
@@ -83,11 +82,18 @@ def heads(
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Grouped attention of queries ``[Q, T, D]`` to keys and values ``[K, S, D]``: ``[T, Q * D]``."""
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Grouped causal attention of the last queries ``[Q, T, D]`` to keys and values ``[K, S, D]``: ``[T, Q * D]``."""
+    count, length, shared = q.shape[1], keys.shape[1], len(q) // len(keys)
+    mask = None
+    if 1 < count < length:
+        mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
+        # With a mask, no fast kernel knows that heads are shared.
+        keys, values = (each.repeat_interleave(shared, 0) for each in (keys, values))
     found = F.scaled_dot_product_attention(
-        q[None], keys[None], values[None], attn_mask=mask, scale=1 / math.sqrt(q.shape[-1]), enable_gqa=len(q) != len(keys)
-    )
+        q[None], keys[None], values[None], mask, is_causal=1 < count == length, scale=1 / math.sqrt(q.shape[-1]),
+        enable_gqa=len(q) != len(keys),
+    )  # fmt: skip
     return found[0].transpose(0, 1).flatten(1)
 
 
@@ -95,10 +101,3 @@ def mlp(eps: float, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
     """SwiGLU of the normalised residual stream."""
     normed = rms_norm(hidden, layer.post_attention_layernorm, eps)
     return F.linear(F.silu(F.linear(normed, layer.gate_proj)) * F.linear(normed, layer.up_proj), layer.down_proj)
-
-
-def _causal(start: int, count: int, device: torch.device) -> torch.Tensor | None:
-    """Which of ``start + count`` positions each of the last ``count`` sees; ``None`` where the only one sees all."""
-    if count == 1:
-        return None
-    return torch.ones(count, start + count, dtype=torch.bool, device=device).tril(start)
