@@ -1,6 +1,6 @@
 """Train the tiny Qwen3 checkpoint that ships with the package, on the sources of Python's standard library.
 
-    python tools/train_tiny_qwen3.py --out src/onelaunch/decode/tiny     # some twenty-five minutes on two CPU cores
+    python tools/train_tiny_qwen3.py --out src/onelaunch/decode/tiny     # some fifteen minutes on a CPU core
 
 Needs the extra ``decode``. The model is Hugging Face's, so that the checkpoint is what such checkpoints are; the seed is
 fixed, the text is that of the Python that runs this. Weights are stored in bfloat16.
@@ -118,7 +118,7 @@ def main() -> None:
     """Read, train, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     texts = sources()

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from onelaunch import dispatch
-from onelaunch.decode import decode_step, random_weights
+from onelaunch.decode import KVCache, decode_step, random_weights
 from onelaunch.decode import engine as engine_file
+from onelaunch.decode import generate as generate_file
 from onelaunch.decode import hub as hub_file
 from onelaunch.decode.engine import Request, TorchEngine, make_engine
 from onelaunch.decode.generate import Model
@@ -21,6 +22,7 @@ from onelaunch.errors import (
     ArgumentError,
     CheckpointError,
     ContextExceeded,
+    DeviceMemoryError,
     FallbackNotice,
     TokenizerMissing,
     UnknownVariant,
@@ -210,7 +212,6 @@ def test_a_text_longer_than_the_first_cache_is_the_text_without_one():
     weights = random_weights(replace(SMALL, num_hidden_layers=1), seed=4)
     engine = TorchEngine(weights)
     found = list(engine.run(Request((1, 2, 3), 300)))
-    from onelaunch.decode import KVCache
     from onelaunch.decode.model import forward, logits_of
 
     with torch.no_grad():
@@ -276,6 +277,21 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
     with pytest.warns(FallbackNotice, match="faster cannot run here: it needs a GPU of compute capability 9; eager runs instead"):
         assert isinstance(make_engine(weights), TorchEngine)
     dispatch.choose.cache_clear()
+
+
+def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
+    folder = write(tmp_path, random_weights(SMALL))
+    monkeypatch.setattr(generate_file, "resolve", lambda device: torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
+    with pytest.raises(DeviceMemoryError, match=r"no room on cuda:0 for the weights of .* It takes 0\.00 GB, 0\.00 GB are free"):
+        Model.from_pretrained(folder, device="cuda")
+
+    def exhausted(self, config, positions):
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(KVCache, "grown", exhausted)
+    with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 3 positions"):
+        Model(TorchEngine(random_weights(SMALL))).generate([1, 2, 3])
 
 
 # What is refused

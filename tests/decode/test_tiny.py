@@ -62,6 +62,18 @@ def test_512_greedy_tokens_are_those_of_transformers(model):
     assert tokenizer.decode(expected[0, prompt.shape[1] :]) == found.text
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["eager", "captured"])
+def test_a_gpu_writes_what_a_cpu_writes(variant):
+    texts = [
+        Model.from_pretrained(BUNDLED, device=device, dtype="float32", variant=chosen).generate(
+            PROMPT, max_new_tokens=400, seed=5
+        )
+        for device, chosen in (("cpu", "eager"), ("cuda", variant))
+    ]
+    assert texts[0].text == texts[1].text
+
+
 def test_a_streamer_of_transformers_prints_the_text(model, capsys):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))

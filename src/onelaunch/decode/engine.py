@@ -115,7 +115,7 @@ class _Arriving:
 def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
     """The engine of a variant of ``decode_step``: the callable in its tag ``engine`` applied to the weights, else PyTorch's.
 
-    On a GPU, a :class:`~onelaunch.errors.FallbackNotice` says why the engines that ``"auto"`` passes over cannot run there.
+    On a GPU, a :class:`~onelaunch.errors.FallbackNotice` says why the engine that ``"auto"`` would prefer cannot run there.
 
     Raises:
         UnknownVariant, VariantUnsupported: as :func:`decode_step`.
@@ -125,7 +125,7 @@ def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
     if (maker := chosen.tags.get("engine")) is not None:
         return maker(weights)
     if variant == AUTO and query.device_type != "cpu":
-        for name, passed_over in decode_step.variants.items():
-            if "engine" in passed_over.tags and (reason := passed_over.why_not(query)) is not None:
-                warnings.warn(f"{name} cannot run here: it {reason}; {chosen.name} runs instead.", FallbackNotice, stacklevel=3)
+        wanted = next((name for name in decode_step.preference(query) if "engine" in decode_step.variants[name].tags), None)
+        if wanted is not None and (reason := decode_step.variants[wanted].why_not(query)) is not None:
+            warnings.warn(f"{wanted} cannot run here: it {reason}; {chosen.name} runs instead.", FallbackNotice, stacklevel=3)
     return TorchEngine(weights, variant)
