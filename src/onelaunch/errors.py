@@ -151,7 +151,7 @@ class ContextExceeded(OneLaunchError, ValueError):
         self.positions, self.context = positions, context
 
 
-class FallbackNotice(UserWarning):
+class FallbackNotice(OneLaunchError, UserWarning):
     """What would be fastest cannot run here, and something slower does."""
 
 
