@@ -269,9 +269,9 @@ class Operation(Generic[P, R]):
         dimensions: names of its sizes, in the order that :class:`Query` holds them.
         outputs: names of the public function's results, or how they follow from its arguments.
         options: the input maker's choices with their defaults; a case may override them.
+        stages: how many operations in a row it is made of, each of which rounds what it hands on: the gate's caps on errors are
+            for one, and grow with the root of their number, as errors that know nothing of each other add up.
         defaults: per device type, the variants to prefer where nothing was measured.
-        caps: per dtype, the largest norm-wise error of a result where the operation is so long a chain of roundings that plain
-            PyTorch is beyond the cap of all operations.
         variants: by name, in order of registration.
     """
 
@@ -284,7 +284,7 @@ class Operation(Generic[P, R]):
         bind: Callable[..., Call],
         options: Mapping[str, Any],
         defaults: Mapping[str, tuple[str, ...]],
-        caps: Mapping[torch.dtype, float] | None = None,
+        stages: int = 1,
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -294,7 +294,7 @@ class Operation(Generic[P, R]):
         """The checked call made of the public function's arguments (without ``variant``)."""
         self.options = dict(options)
         self.defaults = dict(defaults)
-        self.caps = dict(caps or {})
+        self.stages = stages
         self.variants: dict[str, Variant] = {}
         self.controls: dict[str, Control] = {}
         self._function = function
@@ -317,7 +317,7 @@ class Operation(Generic[P, R]):
 
         Common tags: ``launches`` (int), ``fuses`` (tuple of step names), ``gemm`` (``cublas``, ``triton``...),
         ``backward`` (bool, default True), ``requires`` (a package that must be installed), ``maker`` (whose code it is, where
-        it is not ours: ``pytorch``, ``liger``...).
+        it is not ours: ``pytorch``, ``liger``...), ``tunes`` (bool: its first call measures which of its kernels are fast).
         """
 
         def register_variant(run: Callable[..., Any]) -> Variant:

@@ -303,3 +303,43 @@ def assert_captured_step_follows_its_inputs(
         torch.cuda.synchronize(device)
         found = {name: value.clone() for name, value in captured.items()}
         assert_near(found, results(operation, arguments, variant), tolerance)
+
+
+def assert_same_bits_beside_other_work_and_in_graphs(
+    call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], device: torch.device
+) -> None:
+    """Calls on three streams at once, each beside a matrix product, and calls of a replayed CUDA graph give what one alone gives.
+
+    Args:
+        call: gives the results, from the same arguments each time.
+        device: where.
+    """
+
+    def made() -> tuple[torch.Tensor, ...]:
+        outputs = call()
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def assert_same(found: list[tuple[torch.Tensor, ...]]) -> None:
+        assert all(torch.equal(one, other) for each in found for one, other in zip(each, expected, strict=True))
+
+    expected = made()
+    busy = torch.randn(2048, 2048, device=device)
+    streams = [torch.cuda.Stream(device) for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    found = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                busy @ busy
+                found.append(made())
+    torch.cuda.synchronize(device)
+    assert_same(found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [made() for _ in range(3)]
+    for _ in range(5):
+        for output in (output for each in held for output in each):
+            output.zero_()
+        graph.replay()
+        assert_same(held)

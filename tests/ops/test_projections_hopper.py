@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -15,14 +16,14 @@ from onelaunch.ops import Segment, projections
 from onelaunch.ops.projections import hopper
 from onelaunch.ops.projections.hopper_tiles import FEW, WIDEST, Tiles, counts, header, narrow_for, taken, tiles_for
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, layout_of
-from tests.ops.cases import BOTH, assert_ok, judge
+from tests.ops.cases import BOTH, assert_ok, assert_same_bits_beside_other_work_and_in_graphs, judge
 from tests.ops.projections_cases import PROJECTIONS
 
 pytest.importorskip("triton")
 
 from onelaunch.ops.projections import hopper_launch
 
-VARIANTS = tuple(hopper.CLUSTERS)
+VARIANTS = tuple(hopper.SHARED)
 LARGEST_SHARED = 227 * 1024
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -91,14 +92,14 @@ def test_tiles_cover_every_column_once_and_know_what_it_is(kinds_given, columns)
                 assert bias == place.bias + behind
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("shared", hopper.SHARED.values())
 @pytest.mark.parametrize("rows", [1, 128, 1024, 32768, 10**6])
-@pytest.mark.parametrize("head", [8, 64, 96, 128, 160, 256])
-def test_tiles_fit(head, rows, cluster):
+@pytest.mark.parametrize("head", [8, 24, 64, 96, 128, 160, 200, 256])
+def test_tiles_fit(head, rows, shared):
     layout = layout_of((Segment("q", 7, head, "l2norm"), Segment("v", 3, 100), Segment("decay", 7, 1, "sigmoid")))
-    tiles = tiles_for(layout, rows, 2048, 132, cluster)
+    tiles = tiles_for(layout, rows, 2048, 132, shared)
     assert head <= tiles.columns <= WIDEST
-    assert tiles.columns % 8 == tiles.narrow % 8 == 0
+    assert tiles.columns % (8 * tiles.unit_rows) == tiles.narrow % 8 == 0
     assert tiles.stages >= 3
     assert tiles.shared_bytes <= LARGEST_SHARED
     few = min(FEW, tiles.columns - 8)
@@ -107,17 +108,28 @@ def test_tiles_fit(head, rows, cluster):
 
 
 def test_the_write_up_s_chain_has_the_widest_tiles_and_narrow_ones_for_the_decay():
-    assert tiles_for(chain_058(), 32768, 2048, 132, 1) == Tiles(256, 16)
+    assert tiles_for(chain_058(), 32768, 2048, 132, "nothing") == Tiles(256, 16)
     assert len(list(counts(chain_058(), 256))) == 33
 
 
 def test_few_rows_get_more_tiles():
-    assert tiles_for(chain_058(4), 128, 2048, 132, 1).columns < WIDEST
+    assert tiles_for(chain_058(4), 128, 2048, 132, "nothing").columns < WIDEST
 
 
-@pytest.mark.parametrize(("rows", "cluster", "programs"), [(32768, 1, 132), (32768, 2, 132), (100, 1, 33), (100, 2, 34)])
-def test_a_launch_has_programs_for_every_processor_or_every_tile(rows, cluster, programs):
-    assert hopper_launch.programs(chain_058(), Tiles(256, 16, cluster), rows, 132) == programs
+def test_a_round_for_the_decay_alone_costs_as_much_as_its_tiles():
+    """Eight tiles of rows, 4104 columns: 128 wide tiles and 8 narrow ones are a round and a bit for 132 programs."""
+    assert tiles_for(chain_058(8), 1024, 1024, 132, "nothing").columns == 128
+
+
+@pytest.mark.parametrize(
+    ("rows", "shared", "programs"),
+    [
+        (32768, "nothing", 132), (32768, "x", 132), (32768, "weight", 132),
+        (100, "nothing", 33), (100, "x", 34), (100, "weight", 66),
+    ],
+)  # fmt: skip
+def test_a_launch_has_programs_for_every_processor_or_every_tile(rows, shared, programs):
+    assert hopper_launch.programs(chain_058(), Tiles(256, 16, shared), rows, 132) == programs
 
 
 # What is refused
@@ -145,9 +157,10 @@ def test_what_the_kernel_takes(chain):
     assert hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")) is None
 
 
-def test_auto_takes_pytorch_until_kernels_have_run_on_a_gpu():
+def test_auto_prefers_one_launch_and_elsewhere_two():
     case = PROJECTIONS.case("bfloat16", B=8, T=4096, D=2048, H=16, K=128, V=128)
-    assert PROJECTIONS.preference(PROJECTIONS.query(case, "cuda:0"))[0] == "wide"
+    first = PROJECTIONS.preference(PROJECTIONS.query(case, "cuda:0"))
+    assert first[:3] == ["epilogue_persistent", "wide_activated", "wide"]
 
 
 @each_variant
@@ -197,9 +210,10 @@ def test_a_call_becomes_one_launch(chain, grad, variant, launched):
     given["x"] = given["x"].mT.contiguous().mT.requires_grad_(grad)  # strides that no copy engine takes
     found = projections(**given, variant=variant)
     ((grid, values),) = launched
-    bias, rstd, _, kept, rows, channels, eps = values[5:]
+    bias, rstd, _, kept, rows, channels, x_bytes, eps = values[5:]
     assert (rows, channels, eps) == (60, 72, 1e-6)
-    assert grid[0] % hopper.CLUSTERS[variant] == 0
+    assert x_bytes == (128 if variant == "cluster" else 64) * 128  # of few rows no more than there are
+    assert grid[0] % Tiles(64, 64, hopper.SHARED[variant]).cluster == 0
     layout = layout_of(tuple(given["segments"]))
     assert (bool(bias), bool(rstd), bool(kept)) == (bool(layout.biases), grad and bool(layout.norms), grad and bool(layout.kept))
     assert [each.shape for each in found] == [(2, 30, *segment.shape) for segment in given["segments"]]
@@ -209,6 +223,8 @@ def test_a_call_becomes_one_launch(chain, grad, variant, launched):
 # On a GPU
 
 CASES: dict[str, dict[str, Any]] = {
+    "rows_of_half_a_tile": {"dtype": "bfloat16", "B": 1, "T": 57, "D": 200, "H": 2, "K": 128, "V": 128},
+    "an_odd_number_of_tiles_of_rows": {"dtype": "bfloat16", "B": 1, "T": 300, "D": 320, "H": 40, "K": 128, "V": 128},
     "one_row": {"dtype": "bfloat16", "B": 1, "T": 1, "D": 64, "H": 2, "K": 64, "V": 64},
     "one_step_short": {"dtype": "float16", "B": 1, "T": 5, "D": 8, "H": 1, "K": 8, "V": 8},
     "edges_of_tiles": {"dtype": "bfloat16", "B": 3, "T": 99, "D": 136, "H": 3, "K": 96, "V": 100},
@@ -242,25 +258,7 @@ def made(device, **given: Any) -> dict[str, Any]:
 @each_variant
 def test_equal_to_the_last_bit_beside_other_work_and_in_graphs(variant, device):
     given = made(device)
-    expected = projections(**given, variant=variant)
-    busy = torch.randn(2048, 2048, device=device)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    found = []
-    for _ in range(20):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                busy @ busy
-                found.append(projections(**given, variant=variant))
-    torch.cuda.synchronize()
-    assert all(torch.equal(one, other) for each in found for one, other in zip(each, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = [projections(**given, variant=variant) for _ in range(3)]
-    for _ in range(5):
-        graph.replay()
-        assert all(torch.equal(one, other) for each in held for one, other in zip(each, expected, strict=True))
+    assert_same_bits_beside_other_work_and_in_graphs(functools.partial(projections, **given, variant=variant), device)
 
 
 @pytest.mark.gpu

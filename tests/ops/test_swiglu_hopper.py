@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from onelaunch.operation import Query, find_operation
 from onelaunch.ops import NVFP4Tensor, quantize_fp8, swiglu
 from onelaunch.ops.swiglu import hopper
 from onelaunch.ops.warpgroup_products import product_header
-from tests.ops.cases import BOTH, assert_ok, judge
+from tests.ops.cases import BOTH, assert_ok, assert_same_bits_beside_other_work_and_in_graphs, judge
 
 pytest.importorskip("triton")
 
@@ -283,28 +284,7 @@ def test_any_strides(form, variant, device):
 @pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
 def test_equal_to_the_last_bit_beside_other_work_and_in_graphs(form, variant, device):
     arguments = made(device, format=form)
-    expected = swiglu(**arguments, variant=variant)
-    busy = torch.randn(2048, 2048, device=device)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    found = []
-    for _ in range(20):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                busy @ busy
-                found.append(swiglu(**arguments, variant=variant))
-    torch.cuda.synchronize()
-    assert all(torch.equal(each, expected) for each in found)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        first, second = (swiglu(**arguments, variant=variant) for _ in range(2))
-    for _ in range(3):
-        first.zero_()
-        second.zero_()
-        graph.replay()
-        assert torch.equal(first, expected)
-        assert torch.equal(second, expected)
+    assert_same_bits_beside_other_work_and_in_graphs(functools.partial(swiglu, **arguments, variant=variant), device)
 
 
 @pytest.mark.gpu

@@ -139,6 +139,7 @@ def ok_cell(
     error: float = 1e-4,
     counted: float | None = None,
     peak: int | None = None,
+    launches: int | None = None,
     direction: Direction = "forward",
 ) -> Cell:
     """A correct cell whose rounds alternate ``spread`` above and below ``time`` microseconds; ``counted`` bytes by ncu."""
@@ -156,6 +157,7 @@ def ok_cell(
         timings=(Timing(regime="cold", microseconds=stats.estimate(values), rounds=values),),
         traffic=by_arithmetic if counted is None else Traffic(source="ncu", read=counted, written=0.0),
         peak_bytes=peak,
+        launches=launches,
     )
 
 

@@ -446,6 +446,24 @@ def test_bytes_by_arithmetic_are_no_count_over_the_least_either():
     assert "no counted bytes at mega; by arithmetic 1.50 (5.7 MiB of two against 3.8 MiB at the least)" in found.evidence
 
 
+def launched(at_most, **more: Any) -> Criterion:
+    facts: dict[str, Any] = {"name": "launches", "measure": "launches", "of": "one", "at_most": at_most}
+    return Criterion(**(facts | more))
+
+
+def test_counted_launches_are_held_against_their_bound():
+    met = outcome(launched(6), ok_cell("one", 1.0, launches=6), floor=None)
+    assert (met.status, met.evidence) == ("met", "one launches 6 times a call at mega, at most 6 was asked.")
+    missed = outcome(launched(6), ok_cell("one", 1.0, launches=7))
+    assert (missed.status, missed.values["mega"].median) == ("missed", 7)
+
+
+def test_declared_launches_are_no_count():
+    found = outcome(launched(6), ok_cell("one", 1.0))
+    assert (found.status, found.values) == ("not_measured", {})
+    assert "the launches of one at mega were not counted" in found.evidence
+
+
 def over_floor(at_most, **more: Any) -> Criterion:
     facts: dict[str, Any] = {"name": "floor", "measure": "time_over_floor", "of": "one", "at_most": at_most}
     return Criterion(**(facts | more))

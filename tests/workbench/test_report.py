@@ -248,6 +248,9 @@ def test_what_a_criterion_asks_is_said_in_words() -> None:
     assert said(measure="time_over_floor", over=None, at="target", at_most=1.5) == (
         "semi_fused takes at most 1.5x its floor at target (forward, cold)"
     )
+    assert said(measure="launches", over=None, at="target", at_most=6) == (
+        "semi_fused launches at most 6 times a call at target (forward)"
+    )
     assert said(measure="dram_bytes_over_least", over=None, at="target", at_most=1.6) == (
         "DRAM bytes of semi_fused at most 1.6x the least at target (forward)"
     )

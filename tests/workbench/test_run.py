@@ -359,6 +359,33 @@ def test_counters_that_fail_leave_the_arithmetic_and_a_note():
     assert result.outcomes[0].status == "not_measured"
 
 
+FEW = Criterion(name="few launches", measure="launches", of="parallel", at="first", at_most=6)
+
+
+def test_launches_are_counted_where_a_criterion_asks_for_them_and_of_what_it_names():
+    asked = []
+
+    def launches(operation, requests, *, device):
+        asked.extend((request.case.name, request.direction, request.variant) for request in requests)
+        return [5 for _ in requests]
+
+    result = run(study(FEW, directions=("forward", "forward_backward")), steps=steps(launches=launches))
+    assert asked == [("first", "forward", "parallel")]
+    assert result.cell("first", "parallel").launches == 5
+    assert result.cell("first", "eager").launches is None
+    assert result.cell("first", "parallel").timings
+    assert result.outcomes[0].status == "met"
+    asked.clear()
+    run(study(FEW), steps=steps(launches=launches), count=False, force=True)
+    assert asked == []
+
+
+def test_launches_that_cannot_be_counted_leave_a_note():
+    result = run(study(FEW))
+    assert result.outcomes[0].status == "not_measured"
+    assert "Launches of parallel at first were not counted: launches are counted on NVIDIA GPUs only" in result.notes
+
+
 def test_ctrl_c_while_counting_keeps_the_times():
     def count(*_, **__):
         raise KeyboardInterrupt

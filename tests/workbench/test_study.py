@@ -182,6 +182,8 @@ MISTAKES = {
         "bytes are held against the least; leave over out.",
     ),
     "bytes over the least from below": (('"speedup"', '"dram_bytes_over_least"'), "are bounded from above; use at_most."),
+    "launches over something": (('"speedup"', '"launches"\nover = "two"'), "launches are counted; leave over out."),
+    "launches from below": (('"speedup"', '"launches"'), "a number of launches is bounded from above; use at_most."),
     "floor of something else": (
         ('"speedup"', '"time_over_floor"\nover = "two"'),
         "a time is held against its floor; leave over out.",

@@ -8,7 +8,8 @@ from torch import nn
 from onelaunch.errors import ArgumentError
 from onelaunch.nn import inputs
 from onelaunch.nn.gated import GatedLayer, Projected
-from onelaunch.ops import Segment, projections
+from onelaunch.ops import Segment
+from onelaunch.ops.gla_layer.variants import project
 
 
 class GatedLinearAttention(GatedLayer):
@@ -107,8 +108,9 @@ class GatedLinearAttention(GatedLayer):
         self.reset_parameters()
 
     def project(self, x: torch.Tensor) -> Projected:
-        *projected, low_rank = projections(x, self.in_proj_weight, self.segments)
-        (decay,) = projections(low_rank, self.gk_proj_weight, self.decay_segments, bias=self.gk_proj_bias)
+        *projected, decay = project(
+            x, self.in_proj_weight, self.segments, self.gk_proj_weight, self.gk_proj_bias, self.decay_segments
+        )
         if self.clamp_min is not None:
             decay = decay.clamp_min(self.clamp_min)
         return self.with_decay(decay, *projected)

@@ -11,6 +11,7 @@ from onelaunch.ops.formats import (
 )
 from onelaunch.ops.gated_scan import gated_scan
 from onelaunch.ops.gla import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
+from onelaunch.ops.gla_layer import gla_layer
 from onelaunch.ops.linear_rnn import linear_rnn
 from onelaunch.ops.output_chain import output_chain
 from onelaunch.ops.projections import Segment, projections
@@ -27,6 +28,7 @@ __all__ = [
     "fused_recurrent_gla",
     "gated_scan",
     "gla",
+    "gla_layer",
     "linear_rnn",
     "load_nvfp4",
     "output_chain",

@@ -7,7 +7,7 @@ the measured time it compares with. Bytes count as measured only if the hardware
 
 Times at two shapes share no rounds: their interval is what both leave open, their noise the larger of both. A geometric mean over
 shapes is judged in the same way, its interval and its noise taken as if all shapes erred in the same direction; it is measured
-only where every shape is. Memory and bytes are exact numbers, held against the bound as they are.
+only where every shape is. Memory, bytes and launches are exact numbers, held against the bound as they are.
 """
 
 from __future__ import annotations
@@ -204,6 +204,7 @@ def _asked(criterion: Criterion) -> str:
         "dram_bytes_ratio": f"the bytes of {over} over those of {of} are",
         "dram_bytes_over_least": f"the bytes of {of} over the least are",
         "peak_memory_ratio": f"the peak memory of {of} over that of {over} is",
+        "launches": f"the launches of {of} are",
         "error": f"the error of {of} is",
     }[criterion.measure]
 
@@ -240,6 +241,8 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
         return _time_over_floor(result, criterion, cells[0], among)
     if criterion.measure == "dram_bytes_over_least":
         return _bytes_over_least(criterion, cells[0], among)
+    if criterion.measure == "launches":
+        return _launches(criterion, cells[0], among)
     of, over = cells
     if criterion.measure == "dram_bytes_ratio":
         return _bytes(criterion, of, over, among)
@@ -411,6 +414,15 @@ def _memory(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
     relation = f"takes {value:.3g}x the peak memory of"
     text = f"{of.variant} {relation} {over.variant} at {of.shape} ({amounts}), {_bound(criterion)} was asked"
     return _exactly(criterion, of.shape, value, text, f"{value:.3g}", among)
+
+
+def _launches(criterion: Criterion, cell: Cell, among: int) -> Finding:
+    if cell.launches is None:
+        text = f"not measured: the launches of {cell.variant} at {cell.shape} were not counted"
+        return Finding(cell.shape, "not_measured", text, "not counted")
+    chosen = f" (best of {among})" if among > 1 else ""
+    text = f"{cell.variant} launches {cell.launches} times a call at {cell.shape}{chosen}, {_bound(criterion)} was asked"
+    return _exactly(criterion, cell.shape, cell.launches, text, str(cell.launches), among)
 
 
 def _exactly(criterion: Criterion, shape: str, value: float, text: str, brief: str, among: int = 1) -> Finding:

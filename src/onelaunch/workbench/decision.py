@@ -184,7 +184,7 @@ def _cells(result: Result, criterion: Criterion, selector: Selector, shape: str)
 def _missed(result: Result, outcome: Outcome) -> str:
     criterion = outcome.criterion
     sentence = f"{criterion.name!r} is missed: {outcome.evidence}"
-    if criterion.measure in ("error", "peak_memory_ratio"):
+    if criterion.measure in ("error", "peak_memory_ratio", "launches"):
         return sentence
     for shape in _worst_first(result, outcome):
         cell = candidate(result, criterion, criterion.of, shape.name).cell

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onelaunch.errors import ResultCorrupt, ResultExists, listing
 from onelaunch.operation import Direction
-from onelaunch.workbench.study import Criterion, Study
+from onelaunch.workbench.study import Criterion, Grown, Study
 
 SCHEMA = 2
 """Version 1 knew no means over shapes, no times at two shapes, no memory and no criteria that do not decide: what it stored reads
@@ -114,8 +114,10 @@ class Plan(Stored):
     """This variant's own bytes, FLOPs and launches over the ceilings."""
 
 
-class Cell(Stored):
+class Cell(Grown, Stored):
     """One variant (or control) at one shape in one direction."""
+
+    LATER = ("launches",)
 
     shape: str
     direction: Direction
@@ -131,6 +133,8 @@ class Cell(Stored):
     peak_bytes: int | None = None
     """Most memory in use above the inputs during one call, as :class:`onelaunch.workbench.sampling.GpuSampler` measures it;
     ``None`` where it is not measured, such as on a CPU."""
+    launches: int | None = None
+    """Kernels, copies and fills of one call, as counted in a CUDA graph; ``None`` where no criterion asks for them."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)

@@ -18,13 +18,15 @@ from onelaunch import hardware
 from onelaunch.errors import ResultExists, ResultMismatch, StudyError
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of
+from onelaunch.workbench.compiling import compile_ahead, places_to_compile
 from onelaunch.workbench.count import Request, analytic, count_all
 from onelaunch.workbench.criteria import evaluate
 from onelaunch.workbench.decision import decide
+from onelaunch.workbench.launches import count_launches
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.provenance import provenance
 from onelaunch.workbench.result import Cell, Noise, Result, StoredCeilings, Traffic
-from onelaunch.workbench.study import DRAM_BYTES, Scale, Shape, Study
+from onelaunch.workbench.study import DRAM_BYTES, Measure, Scale, Shape, Study
 from onelaunch.workbench.timing import Interrupted, Measurements, measure
 from onelaunch.workbench.verify import Judge
 
@@ -42,7 +44,7 @@ class Progress:
     shape: str
     direction: Direction
     step: str
-    """``verify``, ``prepare``, ``time`` or ``count``."""
+    """``compile``, ``verify``, ``prepare``, ``time`` or ``count``."""
     done: int
     """Of this step, at this shape and direction."""
     total: int
@@ -58,6 +60,8 @@ class Steps:
     ceilings: Callable[[str], hardware.Ceilings] = hardware.ceilings
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
+    launches: Callable[..., Sequence[int | str]] = count_launches
+    compile: Callable[..., list[str]] = compile_ahead
 
 
 def default_path(study: Study, device: str = "auto") -> Path:
@@ -82,6 +86,7 @@ def run_study(
     save_to: Path | None = None,
     force: bool = False,
     resume: bool = False,
+    processes: int = 0,
     command: str = "",
     steps: Steps | None = None,
 ) -> Result:
@@ -95,11 +100,14 @@ def run_study(
         count: DRAM bytes by the hardware's counters where they can be read: at the shapes where a criterion asks for bytes
             (``True``; of what launches a known number of kernels, and of what the criterion names: a loop of thousands would keep
             the profiler busy for minutes), of everything everywhere (``"all"``), or nowhere. Elsewhere bytes are by arithmetic.
+            Launches are counted where a criterion asks for them, of what it names, unless this is ``False``.
         on_progress: is told how far the run is.
         save_to: the file; :func:`default_path` by default.
         force: replace a result that is there already.
         resume: go on with an interrupted run (the file's, or the kept part of one that was killed) after what it finished; begins
             where there is none. Nothing that tells on a result may have changed since.
+        processes: make every call once in so many processes side by side, before anything is measured: they compile what this one
+            then finds compiled. The device needs memory for as many calls.
         command: how the run was started, for the result's provenance; this process's command line by default.
         steps: what measures; for tests.
 
@@ -131,6 +139,7 @@ def run_study(
         ceilings=ceilings,
         rounds=rounds or study.rounds,
         counted=_places_to_count(study, count),
+        launches_counted=_places_of(study, ("launches",)) if count else frozenset(),
         count_everything=count == "all",
         steps=steps,
         on_progress=on_progress or (lambda _: None),
@@ -139,6 +148,8 @@ def run_study(
     if earlier is not None:
         run.go_on(earlier, partial_path(path) if not path.exists() else path)
     try:
+        if processes:
+            run.compile_ahead(processes)
         for place in run.places:
             if place not in run.finished:
                 run.measure(*place)
@@ -160,6 +171,7 @@ class _Run:
     ceilings: StoredCeilings
     rounds: int
     counted: frozenset[tuple[str, Direction]]
+    launches_counted: frozenset[tuple[str, Direction]]
     count_everything: bool
     steps: Steps
     on_progress: Callable[[Progress], None]
@@ -200,6 +212,7 @@ class _Run:
             name = place[0].name, place[1]
             cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
             counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
+            counted = counted and (name not in self.launches_counted or any(cell.launches is not None for cell in cells))
             if counted and all(cell.status != "interrupted" for cell in cells):
                 self.finished.append(place)
                 self.cells |= {(cell.shape, cell.direction, cell.variant): cell for cell in cells}
@@ -209,6 +222,13 @@ class _Run:
             self.clocks.append(earlier.provenance.clocks)
         begun = f"{len(done)} of {len(self.places)} shapes and directions"
         self.notes = [*earlier.notes, f"{begun} were measured by a run that ended on {earlier.provenance.date}."]
+
+    def compile_ahead(self, processes: int) -> None:
+        """Let other processes compile what is not finished."""
+        done = {(shape.name, direction) for shape, direction in self.finished}
+        cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) not in done]
+        tell = lambda place, count, total: self._tell(place.shape, place.direction, "compile", count, total)  # noqa: E731
+        self.notes += self.steps.compile(self.study, places_to_compile(self.study, cells), str(self.device), processes, tell)
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count everything at one shape in one direction."""
@@ -272,6 +292,8 @@ class _Run:
         self._take(able, found, {})  # kept before counting, which may be interrupted
         if (case.name, direction) in self.counted:
             self._take(able, found, self._count(case, direction, able))
+        if (case.name, direction) in self.launches_counted:
+            self._count_launches(case, direction, able)
 
     def _baselines(self, variants: Sequence[str]) -> tuple[str, ...]:
         """Whose A/A run may give the noise: the study's baseline, or what a user would get here."""
@@ -280,7 +302,7 @@ class _Run:
 
     def _count(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> Mapping[str, Traffic]:
         """Bytes of what is correct; the slowest last, since a profiler that gives up has then seen the rest."""
-        named = _named_for_bytes(self.study)
+        named = _named_for(self.study, DRAM_BYTES)
         ready = [
             planned
             for planned in able
@@ -296,6 +318,17 @@ class _Run:
             self.notes.append(f"No DRAM bytes were counted at {case.name}: {status_of(error)[1]}")
             return {}
         return {planned.variant: traffic for planned, traffic in zip(ready, found, strict=True)}
+
+    def _count_launches(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> None:
+        """Of what is correct and named by a criterion on launches; a note says why where they cannot be counted."""
+        named = _named_for(self.study, ("launches",))
+        ready = [planned for planned in able if planned.variant in named and self.cells[_key(planned)].status == "ok"]
+        requests = [Request(case, planned.variant, direction, planned.control) for planned in ready]
+        for planned, found in zip(ready, self.steps.launches(self.operation, requests, device=self.device), strict=True):
+            if isinstance(found, int):
+                self.cells[_key(planned)] = self.cells[_key(planned)].model_copy(update={"launches": found})
+            else:
+                self.notes.append(f"Launches of {planned.variant} at {case.name} were not counted: {found}")
 
     def _slowness(self, planned: PlannedCell) -> float:
         times = self.cells[_key(planned)].timings
@@ -357,13 +390,18 @@ def _differences(earlier: Result, now: Result) -> list[str]:
 def _places_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:
     if count == "all":
         return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions_at(shape))
-    asked = [criterion for criterion in study.criteria if count and criterion.measure in DRAM_BYTES]
+    return _places_of(study, DRAM_BYTES) if count else frozenset()
+
+
+def _places_of(study: Study, measures: Sequence[Measure]) -> frozenset[tuple[str, Direction]]:
+    """Where criteria of these measures are asked."""
+    asked = [criterion for criterion in study.criteria if criterion.measure in measures]
     return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
 
 
-def _named_for_bytes(study: Study) -> set[str]:
-    """Variants and controls that criteria on bytes stand for."""
-    asked = [criterion for criterion in study.criteria if criterion.measure in DRAM_BYTES]
+def _named_for(study: Study, measures: Sequence[Measure]) -> set[str]:
+    """Variants and controls that criteria of these measures stand for."""
+    asked = [criterion for criterion in study.criteria if criterion.measure in measures]
     sides = [side for criterion in asked for shape in study.shapes_of(criterion) for side in study.sides(criterion, shape)]
     return {name for selector, _ in sides for name in study.select(selector)}
 

@@ -262,20 +262,7 @@ class GpuSampler:
     def _capture(self, sets: list[Inputs], calls: int) -> Capture:
         used = sets[: min(calls, len(sets))]
         graph = torch.cuda.CUDAGraph()
-        answers: list[Answer] = [{} for _ in used]
-        first: Exception | None = None
-        try:
-            with _no_garbage_collection(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                try:
-                    for call in range(calls):
-                        answers[call % len(used)] = self._callee(used[call % len(used)])
-                except Exception as error:
-                    first = error  # leaving a broken capture raises an error of its own, which says less
-                    raise
-        except Exception as error:  # noqa: BLE001 - whatever a variant raises is a result
-            cause = first or error
-            raise CaptureFailed(f"cannot be captured in a CUDA graph: {' '.join(str(cause).split())}") from cause
-        return Capture(graph, calls, used, answers)
+        return Capture(graph, calls, used, capture(self._callee, used, calls, graph, self._stream))
 
     def _replay_seconds(self, capture: Capture) -> float:
         with torch.cuda.stream(self._stream):
@@ -332,6 +319,30 @@ class GpuSampler:
         peak = torch.cuda.max_memory_allocated(self._device) - before
         del answer
         return peak
+
+
+def capture(
+    callee: Callee, sets: Sequence[Inputs], calls: int, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
+) -> list[Answer]:
+    """So many calls in a graph, over the sets in turn; the answers of the last call on every set.
+
+    Raises:
+        CaptureFailed: with what the callee raised.
+    """
+    answers: list[Answer] = [{} for _ in sets]
+    first: Exception | None = None
+    try:
+        with _no_garbage_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            try:
+                for call in range(calls):
+                    answers[call % len(sets)] = callee(sets[call % len(sets)])
+            except Exception as error:
+                first = error  # leaving a broken capture raises an error of its own, which says less
+                raise
+    except Exception as error:  # noqa: BLE001 - whatever a variant raises is a result
+        cause = first or error
+        raise CaptureFailed(f"cannot be captured in a CUDA graph: {' '.join(str(cause).split())}") from cause
+    return answers
 
 
 def _calls(seconds: float, sample_seconds: float) -> int:

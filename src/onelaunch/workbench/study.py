@@ -21,7 +21,14 @@ Scale = Literal["small", "full"]
 """``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""
 
 Measure = Literal[
-    "speedup", "time_ratio", "time_over_floor", "dram_bytes_ratio", "dram_bytes_over_least", "peak_memory_ratio", "error"
+    "speedup",
+    "time_ratio",
+    "time_over_floor",
+    "dram_bytes_ratio",
+    "dram_bytes_over_least",
+    "peak_memory_ratio",
+    "launches",
+    "error",
 ]
 
 TIMES: tuple[Measure, ...] = ("speedup", "time_ratio", "time_over_floor")
@@ -33,15 +40,14 @@ DRAM_BYTES: tuple[Measure, ...] = ("dram_bytes_ratio", "dram_bytes_over_least")
 ALONE: dict[Measure, tuple[str, str]] = {
     "time_over_floor": ("a time is held against its floor", "a time over its floor is"),
     "dram_bytes_over_least": ("bytes are held against the least", "bytes over the least are"),
+    "launches": ("launches are counted", "a number of launches is"),
     "error": ("an error is judged against the oracle", "an error is"),
 }
 """Measures of ``of`` alone, bounded from above: how to say what each is held against, and that it is bounded."""
 
 
-class Declared(BaseModel):
-    """Base of what a study file declares: a misspelt key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Grown(BaseModel):
+    """Base of what is stored and has grown since: what was stored before stays as it was when it is stored again."""
 
     LATER: ClassVar[tuple[str, ...]] = ()
     """Keys that came after results were kept: at their defaults they are left out, so that the digest of an older study stays."""
@@ -54,6 +60,12 @@ class Declared(BaseModel):
             for key, value in handler(self).items()
             if key not in self.LATER or getattr(self, key) != fields[key].default
         }
+
+
+class Declared(Grown):
+    """Base of what a study file declares: a misspelt key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Shape(Declared):
@@ -88,8 +100,9 @@ class Criterion(Declared):
     of ``of`` / its floor, the time that the fewest bytes or the matrix products need on this device.
     ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``dram_bytes_over_least``: bytes of ``of`` / the fewest bytes of
     any way of computing, as the plan has them. ``peak_memory_ratio``: peak memory of ``of`` / peak memory of ``over``.
-    ``error``: the largest norm-wise error of ``of``. ``over`` is the study's baseline by default. Where a selector stands for
-    the fastest variant, bytes and memory are those of the fastest variant too.
+    ``launches``: kernels, copies and fills of one call of ``of``, as counted. ``error``: the largest norm-wise error of ``of``.
+    ``over`` is the study's baseline by default. Where a selector stands for the fastest variant, bytes, memory and launches are
+    those of the fastest variant too.
     """
 
     LATER = ("combine", "over_at", "per", "decides")

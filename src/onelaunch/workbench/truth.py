@@ -18,7 +18,7 @@ from onelaunch.workbench.calls import Answer, Callee, Inputs, draw_gradients, ma
 from onelaunch.workbench.result import ComponentError
 
 CAPS = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2)}
-"""By dtype of the call: the largest norm-wise error of a result (but see ``Operation.caps``), and of a gradient."""
+"""By dtype of the call: the largest norm-wise error of a result, and of a gradient, of an operation of one stage."""
 
 SLACK = 2.0**-21
 """Added to twice the yardstick's error: four roundings of float32, so that a yardstick that rounds nothing (one step, one
@@ -137,11 +137,12 @@ def find_truth(
         plain = _yardstick(operation, control, inputs)
     else:
         expected = visible
+    stages = operation.stages if control is None else 1
     return Truth(
         case=case,
         inputs=inputs,
         expected=expected,
-        allowed={name: _allowed(operation, name, value, (plain or {}).get(name), case.dtype) for name, value in expected.items()},
+        allowed={name: _allowed(name, value, (plain or {}).get(name), case.dtype, stages) for name, value in expected.items()},
         dtypes={name: value.dtype for name, value in (plain or {}).items() if value is not None},
     )
 
@@ -181,12 +182,8 @@ def _dtype(plain: Answer | None, name: str, case: Case) -> torch.dtype:
     return case.dtype if value is None else value.dtype
 
 
-def _allowed(
-    operation: Operation[..., Any], name: str, expected: torch.Tensor | None, plain: torch.Tensor | None, dtype: torch.dtype
-) -> float:
-    gradient = name.startswith("grad ")
-    cap = CAPS.get(dtype, CAPS[torch.float32])[gradient]
-    cap = cap if gradient else operation.caps.get(dtype, cap)
+def _allowed(name: str, expected: torch.Tensor | None, plain: torch.Tensor | None, dtype: torch.dtype, stages: int) -> float:
+    cap = math.sqrt(stages) * CAPS.get(dtype, CAPS[torch.float32])[name.startswith("grad ")]
     if expected is None or plain is None or plain.shape != expected.shape:
         return cap
     return min(cap, 2 * norm_error(plain.double(), expected, plain.dtype) + SLACK)

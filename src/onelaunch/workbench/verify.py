@@ -136,9 +136,10 @@ def judge(
     """Whether a variant computes the operation at a case.
 
     Gate per result and gradient: norm-wise error at most twice that of plain PyTorch in the same dtype (plus four roundings of
-    float32), and at most the dtype's cap. Also required: the right shapes, dtypes and device; no element left unwritten; inputs
-    unchanged; new contents in the same storage give the new answer; inputs that arrive late on the caller's stream are waited
-    for; nothing is still being computed when the call returns (on a GPU: on the caller's stream).
+    float32), and at most the dtype's cap, which grows with the root of an operation's stages. Also required: the right shapes,
+    dtypes and device; no element left unwritten; inputs unchanged; new contents in the same storage give the new answer;
+    inputs that arrive late on the caller's stream are waited for; nothing is still being computed when the call returns (on a
+    GPU: on the caller's stream).
 
     Args:
         operation: what is computed.

@@ -47,6 +47,9 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an interrupted run, after the shapes that it finished.")
     ] = False,
+    processes: Annotated[
+        int, typer.Option("--processes", min=0, help="Compile in so many processes side by side, before anything is measured.")
+    ] = 0,
 ) -> None:
     """Run a study: plan, verify, time, count, judge, decide, report.
 
@@ -75,6 +78,7 @@ def run(
             save_to=result_path,
             force=force,
             resume=resume,
+            processes=processes,
         )
     report = write_report(result, report_path, force=replace)
     console = output.stdout()

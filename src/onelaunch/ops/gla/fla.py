@@ -18,7 +18,7 @@ MISCOMPILED = ((3, 4, 0), (3, 7, 1))
 """Triton versions, the first included, the last not, for which chunk_simple_gla's backward pass raises on Hopper."""
 
 
-@gla.variant("fla", launches=None, fuses=(), chunk=64, hands=("cumulated", "states", "scores"), requires="fla")
+@gla.variant("fla", launches=None, fuses=(), chunk=64, hands=("cumulated", "states", "scores"), requires="fla", tunes=True)
 def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention; its one-kernel loop for few steps or a gate on values."""
     from fla.ops import gla as by_channel  # pyrefly: ignore[missing-import]

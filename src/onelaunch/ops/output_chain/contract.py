@@ -115,7 +115,7 @@ def key_of(
     outputs=("out",),
     bind=bind,
     options={"gate": "silu", "norm_weight": "same", "bias": False, "eps": 1e-5},
-    defaults={"cuda": ("unfused",), "cpu": ("unfused",)},  # PyTorch's, until kernels of ours have run on a GPU
+    defaults={"cuda": ("norm_gate", "unfused"), "cpu": ("unfused",)},
 )
 def output_chain(
     h: torch.Tensor,

@@ -118,7 +118,7 @@ def result_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     outputs=result_names,
     bind=bind,
     options={"segments": "normalized", "gate": "silu"},
-    defaults={"cuda": ("wide",), "cpu": ("wide",)},  # PyTorch's, until kernels of ours have run on a GPU
+    defaults={"cuda": ("wide_activated", "wide"), "cpu": ("wide",)},
 )
 def projections(
     x: torch.Tensor,

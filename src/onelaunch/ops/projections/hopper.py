@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from onelaunch.ops.projections.layout import Layout
 from onelaunch.ops.projections.torch_variants import Results
 from onelaunch.ops.projections.triton_variants import chain, gradient_builds, needs_triton
 
+if TYPE_CHECKING:
+    from onelaunch.ops.projections.hopper_tiles import Shared
+
 ARCHITECTURES = ("sm_90a",)
 
 LONGEST_HEAD = 256
@@ -26,18 +30,18 @@ MOST_TILES = 2**31 - 1
 MOST_ROWS = MOST_TILES - 128
 """Of x, and those of a tile beside them."""
 
-CLUSTERS = {"epilogue_persistent": 1, "cluster": 2}
-"""Programs of a cluster, by variant."""
+SHARED: dict[str, Shared] = {"epilogue_persistent": "nothing", "cluster": "x", "cluster_weight": "weight"}
+"""What the programs of a cluster have in common, by variant."""
 
 
 def run_wide_gemm(variant: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
     """One launch."""
     from onelaunch.ops.projections import hopper_launch
 
-    return hopper_launch.wide_gemm(CLUSTERS[variant], x, weight, bias, wanted)
+    return hopper_launch.wide_gemm(SHARED[variant], x, weight, bias, wanted)
 
 
-for name in CLUSTERS:
+for name in SHARED:
     launches(name)(functools.partial(run_wide_gemm, name))
 
 
@@ -64,8 +68,18 @@ def cluster(call: ProjectionsCall) -> Results:
     return compute(call, "cluster")
 
 
+@projections.variant(
+    "cluster_weight", launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="wgmma",
+    architectures=ARCHITECTURES,
+)  # fmt: skip
+def cluster_weight(call: ProjectionsCall) -> Results:
+    """The same, but what clusters fetch once for both is the weight, of which a tile has twice as many bytes as of x."""
+    return compute(call, "cluster_weight")
+
+
 @epilogue_persistent.supports
 @cluster.supports
+@cluster_weight.supports
 def needs_hopper(query: Query) -> str | None:
     """The kernel is made of that chip's instructions."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
@@ -75,6 +89,7 @@ def needs_hopper(query: Query) -> str | None:
 
 @epilogue_persistent.supports
 @cluster.supports
+@cluster_weight.supports
 def what_tiles_hold(query: Query) -> str | None:
     """What the copy engine addresses, and a tile has room for."""
     batch, length, channels, *_ = query.sizes
@@ -94,21 +109,27 @@ def what_tiles_hold(query: Query) -> str | None:
     return None
 
 
+@projections.prefers
+def one_launch(query: Query) -> tuple[str, ...]:
+    """Where there is no measured size near."""
+    return ("epilogue_persistent",)
+
+
 SHAPE = (32768, 2048)
 """Rows of x and channels, and a chip, that builds are made for."""
 PROCESSORS = 132
 
 
-def build(name: str, layout: Layout, count: int, element: torch.dtype, *, keep: bool) -> CudaBuild:
+def build(name: str, layout: Layout, shared: Shared, element: torch.dtype, *, keep: bool) -> CudaBuild:
     """The kernel as a call launches it."""
     from onelaunch.ops.projections import hopper_launch, hopper_tiles
 
-    tiles = hopper_tiles.tiles_for(layout, *SHAPE, PROCESSORS, count)
+    tiles = hopper_tiles.tiles_for(layout, *SHAPE, PROCESSORS, shared)
     source = hopper_launch.source(layout, tiles, element, keep=keep)
     return CudaBuild(name, source, tiles.threads, tiles.shared_bytes, matrix=True)
 
 
-def builds(count: int, architecture: str) -> list[Build]:
+def builds(shared: Shared, architecture: str) -> list[Build]:
     """For heads of usual size, with what a backward pass needs and without; by single programs for uneven and long ones, too."""
     if architecture not in ARCHITECTURES:
         return []
@@ -116,11 +137,11 @@ def builds(count: int, architecture: str) -> list[Build]:
     for heads, size, element in ((16, 128, torch.bfloat16), (5, 96, torch.float16), (4, 256, torch.bfloat16)):
         layout, said = chain(heads, size), f"heads of {size}"
         if size == 128:
-            found.append(build(said, layout, count, element, keep=False))
-        if size == 128 or count == 1:
-            found.append(build(f"{said}, kept", layout, count, element, keep=True))
+            found.append(build(said, layout, shared, element, keep=False))
+        if size == 128 or shared == "nothing":
+            found.append(build(f"{said}, kept", layout, shared, element, keep=True))
     return [*found, *gradient_builds(chain(16, 128), "heads of 128", "*bf16")]
 
 
-for variant in (epilogue_persistent, cluster):
-    variant.kernels(functools.partial(builds, CLUSTERS[variant.name]))
+for variant in (epilogue_persistent, cluster, cluster_weight):
+    variant.kernels(functools.partial(builds, SHARED[variant.name]))

@@ -8,17 +8,19 @@ import torch
 
 from onelaunch import nvrtc
 from onelaunch.hardware import processors
-from onelaunch.ops.copy_engine import addressable, tensor_map
+from onelaunch.ops.copy_engine import ROW_BYTES, addressable, tensor_map
 from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.forward import Packed, Wanted
-from onelaunch.ops.projections.hopper_tiles import BLOCK_M, PANEL, STEP, Tiles, counts, header, tiles_for
+from onelaunch.ops.projections.hopper_tiles import BLOCK_M, PANEL, STEP, Shared, Tiles, counts, header, tiles_for
 from onelaunch.ops.projections.launch import room_for_results
 from onelaunch.ops.projections.layout import Layout
 from onelaunch.ops.warpgroup_products import product_header
 
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
+SHARED: dict[Shared, int] = {"nothing": 0, "x": 1, "weight": 2}
+"""As the kernel has them."""
 
-KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 2, "f32")  # pyrefly: ignore[bad-assignment]
+KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f32")  # pyrefly: ignore[bad-assignment]
 """Of the kernel's arguments."""
 
 
@@ -42,7 +44,7 @@ def source(layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) ->
         ("activations.cuh", nvrtc.read(here, "activations.cuh")),
     )
     defines = {
-        "BLOCK_N": tiles.columns, "NARROW": tiles.narrow, "STAGES": tiles.stages, "CLUSTER": tiles.cluster,
+        "BLOCK_N": tiles.columns, "NARROW": tiles.narrow, "STAGES": tiles.stages, "SHARED": SHARED[tiles.shared],
         "ELEMENT": ELEMENTS[element], "KEEP": int(keep),
     }  # fmt: skip
     return nvrtc.Source("wide_gemm.cu", nvrtc.read(here, "wide_gemm.cu"), "wide_gemm", headers, tuple(defines.items()))
@@ -59,34 +61,35 @@ def function(device: torch.device, layout: Layout, tiles: Tiles, element: torch.
 
 def programs(layout: Layout, tiles: Tiles, rows: int, multiprocessors: int) -> int:
     """Of a launch: as many as there are processors, in whole clusters, and none without work."""
-    units = cdiv(rows, BLOCK_M) * cdiv(len(list(counts(layout, tiles.columns))), tiles.cluster)
+    units = tiles.units(rows, len(list(counts(layout, tiles.columns))))
     return min(units, multiprocessors // tiles.cluster) * tiles.cluster
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
-    device: torch.device, layout: Layout, rows: int, channels: int, element: torch.dtype, cluster: int, *, keep: bool
+    device: torch.device, layout: Layout, rows: int, channels: int, element: torch.dtype, shared: Shared, *, keep: bool
 ) -> tuple[nvrtc.Function, Tiles, int]:
     """Of calls of this size: the kernel, its tiles, programs."""
     multiprocessors = processors(device)
-    tiles = tiles_for(layout, rows, channels, multiprocessors, cluster)
+    tiles = tiles_for(layout, rows, channels, multiprocessors, shared)
     launch = function(device, layout, tiles, element, keep=keep)
     return launch, tiles, programs(layout, tiles, rows, multiprocessors)
 
 
-def wide_gemm(cluster: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
-    """All segments in one launch, with so many programs in a cluster."""
+def wide_gemm(shared: Shared, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
+    """All segments in one launch, whose clusters have this in common."""
     layout = wanted.layout
     x, weight = addressable(x), addressable(weight)
     bias = None if bias is None else bias.contiguous()
     rows, channels = x.shape
-    launch, tiles, count = plan_of(x.device, layout, rows, channels, x.dtype, cluster, keep=wanted.keep)
+    launch, tiles, count = plan_of(x.device, layout, rows, channels, x.dtype, shared, keep=wanted.keep)
     y, rstd, kept = room_for_results(x, layout, keep=wanted.keep)
+    box = BLOCK_M // 2 if tiles.shared == "x" else min(BLOCK_M, cdiv(rows, 8) * 8)  # of x, in rows
     y_map = map_of(y, PANEL, PANEL)
     launch(
         (count, 1, 1),
-        map_of(x, BLOCK_M // tiles.cluster, STEP),
-        map_of(weight, tiles.columns, STEP),
+        map_of(x, box, STEP),
+        map_of(weight, tiles.columns // tiles.unit_rows, STEP),
         map_of(weight, tiles.narrow, STEP),
         y_map,
         y_map if kept is None else map_of(kept, PANEL, PANEL),
@@ -96,6 +99,7 @@ def wide_gemm(cluster: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
         kept,
         rows,
         channels,
+        box * tiles.unit_columns * ROW_BYTES,
         wanted.eps,
     )
     return Packed(y, rstd, kept)

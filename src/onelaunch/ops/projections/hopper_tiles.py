@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from onelaunch.operation import remembered
 from onelaunch.ops.copy_engine import COPIED_BYTES, FLOPS, ROW_BYTES, SHARED_BYTES
@@ -37,6 +37,12 @@ MOST_STAGES = 8
 ENDS = 2.0
 """Microseconds of a tile's end, of 256 columns: reckoned by what a gate takes in swiglu."""
 
+STEPS = 0.03
+"""Microseconds of a step beside its products or copies: fitted to single runs on an H200, of 128 and 256 columns."""
+
+Shared: TypeAlias = Literal["nothing", "x", "weight"]
+"""What the two programs of a cluster copy half by half, to both."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -45,12 +51,31 @@ class Tiles:
     Attributes:
         columns: of a tile: as many as a product has.
         narrow: of a product where no more columns are left of a segment; ``columns`` if that is nowhere.
-        cluster: programs that share rows of x.
+        shared: what two programs have in common; they are a cluster then.
     """
 
     columns: int
     narrow: int
-    cluster: int = 1
+    shared: Shared = "nothing"
+
+    @property
+    def cluster(self) -> int:
+        """Programs that run side by side."""
+        return 1 if self.shared == "nothing" else 2
+
+    @property
+    def unit_rows(self) -> int:
+        """Tiles of rows of a program, or of a cluster."""
+        return 2 if self.shared == "weight" else 1
+
+    @property
+    def unit_columns(self) -> int:
+        """Tiles of columns of the same."""
+        return 2 if self.shared == "x" else 1
+
+    def units(self, rows: int, tiles: int) -> int:
+        """Of so many rows of x and tiles of columns."""
+        return cdiv(rows, BLOCK_M * self.unit_rows) * cdiv(tiles, self.unit_columns)
 
     @property
     def threads(self) -> int:
@@ -73,9 +98,9 @@ class Tiles:
         return 1024 + self.stages * self.stage_bytes + OUT_BYTES + 16 * self.stages
 
     def step_microseconds(self, columns: int) -> float:
-        """What a step takes at least with products of so many columns."""
+        """What a step takes with products of so many columns, all processors at work."""
         products = 2 * BLOCK_M * columns * STEP / FLOPS
-        return max(products, (BLOCK_M + columns) * ROW_BYTES / COPIED_BYTES)
+        return max(products, (BLOCK_M + columns) * ROW_BYTES / COPIED_BYTES) + STEPS
 
 
 def taken(place: Place, most: int) -> int:
@@ -98,25 +123,26 @@ def narrow_for(layout: Layout, most: int) -> int:
 
 
 @remembered
-def tiles_for(layout: Layout, rows: int, channels: int, multiprocessors: int, cluster: int) -> Tiles:
+def tiles_for(layout: Layout, rows: int, channels: int, multiprocessors: int, shared: Shared) -> Tiles:
     """The tiles for ``rows`` rows of x: those that are reckoned to be done first."""
     least = max((place.segment.head_size for place in layout.places if place.segment.activation == "l2norm"), default=8)
     choices = {width for width in range(64, WIDEST + 1, 32) if width >= least}
     choices |= {WIDEST // least * least, cdiv(least, 8) * 8} if least > 8 else set()
+    if shared == "weight":  # halves lie where the copy engine's pattern begins anew, every 8 rows
+        choices = {width for width in choices if width % 16 == 0}
 
     def microseconds(columns: int) -> float:
-        tiles = Tiles(columns, narrow_for(layout, columns), cluster)
+        tiles = Tiles(columns, narrow_for(layout, columns), shared)
         found = list(counts(layout, columns))
-        few = sum(count <= tiles.narrow < columns for count in found)
-        steps, row_tiles = cdiv(channels, STEP), cdiv(rows, BLOCK_M)
+        wide = sum(not count <= tiles.narrow < columns for count in found)
+        steps, programs = cdiv(channels, STEP), multiprocessors // tiles.cluster
         each = steps * tiles.step_microseconds(columns) + ENDS * columns / WIDEST
         small = steps * tiles.step_microseconds(tiles.narrow) + ENDS * tiles.narrow / WIDEST
-        # tiles of few columns fill what a last round leaves
-        whole = row_tiles * (len(found) - few + few * small / each)
-        return max(cdiv(int(whole), multiprocessors), 1) * each
+        rounds, all_rounds = (cdiv(tiles.units(rows, count), programs) for count in (wide, len(found)))
+        return rounds * each + (all_rounds - rounds) * small
 
     best = min(sorted(choices, reverse=True), key=microseconds)
-    return Tiles(best, narrow_for(layout, best), cluster)
+    return Tiles(best, narrow_for(layout, best), shared)
 
 
 def header(layout: Layout, tiles: Tiles) -> str:

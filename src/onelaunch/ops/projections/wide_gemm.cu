@@ -9,8 +9,9 @@
 //            and three neighbours'.
 // Memory     x and the weight where they lie; results leave by the copy engine, 64 columns at once. KEEP: also what a backward pass
 //            needs and cannot make of them, z of SiLU and 1 / norm.
-// Schedule   programs stay and take a tile of each round; neighbours share rows of x and of the weight in the L2 cache. CLUSTER 2: two
-//            programs side by side have tiles of the same rows of x, of which each copies a half, to both.
+// Schedule   programs stay and take a tile of each round; neighbours share rows of x and of the weight in the L2 cache. SHARED: two
+//            programs side by side have tiles of the same rows of x, or of the same columns, and each copies a half of what is
+//            the same, to both.
 //            Launches overlap: programs set themselves up beside the end of the launch before, and then wait for it.
 // Source     experiment 058; the epilogue in registers as CUTLASS's visitor trees have it.
 #include "hopper.cuh"
@@ -18,15 +19,18 @@
 #include "segments.cuh"
 
 enum { BFLOAT16, FLOAT16 };  // ELEMENT
+enum { NOTHING, X, WEIGHT };  // SHARED
+constexpr int CLUSTER = SHARED == NOTHING ? 1 : 2;
 constexpr int STEP = 64;     // channels: 128 bytes a row
 constexpr int GROUPS = 2, BLOCK_M = 64 * GROUPS, MULTIPLIERS = 128 * GROUPS, THREADS = MULTIPLIERS + 128;
 constexpr int X_BYTES = BLOCK_M * 128, STAGE = X_BYTES + BLOCK_N * 128;
 constexpr int PANEL = 64, PANEL_BYTES = 64 * 128, PANELS = 2;  // columns of a result that leave at once; of a warpgroup on their way
 constexpr int COPY_REGISTERS = 40, MULTIPLY_REGISTERS = 232;
 constexpr int SWATH = 16;  // tiles of rows that neighbours share
-constexpr int COLUMN_UNITS = (COLUMN_TILES + CLUSTER - 1) / CLUSTER;  // of a program, or of a cluster
+// Of a program, or of a cluster: tiles of rows and of columns.
+constexpr int UNIT_ROWS = SHARED == WEIGHT ? CLUSTER : 1, UNIT_COLUMNS = SHARED == X ? CLUSTER : 1;
+constexpr int COLUMN_UNITS = (COLUMN_TILES + UNIT_COLUMNS - 1) / UNIT_COLUMNS;
 enum { OUT = 1 };          // named barriers: one for each warpgroup
-static_assert(CLUSTER == 1 || CLUSTER == 2, "who copies which rows of x");
 
 extern __shared__ __align__(128) char raw[];
 
@@ -35,7 +39,7 @@ struct Arguments {
   const unsigned short* bias;
   float* rstd;
   unsigned short *y_at, *kept_at;
-  int M, K;
+  int M, K, x_bytes;  // of x that a step brings
   float eps;
 };
 
@@ -58,24 +62,25 @@ struct Ring {
   }
 };
 
-// Tiles of a program: rows of x, and a tile of columns that may lie behind the last one in a cluster.
+// Tiles of a program: rows of x and columns, of which there may be none in a cluster.
 struct Work {
-  int steps, row_tiles, units, stride, rounds;
+  int steps, row_units, units, stride, rounds;
   __device__ __forceinline__ explicit Work(const Arguments& a)
-      : steps((a.K + STEP - 1) / STEP), row_tiles((a.M + BLOCK_M - 1) / BLOCK_M), units(row_tiles * COLUMN_UNITS),
-        stride(gridDim.x / CLUSTER), rounds((units + stride - 1) / stride) {}
+      : steps((a.K + STEP - 1) / STEP), row_units((a.M + BLOCK_M * UNIT_ROWS - 1) / (BLOCK_M * UNIT_ROWS)),
+        units(row_units * COLUMN_UNITS), stride(gridDim.x / CLUSTER), rounds((units + stride - 1) / stride) {}
   // Of a round; none if it is behind the last one. Turned by three each time: else tiles of few columns could always fall to the
   // same programs.
   __device__ __forceinline__ int unit(int round) const { return round * stride + (blockIdx.x / CLUSTER + 3 * round) % stride; }
   __device__ __forceinline__ void place(int unit, int& row, int& tile) const {
-    const int swath = unit / (SWATH * COLUMN_UNITS), begin = swath * SWATH, rows = min(SWATH, row_tiles - begin);
-    const int at = unit - begin * COLUMN_UNITS;
-    row = (begin + at % rows) * BLOCK_M;
-    tile = at / rows * CLUSTER + (CLUSTER > 1 ? cluster_rank() : 0);
+    const int swath = unit / (SWATH * COLUMN_UNITS), begin = swath * SWATH, rows = min(SWATH, row_units - begin);
+    const int at = unit - begin * COLUMN_UNITS, rank = CLUSTER > 1 ? cluster_rank() : 0;
+    row = ((begin + at % rows) * UNIT_ROWS + (UNIT_ROWS > 1 ? rank : 0)) * BLOCK_M;
+    tile = at / rows * UNIT_COLUMNS + (UNIT_COLUMNS > 1 ? rank : 0);
   }
 };
 
-// Copies: one thread commands the copy engine.
+// Copies: one thread commands the copy engine. Of few rows of x no more are copied than there are: what a product reads beside them
+// are sums that nobody wants. A weight's few rows are not halved: a swizzled half would have to have eight.
 
 __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, const Room& room) {
   Ring ring;
@@ -89,14 +94,21 @@ __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, c
     for (int k = 0; k < work.steps; ++k, ring.advance()) {
       barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);  // in a cluster, of both
       const u32 at = room.stages + ring.stage * STAGE, bar = room.full + 8 * ring.stage;
-      barrier_expect(bar, X_BYTES + (few ? NARROW : BLOCK_N) * 128);
-      if constexpr (CLUSTER > 1) {
-        const u32 half = cluster_rank() * (X_BYTES / 2);
-        copy_in_2d_both(at + half, a.x, k * STEP, row + cluster_rank() * (BLOCK_M / 2), bar);
+      barrier_expect(bar, a.x_bytes + (few ? NARROW : BLOCK_N) * 128);
+      if constexpr (SHARED == X) {
+        const u32 half = cluster_rank() * (BLOCK_M / 2);
+        copy_in_2d_both(at + half * 128, a.x, k * STEP, row + half, bar);
       } else {
         copy_in_2d(at, a.x, k * STEP, row, bar);
       }
-      copy_in_2d(at + X_BYTES, few ? a.narrow : a.weight, k * STEP, columns.row, bar);
+      if (few) {
+        copy_in_2d(at + X_BYTES, a.narrow, k * STEP, columns.row, bar);
+      } else if constexpr (SHARED == WEIGHT) {
+        const u32 half = cluster_rank() * (BLOCK_N / 2);
+        copy_in_2d_both(at + X_BYTES + half * 128, a.weight, k * STEP, columns.row + half, bar);
+      } else {
+        copy_in_2d(at + X_BYTES, a.weight, k * STEP, columns.row, bar);
+      }
     }
   }
 }
@@ -134,8 +146,8 @@ __device__ __forceinline__ void multiply(float (&d)[WIDTH / 2], const Work& work
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 wide_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap narrow,
           const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap kept, const unsigned short* bias, float* rstd,
-          unsigned short* y_at, unsigned short* kept_at, int M, int K, float eps) {
-  const Arguments a = {&x, &weight, &narrow, &y, &kept, bias, rstd, y_at, kept_at, M, K, eps};
+          unsigned short* y_at, unsigned short* kept_at, int M, int K, int x_bytes, float eps) {
+  const Arguments a = {&x, &weight, &narrow, &y, &kept, bias, rstd, y_at, kept_at, M, K, x_bytes, eps};
   const Room room(shared_address(raw));
   const Work work(a);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;  // known to be uniform

@@ -162,7 +162,8 @@ def _traffic(result: Result, direction: Direction) -> Section:
 
 def _traffic_row(cell: Cell) -> tuple[str, ...]:
     plan, traffic = cell.plan, cell.traffic
-    planned = (q.launches(plan.launches), q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
+    launches = f"{cell.launches} counted" if cell.launches is not None else q.launches(plan.launches) if plan else q.NONE
+    planned = (launches, q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
     moved = (q.NONE, q.NONE, q.NONE, "not counted")
     if traffic:
         share = q.ratio(traffic.total / plan.least_bytes) if plan and plan.least_bytes else q.NONE

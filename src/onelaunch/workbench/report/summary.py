@@ -148,6 +148,7 @@ def asked(criterion: Criterion, study: Study) -> str:
         "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
         "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
         "peak_memory_ratio": f"{of} takes {bound}x the peak memory of {over}",
+        "launches": f"{of} launches {bound} times a call",
         "error": f"norm-wise error of {of} {bound}",
     }[criterion.measure]
     regime = f", {criterion.regime}" if criterion.measure in TIMES else ""

@@ -1,0 +1,7 @@
+"""``gla_layer``: a whole layer of gated linear attention, from its input to its output."""
+
+from onelaunch.ops.gla_layer.contract import gla_layer
+
+from onelaunch.ops.gla_layer import cost, fla, reference, variants  # isort: skip  (register into it)
+
+__all__ = ["cost", "fla", "gla_layer", "reference", "variants"]

@@ -1,0 +1,247 @@
+"""The operation ``gla_layer``: what it computes, takes and refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.errors import ArgumentError, ShapeError
+from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.ops import checks
+from onelaunch.ops.autocast import cast, low_dtype, without_autocast
+from onelaunch.ops.checks import Facts
+from onelaunch.ops.gated_scan.contract import state_flags
+from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
+
+
+class GlaLayerCall(NamedTuple):
+    """Checked arguments of :func:`gla_layer`."""
+
+    x: torch.Tensor
+    """``[B, T, D]``"""
+    in_proj_weight: torch.Tensor
+    """``[2 H K + 2 H V + R, D]``, dtype of ``x``."""
+    gk_weight: torch.Tensor
+    """``[H K, R]``, dtype of ``x``."""
+    gk_bias: torch.Tensor
+    """``[H K]``, dtype of ``x``."""
+    norm_weight: torch.Tensor
+    """``[V]``, dtype of ``x`` or float32."""
+    w_out: torch.Tensor
+    """``[D, H V]``, dtype of ``x``."""
+    normalizer: float
+    eps: float
+    initial_state: torch.Tensor | None
+    """``[B, H, K, V]`` float32."""
+    output_final_state: bool
+    key: Query
+
+    def query(self) -> Query:
+        return self.key
+
+    @property
+    def sizes(self) -> LayerSizes:
+        """Of the layer's parts."""
+        *_, heads, keys, values = self.key.sizes
+        return LayerSizes(heads, keys, values, self.gk_weight.shape[1], self.normalizer)
+
+
+class LayerSizes(NamedTuple):
+    """What the parts of a layer have to know of it. Hashable."""
+
+    heads: int
+    keys: int
+    """K, channels of a head of queries, keys and decays."""
+    values: int
+    """V, channels of a head of values and gates."""
+    rank: int
+    """R, columns between the two factors of the decay's weight."""
+    normalizer: float
+
+
+def bind(
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: torch.Tensor,
+    gk_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    *,
+    heads: int,
+    normalizer: float = 16.0,
+    eps: float = 1e-5,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+) -> GlaLayerCall:
+    """The checked call; raises as :func:`gla_layer` says."""
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
+        raise ArgumentError(f"heads is {heads!r}; it must be an integer of at least 1.")
+    if not _number(normalizer) or normalizer <= 0:
+        raise ArgumentError(f"normalizer is {normalizer!r}; it must be a number above 0.")
+    if not _number(eps) or eps < 0:
+        raise ArgumentError(f"eps is {eps!r}; it must be a number of at least 0.")
+    key = key_of(
+        checks.facts("x", x),
+        checks.facts("in_proj_weight", in_proj_weight),
+        checks.facts("gk_weight", gk_weight),
+        checks.facts("gk_bias", gk_bias),
+        checks.facts("norm_weight", norm_weight),
+        checks.facts("w_out", w_out),
+        checks.optional_facts("initial_state", initial_state),
+        heads,
+        output_final_state,
+        torch.is_grad_enabled(),
+    )
+    weights = (in_proj_weight, gk_weight, gk_bias, norm_weight, w_out)
+    return GlaLayerCall(x, *weights, float(normalizer), float(eps), initial_state, output_final_state, key)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@remembered
+def key_of(
+    x: Facts,
+    in_proj_weight: Facts,
+    gk_weight: Facts,
+    gk_bias: Facts,
+    norm_weight: Facts,
+    w_out: Facts,
+    initial_state: Facts | None,
+    heads: int,
+    output_final_state: bool,
+    grad_enabled: bool,
+) -> Query:
+    """All checks that need no values, and the dispatch key. K follows from gk_weight and V from w_out."""
+    checks.rank("x", x, "[B, T, D]")
+    checks.dtype("x", x, checks.FLOATS)
+    batch, length, width = x.shape
+    checks.rank("gk_weight", gk_weight, "[H * K, R]")
+    checks.rank("w_out", w_out, "[D, H * V]")
+    keys = _head_size("gk_weight", gk_weight, 0, heads, "[H * K, R]")
+    values = _head_size("w_out", w_out, 1, heads, "[D, H * V]")
+    rank = gk_weight.shape[1]
+    if rank == 0:
+        raise ShapeError("gk_weight", got=gk_weight.shape, want="[H * K, R] with R of at least 1")
+    sized = f"heads = {heads}, gk_weight {list(gk_weight.shape)} and w_out {list(w_out.shape)}"
+    rows = 2 * heads * (keys + values) + rank
+    checks.rank("in_proj_weight", in_proj_weight, "[2 H K + 2 H V + R, D]")
+    checks.shape("in_proj_weight", in_proj_weight, (rows, width), "[2 H K + 2 H V + R, D]", f"x {list(x.shape)}, {sized}")
+    checks.shape("w_out", w_out, (width, heads * values), "[D, H * V]", f"x {list(x.shape)}")
+    checks.shape("gk_bias", gk_bias, (heads * keys,), "[H * K]", f"gk_weight {list(gk_weight.shape)}")
+    checks.shape("norm_weight", norm_weight, (values,), "[V]", sized)
+    weights = {"in_proj_weight": in_proj_weight, "gk_weight": gk_weight, "gk_bias": gk_bias, "w_out": w_out}
+    for name, value in weights.items():
+        checks.dtype(name, value, (x.dtype,), ", the dtype of x")
+        checks.device(name, value, x.device)
+    allowed = (x.dtype,) if x.dtype is torch.float32 else (x.dtype, torch.float32)
+    checks.dtype("norm_weight", norm_weight, allowed, ", the dtype of x or float32")
+    checks.device("norm_weight", norm_weight, x.device)
+    if initial_state is not None:
+        extent = (batch, heads, keys, values)
+        checks.shape("initial_state", initial_state, extent, "[B, H, K, V]", f"x {list(x.shape)}, {sized}")
+        checks.dtype("initial_state", initial_state, (torch.float32,))
+        checks.device("initial_state", initial_state, x.device)
+    return Query(
+        "gla_layer",
+        str(x.device),
+        x.dtype,
+        fixed(batch, length, width, heads, keys, values),
+        grad_enabled and checks.grad_wanted(x, *weights.values(), norm_weight, initial_state),
+        state_flags(packed=False, initial_state=initial_state is not None, final_state=output_final_state),
+    )
+
+
+def _head_size(name: str, weight: Facts, dimension: int, heads: int, dimensions: str) -> int:
+    """Channels of a head, if as many as heads may have."""
+    size, rest = divmod(weight.shape[dimension], heads)
+    if rest or not SMALLEST_HEAD <= size <= LARGEST_HEAD:
+        letter = "K" if dimension == 0 else "V"
+        want = f"{dimensions} of heads = {heads} with {letter} from {SMALLEST_HEAD} to {LARGEST_HEAD}"
+        raise ShapeError(name, got=weight.shape, want=want)
+    return size
+
+
+@operation(
+    dimensions=("B", "T", "D", "H", "K", "V"),
+    outputs=("out", "final_state"),
+    bind=bind,
+    options={"rank": 16, "normalizer": 16.0, "eps": 1e-5, "norm_weight": "same", "initial_state": False, "final_state": False},
+    defaults={"cuda": ("composed",), "cpu": ("composed",)},
+    stages=3,  # projections, gla, output_chain
+)
+def gla_layer(
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: torch.Tensor,
+    gk_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    *,
+    heads: int,
+    normalizer: float = 16.0,
+    eps: float = 1e-5,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    variant: str = dispatch.AUTO,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A layer of gated linear attention: projections, decays of low rank, the recurrence, norm, gate and output projection.
+
+        q, k, v, gate, r = x in_proj_weight^T;  g = logsigmoid(r gk_weight^T + gk_bias) / normalizer
+        S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t;  o_t = K^-0.5 q_t S_t                             per head
+        out = (o / sqrt(mean(o^2) + eps) * norm_weight * silu(gate)) w_out^T                        norm per head
+
+    What :class:`onelaunch.nn.GatedLinearAttention` with its default arguments computes, as a function of its weights.
+    Differentiable in every tensor, through both results. Under ``torch.autocast`` tensors come in the autocast dtype,
+    ``norm_weight`` and ``initial_state`` in float32.
+
+    Args:
+        x: ``[B, T, D]`` float16, bfloat16 or float32.
+        in_proj_weight: ``[2 H K + 2 H V + R, D]``, dtype of ``x``: rows as :class:`torch.nn.Linear` holds them, of q, k, v, the
+            gate and r, one behind the other.
+        gk_weight: ``[H * K, R]``, dtype of ``x``; K from 16 to 512.
+        gk_bias: ``[H * K]``, dtype of ``x``.
+        norm_weight: ``[V]``, dtype of ``x`` or float32, the same for all heads.
+        w_out: ``[D, H * V]``, dtype of ``x``; V from 16 to 512.
+        heads: H.
+        normalizer: of the log-decays; above 0.
+        eps: added to the mean of squares; at least 0.
+        initial_state: ``[B, H, K, V]`` float32. Default: zeros.
+        output_final_state: also return the state after the last step.
+        variant: a name from ``gla_layer.variants``, or ``"auto"`` for the fastest measured one.
+
+    Returns:
+        ``out [B, T, D]`` in the dtype of ``x``, and the final state ``[B, H, K, V]`` float32, or ``None`` unless
+        ``output_final_state``.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
+        UnknownVariant: no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; says why and which can.
+
+    Source: experiment 058; Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024), as
+    ``fla.layers.GatedLinearAttention`` has it.
+    """
+    low = low_dtype(x)
+    if low is not None:
+        x, in_proj_weight, gk_weight = cast(x, low), cast(in_proj_weight, low), cast(gk_weight, low)
+        gk_bias, w_out, norm_weight = cast(gk_bias, low), cast(w_out, low), cast(norm_weight, torch.float32)
+    call = bind(
+        x,
+        in_proj_weight,
+        gk_weight,
+        gk_bias,
+        norm_weight,
+        w_out,
+        heads=heads,
+        normalizer=normalizer,
+        eps=eps,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+    )
+    with without_autocast(call.x.device):
+        return dispatch.run(gla_layer, call, variant)

@@ -1,0 +1,117 @@
+"""The oracle of ``gla_layer``, and the inputs it is judged on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.errors import ArgumentError, listing
+from onelaunch.operation import Case, Query, Reading
+from onelaunch.ops.checks import Facts
+from onelaunch.ops.gla import gla
+from onelaunch.ops.gla_layer.contract import gla_layer, key_of
+
+NORM_WEIGHTS = ("same", "float32")
+"""What the option ``norm_weight`` says: of which dtype it is."""
+
+
+@gla_layer.oracle
+def reference(
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: torch.Tensor,
+    gk_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    *,
+    heads: int,
+    normalizer: float = 16.0,
+    eps: float = 1e-5,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """By the definition, in float64 for float64 tensors; the recurrence is the oracle of ``gla``."""
+    keys, values = gk_weight.shape[0], w_out.shape[1]
+    q, k, v, gate, low_rank = (x @ in_proj_weight.mT).split([keys, keys, values, values, gk_weight.shape[1]], -1)
+    log_decay = F.logsigmoid(low_rank @ gk_weight.mT + gk_bias) / normalizer
+    q, k, v, gate, log_decay = (each.unflatten(-1, (heads, -1)) for each in (q, k, v, gate, log_decay))
+    o, final_state = gla.reference(q=q, k=k, v=v, g=log_decay, initial_state=initial_state, output_final_state=output_final_state)
+    assert o is not None  # noqa: S101 - the first result is always there
+    normalized = o / (o.square().mean(-1, keepdim=True) + eps).sqrt() * norm_weight
+    return (normalized * gate * torch.sigmoid(gate)).flatten(-2) @ w_out.mT, final_state
+
+
+def options_of(case: Case) -> tuple[int, str]:
+    """``rank`` and ``norm_weight`` of a case."""
+    rank, norm_weight = gla_layer.option(case, "rank"), gla_layer.option(case, "norm_weight")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ArgumentError(f"rank is {rank!r}; it must be an integer of at least 1.")
+    if norm_weight not in NORM_WEIGHTS:
+        raise ArgumentError(f"norm_weight is {norm_weight!r}; it must be one of {listing(NORM_WEIGHTS)}.")
+    return rank, norm_weight
+
+
+def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a call."""
+    rank, _ = options_of(case)
+    batch, length, width, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
+    shapes: dict[str, tuple[int, ...]] = {
+        "x": (batch, length, width),
+        "in_proj_weight": (2 * heads * (keys + values) + rank, width),
+        "gk_weight": (heads * keys, rank),
+        "gk_bias": (heads * keys,),
+        "norm_weight": (values,),
+        "w_out": (width, heads * values),
+    }
+    if gla_layer.option(case, "initial_state"):
+        shapes["initial_state"] = (batch, heads, keys, values)
+    return shapes
+
+
+def dtypes_of(case: Case) -> dict[str, torch.dtype]:
+    """Of those that are not of the case's."""
+    _, norm_weight = options_of(case)
+    return {"initial_state": torch.float32} | ({"norm_weight": torch.float32} if norm_weight == "float32" else {})
+
+
+@gla_layer.inputs
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    """Random x and state, and weights such that projections and results have about unit variance, as those of a trained layer."""
+    shapes, dtypes = shapes_of(case), dtypes_of(case)
+    arguments: dict[str, Any] = {}
+    for name, extent in shapes.items():
+        drawn = torch.randn(extent, device=device, generator=generator)
+        if name in ("in_proj_weight", "gk_weight", "w_out"):
+            drawn = drawn / math.sqrt(max(extent[1], 1))
+        elif name == "norm_weight":
+            drawn = 1.0 + 0.1 * drawn
+        arguments[name] = drawn.to(dtypes.get(name, case.dtype))
+    differentiable = tuple(arguments)
+    arguments |= {name: gla_layer.option(case, name) for name in ("normalizer", "eps")}
+    arguments |= {"heads": case.sizes["H"], "output_final_state": bool(gla_layer.option(case, "final_state"))}
+    return Reading(arguments, differentiable)
+
+
+@gla_layer.queries
+def make_query(case: Case, device: str, grad: bool) -> Query:
+    """The dispatch key of a case, by the checks of a call."""
+    dtypes, shapes = dtypes_of(case), shapes_of(case)
+
+    def facts(name: str) -> Facts:
+        return Facts(torch.Size(shapes[name]), dtypes.get(name, case.dtype), torch.device(device), requires_grad=grad)
+
+    return key_of(
+        facts("x"),
+        facts("in_proj_weight"),
+        facts("gk_weight"),
+        facts("gk_bias"),
+        facts("norm_weight"),
+        facts("w_out"),
+        facts("initial_state") if "initial_state" in shapes else None,
+        case.sizes["H"],
+        bool(gla_layer.option(case, "final_state")),
+        grad_enabled=grad,
+    )

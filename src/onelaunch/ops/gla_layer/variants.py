@@ -1,0 +1,134 @@
+"""Variants of ``gla_layer`` that are made of the operations: which variants of those they run is all that they differ in.
+
+The tag ``parts`` names them: of both calls of ``projections``, of ``gla``, and of ``output_chain``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from onelaunch.dispatch import AUTO
+from onelaunch.operation import Query, remembered
+from onelaunch.ops.gated_scan.torch_variants import compile_static, compiler_missing
+from onelaunch.ops.gla import gla
+from onelaunch.ops.gla.torch_variants import no_steps, short_enough
+from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
+from onelaunch.ops.output_chain import output_chain
+from onelaunch.ops.projections import Segment, projections
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+Parts = tuple[str, str, str]
+
+Tensor = torch.Tensor
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state."""
+
+
+def project(
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    segments: Sequence[Segment],
+    gk_weight: torch.Tensor,
+    gk_bias: torch.Tensor,
+    decay_segments: Sequence[Segment],
+    variant: str = AUTO,
+) -> tuple[torch.Tensor, ...]:
+    """All that is projected of ``x [B, T, D]``, the log-decays last: of the last segment, the columns that they are made of.
+
+    One packed weight means that x has one gradient, and not a sum of several.
+    """
+    *projected, low_rank = projections(x, in_proj_weight, segments, variant=variant)
+    return *projected, *projections(low_rank, gk_weight, decay_segments, bias=gk_bias, variant=variant)
+
+
+@remembered
+def segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
+    """What the rows of ``in_proj_weight`` are."""
+    return (
+        Segment("q", sizes.heads, sizes.keys),
+        Segment("k", sizes.heads, sizes.keys),
+        Segment("v", sizes.heads, sizes.values),
+        Segment("gate", sizes.heads, sizes.values),  # before SiLU, see the page of output_chain
+        Segment("low_rank", sizes.rank, 1),
+    )
+
+
+@remembered
+def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
+    """What the rows of ``gk_weight`` are."""
+    return (Segment("gk", sizes.heads, sizes.keys, "logsigmoid", sizes.normalizer, bias=True),)
+
+
+def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Results:
+    """The layer by four calls of operations."""
+    x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state = tensors
+    way_in, recurrence, way_out = parts
+    segments, decay_segments = segments_of(sizes), decay_segments_of(sizes)
+    q, k, v, gate, gk = project(x, in_proj_weight, segments, gk_weight, gk_bias, decay_segments, variant=way_in)
+    o, final_state = gla(q, k, v, gk, initial_state=initial_state, output_final_state=output_final_state, variant=recurrence)
+    return output_chain(o, gate, norm_weight, w_out, eps=eps, variant=way_out), final_state
+
+
+@functools.lru_cache(maxsize=256)
+def composed_of(sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Callable[[Tensors], Results]:
+    """:func:`compose` of one kind, so that what is compiled sees all but the tensors as constants."""
+    return lambda tensors: compose(tensors, sizes, eps, output_final_state, parts)
+
+
+def tensors_of(call: GlaLayerCall) -> Tensors:
+    """The first argument of :func:`compose`."""
+    return (call.x, call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, call.initial_state)
+
+
+def run(call: GlaLayerCall, parts: Parts) -> Results:
+    """By variants of these names."""
+    return compose(tensors_of(call), call.sizes, call.eps, call.output_final_state, parts)
+
+
+STEPWISE: Parts = ("unfused", "recurrent", "unfused")
+EAGER: Parts = ("unfused", AUTO, "unfused")
+DISPATCHED: Parts = (AUTO, AUTO, AUTO)
+
+
+@gla_layer.variant("stepwise", launches=None, fuses=(), parts=STEPWISE, maker="pytorch", yardstick=True)
+def stepwise(call: GlaLayerCall) -> Results:
+    """All in PyTorch, the recurrence step by step: what the other variants are measured against for accuracy."""
+    return run(call, STEPWISE)
+
+
+@gla_layer.variant("unfused", launches=None, fuses=(), parts=EAGER)
+def unfused(call: GlaLayerCall) -> Results:
+    """A product for each projection, PyTorch's activations, norm and gate; the recurrence as the dispatcher runs it.
+
+    The eager layer of experiment 058, and the baseline for time. With a recurrence of PyTorch's own it would be several times
+    slower, and the gain over it would be that of ``gla``, which has a study of its own. Its parts are called as users call
+    them, so that eager times count the checks and the dispatch of four operations here as in ``composed``.
+    """
+    return run(call, EAGER)
+
+
+@gla_layer.variant("compiled", launches=None, fuses=(), parts=EAGER)
+def compiled(call: GlaLayerCall) -> Results:
+    """torch.compile of the unfused layer, in one graph with the recurrence as an operator in it."""
+    if torch.compiler.is_compiling():
+        return run(call, EAGER)
+    return compile_static(composed_of(call.sizes, call.eps, call.output_final_state, EAGER))(tensors_of(call))
+
+
+compiled.supports(compiler_missing)
+compiled.supports(no_steps)
+
+
+@compiled.supports
+def short_enough_on_a_cpu(query: Query) -> str | None:
+    """There the recurrence is PyTorch's loop over chunks, which is unrolled."""
+    return short_enough(query) if query.device_type == "cpu" else None
+
+
+@gla_layer.variant("composed", launches=None, fuses=(), parts=DISPATCHED)
+def composed(call: GlaLayerCall) -> Results:
+    """``projections`` twice, ``gla`` and ``output_chain``, each by the variant that the dispatcher chooses: what modules run."""
+    return run(call, DISPATCHED)

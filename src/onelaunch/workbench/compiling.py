@@ -1,0 +1,92 @@
+"""Every call of a study once, in several processes side by side, so that what is timed afterwards need not wait for compilers.
+
+Triton, NVRTC and torch.compile keep what they compiled on disk, where the process that measures finds it. What a call tunes
+itself to while others use the same device is not worth keeping: variants that do so are left to that process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+import torch
+
+from onelaunch.operation import Direction, find_operation
+from onelaunch.workbench.calls import Callee, Inputs, draw_gradients, make_inputs
+from onelaunch.workbench.plan import PlannedCell
+from onelaunch.workbench.study import Study
+
+
+class Place(NamedTuple):
+    """A call of a study."""
+
+    shape: str
+    direction: Direction
+    variant: str
+
+
+def places_to_compile(study: Study, cells: Iterable[PlannedCell]) -> Iterator[Place]:
+    """Calls that can run here and may compile something that does not depend on how fast it is."""
+    operation = find_operation(study.operation)
+    for cell in cells:
+        if cell.status is None and not cell.control and not operation.get(cell.variant).tags.get("tunes"):
+            yield Place(cell.shape.name, cell.direction, cell.variant)
+
+
+def compile_ahead(
+    study: Study, places: Iterable[Place], device: str, processes: int, tell: Callable[[Place, int, int], None]
+) -> list[str]:
+    """Make these calls, and tell after each how many of how many are done.
+
+    Args:
+        study: as it was loaded here; other processes receive a copy.
+        places: calls of it.
+        device: on which each process makes its calls, one at a time; it needs memory for as many as there are processes.
+        processes: how many.
+        tell: is called in this process.
+
+    Returns:
+        What could not be done, a line each. It is no error: the call is made again where it is measured.
+    """
+    waiting = list(places)
+    failed: list[str] = []
+    if not waiting:
+        return failed
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    with ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context) as pool:
+        calls = {pool.submit(call_once, study, place, device): place for place in waiting}
+        try:
+            for done, call in enumerate(as_completed(calls), 1):
+                place = calls[call]
+                try:
+                    problem = call.result()
+                except BrokenProcessPool:
+                    problem = "a process ended while it compiled"
+                if problem:
+                    failed.append(f"{place.variant} at {place.shape}: {problem}")
+                tell(place, done, len(calls))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failed
+
+
+def call_once(study: Study, place: Place, device: str) -> str | None:
+    """Make a call as it will be measured; what was wrong with it, or ``None``."""
+    operation = find_operation(study.operation)
+    shape = next(shape for shape in study.shapes if shape.name == place.shape)
+    try:
+        case = study.case(shape)
+        inputs = make_inputs(operation, case, torch.device(device), 0, place.direction)
+        callee = Callee.variant(operation, place.variant)
+        if inputs.differentiable:
+            inputs.output_gradients = draw_gradients(callee(Inputs(inputs.arguments)), case.dtype, 0)
+        callee(inputs)
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # noqa: BLE001 - whatever a variant raises is told where it is measured
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None

@@ -1,0 +1,75 @@
+"""What only a GPU can show of the layers: a step of decoding is a few launches, and a CUDA graph holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from onelaunch import dispatch
+from onelaunch.nn import Cache, GatedLinearAttention
+from onelaunch.operation import Query, Variant, find_operation
+from onelaunch.workbench.launches import launches_in
+
+pytestmark = [pytest.mark.gpu]
+
+PORTABLE = {"projections": "epilogue", "gla": "stepwise", "output_chain": "prologue"}
+KERNELS = {
+    "portable": PORTABLE,
+    "epilogue_persistent": {**PORTABLE, "projections": "epilogue_persistent"},
+    "cluster": {**PORTABLE, "projections": "cluster"},
+    "norm_gate": {**PORTABLE, "output_chain": "norm_gate"},
+}
+"""Variants for a step, by operation."""
+
+MOST_LAUNCHES = {**dict.fromkeys(KERNELS, 6), "norm_gate": 7}
+"""Of a step, the copy of its state to where the last one lies included. A product of PyTorch's may be two launches."""
+
+PROMPT, STEPS = 70, 5
+
+
+def choose_for_steps(monkeypatch: pytest.MonkeyPatch, kernels: Mapping[str, str]) -> None:
+    """Let the dispatcher take these for calls of one step, whatever was measured."""
+    choose = dispatch.choose
+
+    def chosen(query: Query) -> Variant:
+        if query.sizes[1] != 1:
+            return choose(query)
+        variant = find_operation(query.operation).get(kernels[query.operation])
+        if reason := variant.why_not(query):
+            pytest.skip(f"{query.operation}.{variant.name} {reason}")
+        return variant
+
+    monkeypatch.setattr(dispatch, "choose", chosen)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("expand_k", [0.5, 1.0])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_captured_step_of_decoding(name, expand_k, batch, device, monkeypatch):
+    """Replayed from step to step it gives what calls from Python give, in at most six launches where all are ours."""
+    choose_for_steps(monkeypatch, KERNELS[name])
+    with torch.device(device):
+        layer = GatedLinearAttention(hidden_size=2048, expand_k=expand_k, num_heads=16, layer_idx=0).bfloat16()
+        x = torch.randn(batch, PROMPT + STEPS, 2048, dtype=torch.bfloat16)
+    prompt, steps = x[:, :PROMPT], [x[:, t : t + 1].contiguous() for t in range(PROMPT, PROMPT + STEPS)]
+    cache = Cache(in_place=True)
+    layer(prompt, past_key_values=cache, use_cache=True)
+    state = cache[0].recurrent_state
+    begun = state.clone()
+    expected = [(layer(step, past_key_values=cache, use_cache=True)[0], state.clone()) for step in steps]
+
+    given, graph = steps[0].clone(), torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        out = layer(given, past_key_values=cache, use_cache=True)[0]
+    assert launches_in(graph) <= MOST_LAUNCHES[name]
+    state.copy_(begun)
+    for step, (true, final) in zip(steps, expected, strict=True):
+        given.copy_(step)
+        graph.replay()
+        assert torch.equal(out, true)
+        assert torch.equal(state, final)
+    assert cache[0].recurrent_state is state

@@ -1,0 +1,37 @@
+"""Cases of ``gla_layer`` that its tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onelaunch.operation import find_operation
+
+GLA_LAYER = find_operation("gla_layer")
+
+SMALL = {"B": 2, "T": 9, "D": 40, "H": 2, "K": 16, "V": 20}
+STATES = {"initial_state": True, "final_state": True}
+
+CASES: dict[str, dict[str, Any]] = {
+    "small": {"dtype": "float32", **SMALL},
+    "a_step": {"dtype": "float32", **SMALL, "T": 1, **STATES},
+    "chunks_and_states": {"dtype": "float32", **SMALL, "T": 70, **STATES},
+    "final_state_alone": {"dtype": "float16", **SMALL, "K": 24, "final_state": True, "norm_weight": "float32"},
+    "other_numbers": {"dtype": "float32", **SMALL, "rank": 5, "normalizer": 3.0, "eps": 0.5, "initial_state": True},
+    "bfloat16": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 128, "H": 2, "K": 64, "V": 64, **STATES},
+}
+
+TENSORS = ("x", "in_proj_weight", "gk_weight", "gk_bias", "norm_weight", "w_out")
+
+
+def case_of(name: str):
+    return GLA_LAYER.case(name=name, **CASES[name])
+
+
+def made(grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
+    chosen = {"dtype": "float32", **SMALL, **given}
+    reading = GLA_LAYER.make_inputs(GLA_LAYER.case(**chosen), torch.device("cpu"), seed)
+    for name in reading.differentiable if grad else ():
+        reading.arguments[name].requires_grad_()
+    return reading.arguments

@@ -1,0 +1,130 @@
+"""``gla_layer``: every variant against the oracle, the oracle against plain sums, and what PyTorch does with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from onelaunch.ops import gla_layer
+from onelaunch.ops.gated_scan.torch_variants import compiler_missing
+from onelaunch.workbench.truth import CAPS
+from onelaunch.workbench.verify import Judge, trivial_answers
+from tests.ops.cases import assert_correct, assert_near, differentiable, pytorch_variants, results
+from tests.ops.gla_layer_cases import CASES, GLA_LAYER, TENSORS, case_of, made
+
+each_variant = pytest.mark.parametrize("variant", pytorch_variants(GLA_LAYER))
+
+
+@each_variant
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name, variant):
+    assert_correct(GLA_LAYER, case_of(name), variant)
+
+
+@pytest.mark.slow
+def test_the_compiled_variant():
+    case = case_of("a_step")
+    if reason := compiler_missing(GLA_LAYER.query(case, "cpu")):
+        pytest.skip(reason)
+    assert_correct(GLA_LAYER, case, "compiled")
+
+
+def test_no_thoughtless_answer_passes():
+    assert not trivial_answers(Judge().truth(GLA_LAYER, case_of("chunks_and_states")))
+
+
+def test_three_stages_may_err_by_the_root_of_three():
+    """In bfloat16, where PyTorch's own error, doubled, is beyond the cap of one stage."""
+    truth = Judge().truth(GLA_LAYER, case_of("bfloat16"))
+    assert truth.allowed["out"] == pytest.approx(3**0.5 * CAPS[torch.bfloat16][0])
+    exact = Judge().truth(GLA_LAYER, case_of("small"))
+    assert exact.allowed["out"] < CAPS[torch.float32][0] / 10
+
+
+@each_variant
+def test_the_definition(variant):
+    """One sequence, step by step and head by head."""
+    given = made(initial_state=True, final_state=True)
+    x, packed, gk_weight, gk_bias, norm_weight, w_out = (given[name] for name in TENSORS)
+    q, k, v, gate, low_rank = (
+        x[1] @ packed[:32].T,
+        x[1] @ packed[32:64].T,
+        *(x[1] @ rows.T for rows in packed[64:].split([40, 40, 16])),
+    )
+    decay = (F.logsigmoid(low_rank @ gk_weight.T + gk_bias) / 16).exp()
+    out, states = [], []
+    for head in range(2):
+        keys, values = slice(16 * head, 16 * head + 16), slice(20 * head, 20 * head + 20)
+        state, rows = given["initial_state"][1, head], []
+        for t in range(9):
+            state = decay[t, keys, None] * state + torch.outer(k[t, keys], v[t, values])
+            o = q[t, keys] @ state / 4
+            rows.append(o / (o.square().mean() + 1e-5).sqrt() * norm_weight * F.silu(gate[t, values]))
+        out.append(torch.stack(rows))
+        states.append(state)
+    found, final_state = gla_layer(**given, variant=variant)
+    expected = {"out": torch.cat(out, -1) @ w_out.T, "final_state": torch.stack(states)}
+    assert_near({"out": found[1], "final_state": final_state[1]}, expected, 2e-6)
+
+
+@each_variant
+def test_no_state_is_returned_unasked(variant):
+    out, final_state = gla_layer(**made(), variant=variant)
+    assert out.shape == (2, 9, 40)
+    assert final_state is None
+
+
+@each_variant
+def test_a_sequence_in_two_parts_is_one(variant):
+    given = made(T=70, final_state=True)
+    whole, end = gla_layer(**given, variant=variant)
+    first, state = gla_layer(**{**given, "x": given["x"][:, :41]}, variant=variant)
+    rest, final_state = gla_layer(**{**given, "x": given["x"][:, 41:]}, initial_state=state, variant=variant)
+    found = {"out": torch.cat([first, rest], 1), "final_state": final_state}
+    assert_near(found, {"out": whole, "final_state": end}, 2e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}])
+def test_a_case_without_tokens(sizes):
+    given = made(grad=True, **{"initial_state": True, "final_state": True, **sizes})
+    out, final_state = gla_layer(**given)
+    assert out.shape == (sizes.get("B", 2), sizes.get("T", 9), 40)
+    assert torch.equal(final_state, given["initial_state"])
+    (out.sum() + final_state.sum()).backward()
+    assert not given["w_out"].grad.any()
+
+
+@each_variant
+def test_gradients_of_some_of_the_tensors(variant):
+    for asking in TENSORS:
+        given = made()
+        given[asking].requires_grad_()
+        assert set(results(GLA_LAYER, given, variant)) == {"out", f"grad {asking}"}
+
+
+def test_autocast_lowers_all_tensors_but_the_norms_weight_and_the_state():
+    given = made(grad=True, initial_state=True, final_state=True)
+    low = {name: value.detach().bfloat16() if name in TENSORS else value for name, value in given.items()}
+    low["norm_weight"] = given["norm_weight"].detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, final_state = gla_layer(**given)
+    assert (out.dtype, final_state.dtype) == (torch.bfloat16, torch.float32)
+    expected, state = gla_layer(**low)
+    assert torch.equal(out, expected)
+    assert torch.equal(final_state, state)
+    out.float().sum().backward()
+    assert all(given[name].grad.dtype == torch.float32 for name in TENSORS)
+
+
+@pytest.mark.parametrize("variant", ["auto", "compiled"])
+def test_it_compiles_into_one_graph(variant):
+    torch.compiler.reset()
+    function = torch.compile(lambda **given: gla_layer(**given, variant=variant), fullgraph=True, backend="aot_eager")
+    for options in ({}, {"T": 1, "initial_state": True, "final_state": True}):
+        given = made(grad=True, **options)
+        leaves = list(differentiable(given).values())
+        found, expected = function(**given)[0], gla_layer(**given, variant="unfused")[0]
+        assert_near({"out": found}, {"out": expected}, 1e-6)
+        ours, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
+        assert_near(dict(enumerate(ours)), dict(enumerate(theirs)), 1e-5)

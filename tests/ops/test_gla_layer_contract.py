@@ -1,0 +1,199 @@
+"""What ``gla_layer`` refuses, by the names that the caller knows; its dispatch key, its cost, and its peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from onelaunch import dispatch
+from onelaunch.errors import ArgumentError, DeviceError, DTypeError, OneLaunchError, ShapeError, UnknownVariant
+from onelaunch.operation import DIRECTIONS
+from onelaunch.ops import gla, gla_layer
+from onelaunch.ops.gla_layer import fla
+from tests.ops.cases import assert_near, differentiable
+from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
+from tests.ops.test_swiglu_peers import pretend
+
+
+def refused(error: Any, message: str, /, **changes: Any) -> None:
+    with pytest.raises(error, match=message) as caught:
+        gla_layer(**{**made(initial_state=True), **changes})
+    assert isinstance(caught.value, OneLaunchError)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_shapes_are_named():
+    given = made(initial_state=True)
+    x, packed, gk_weight, gk_bias, norm_weight, w_out = (given[name] for name in TENSORS)
+    refused(ShapeError, r"^x has shape \(9, 40\); it must be \[B, T, D\]", x=x[0])
+    refused(
+        ShapeError,
+        r"^in_proj_weight has shape \(159, 40\); .* = \[160, 40\] to match x \[2, 9, 40\], heads = 2, gk_weight \[32, 16\] and",
+        in_proj_weight=packed[1:],
+    )
+    refused(ShapeError, r"^gk_weight has shape \(31, 16\); .* of heads = 2 with K from 16 to 512", gk_weight=gk_weight[1:])
+    refused(ShapeError, r"^gk_weight has shape \(30, 16\); .* with K from 16 to 512", gk_weight=gk_weight[2:])
+    refused(ShapeError, r"^gk_weight has shape \(32, 0\); .* R of at least 1", gk_weight=gk_weight[:, :0])
+    refused(ShapeError, r"^gk_bias has shape \(31,\); .* = \[32\] to match gk_weight", gk_bias=gk_bias[1:])
+    refused(
+        ShapeError, r"^norm_weight has shape \(40,\); .* \[V\] = \[20\] to match heads = 2", norm_weight=norm_weight.repeat(2)
+    )
+    refused(ShapeError, r"^w_out has shape \(40, 39\); .* with V from 16 to 512", w_out=w_out[:, 1:])
+    refused(ShapeError, r"^w_out has shape \(39, 40\); .* = \[40, 40\] to match x", w_out=w_out[1:])
+    state = given["initial_state"]
+    refused(
+        ShapeError, r"^initial_state has shape \(2, 2, 20, 16\); .* \[B, H, K, V\] = \[2, 2, 16, 20\]", initial_state=state.mT
+    )
+
+
+def test_wrong_dtypes_and_devices_are_named():
+    given = made(initial_state=True)
+    for name in ("in_proj_weight", "gk_weight", "gk_bias", "w_out"):
+        refused(DTypeError, rf"^{name} is torch\.float16; it must be float32, the dtype of x", **{name: given[name].half()})
+    refused(DTypeError, r"^norm_weight is torch\.float16; it must be float32,", norm_weight=given["norm_weight"].half())
+    refused(DTypeError, r"^initial_state is torch\.float16; it must be float32", initial_state=given["initial_state"].half())
+    for name in (*TENSORS[1:], "initial_state"):
+        refused(DeviceError, rf"^{name} is on meta; it must be on cpu", **{name: given[name].to("meta")})
+    refused(ArgumentError, r"^gk_bias is NoneType; it must be a torch\.Tensor", gk_bias=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 0}, "^heads is 0; it must be an integer of at least 1"),
+        ({"heads": 2.0}, "^heads is 2.0; it must be an integer"),
+        ({"normalizer": 0}, "^normalizer is 0; it must be a number above 0"),
+        ({"normalizer": float("nan")}, "^normalizer is nan; it must be a number above 0"),
+        ({"eps": -1.0}, "^eps is -1.0; it must be a number of at least 0"),
+        ({"eps": True}, "^eps is True; it must be a number of at least 0"),
+    ],
+)
+def test_wrong_numbers_are_named(changes, message):
+    refused(ArgumentError, message, **changes)
+
+
+def test_a_wrong_variant_is_named():
+    refused(UnknownVariant, "There is no variant 'compose'. Did you mean 'composed'", variant="compose")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_the_key_of_a_case_is_that_of_its_call(name, grad):
+    arguments = made(grad=grad, **CASES[name])
+    assert GLA_LAYER.query(case_of(name), "cpu", grad=grad) == GLA_LAYER.bind(**arguments).query()
+
+
+def test_the_dispatcher_takes_what_is_composed_of_dispatched_parts():
+    query = GLA_LAYER.query(case_of("small"), "cpu")
+    assert dispatch.choose(query).name == "composed"
+    assert GLA_LAYER.preference(query._replace(device="cuda:0"))[0] == "composed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 0}, "rank is 0; it must be an integer of at least 1"),
+        ({"norm_weight": "none"}, "norm_weight is 'none'; it must be one of same, float32"),
+    ],
+)
+def test_a_case_that_no_call_has_is_refused(changes, message):
+    with pytest.raises(ArgumentError, match=message):
+        made(**changes)
+
+
+# Cost
+
+
+def test_the_least_bytes_and_products():
+    """By hand, at fla's default sizes: q and k of 1024 columns, v and the gate of 2048, and 16 between the decay's factors."""
+    case = GLA_LAYER.case("bfloat16", B=8, T=4096, D=2048, H=16, K=64, V=128)
+    rows, columns = 8 * 4096, 2 * 1024 + 2 * 2048 + 16
+    products = 2 * rows * (2048 * columns + 16 * 1024 + 2048 * 2048)
+    recurrence = gla.cost(gla.case("bfloat16", B=8, T=4096, H=16, K=64, V=128)).flops
+    assert GLA_LAYER.cost(case).flops == products + recurrence
+    x, weights = 2 * rows * 2048, 2 * (columns * 2048 + 1024 * 17 + 128 + 2048 * 2048)
+    assert GLA_LAYER.cost(case).bytes == 2 * x + weights
+    assert GLA_LAYER.cost(case, None, "forward_backward").bytes == 5 * x + 3 * weights
+    step = GLA_LAYER.case("bfloat16", B=1, T=1, D=2048, H=16, K=64, V=128, initial_state=True, final_state=True)
+    assert GLA_LAYER.cost(step).bytes == 2 * 2 * 2048 + weights + 2 * 4 * 16 * 64 * 128
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_no_variant_moves_less_than_the_least(name, direction):
+    case = case_of(name)
+    least = GLA_LAYER.cost(case, None, direction)
+    moved = {each: GLA_LAYER.cost(case, variant, direction) for each, variant in GLA_LAYER.variants.items()}
+    assert all(cost.bytes > least.bytes and cost.flops >= least.flops for cost in moved.values())
+    assert moved["composed"].bytes < min(moved["unfused"].bytes, moved["fla"].bytes)
+    assert moved["fla"].launches is None
+
+
+# The peer
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(o, o.shape[-1:], self.weight, self.eps) * F.silu(gate)
+
+
+class Layer(nn.Module):
+    """A double of fla's layer: its arguments, its parameters and its results, by functions of PyTorch and ours."""
+
+    def __init__(self, hidden_size, expand_k, expand_v, num_heads, gate_low_rank_dim, gate_logit_normalizer, norm_eps) -> None:
+        super().__init__()
+        keys, values = round(hidden_size * expand_k), round(hidden_size * expand_v)
+        self.heads, self.normalizer = num_heads, gate_logit_normalizer
+        for name, width in {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}.items():
+            self.add_module(name, nn.Linear(hidden_size, width, bias=False))
+        self.gk_proj = nn.Sequential(nn.Linear(hidden_size, gate_low_rank_dim, bias=False), nn.Linear(gate_low_rank_dim, keys))
+        self.g_norm_swish_gate = Norm(values // num_heads, norm_eps)
+        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+
+    def forward(self, x):
+        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x), self.g_proj(x), F.logsigmoid(self.gk_proj(x)))
+        q, k, v, gate, gk = (each.unflatten(-1, (self.heads, -1)) for each in projected)
+        o, _ = gla(q, k, v, gk / self.normalizer, variant="chunked")
+        return self.o_proj(self.g_norm_swish_gate(o, gate).flatten(-2)), None, None
+
+
+def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
+    pretend(monkeypatch, "fla.layers", GatedLinearAttention=Layer)
+    fla.layer_of.cache_clear()
+    for seed in (0, 1):  # the second finds the layer there, and must not find the weights of the first
+        given = made(grad=True, seed=seed, rank=5, normalizer=3.0, eps=0.5)
+        given["w_out"] = nn.Parameter(given["w_out"].detach())
+        leaves = list(differentiable(given).values())
+        (found, state), (expected, _) = fla.fla(GLA_LAYER.bind(**given)), gla_layer(**given, variant="stepwise")
+        assert state is None
+        assert_near({"out": found}, {"out": expected}, 2e-6)
+        ours, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
+        assert_near(dict(enumerate(ours)), dict(enumerate(theirs)), 2e-5)
+    kept = fla.layer_of(40, GLA_LAYER.bind(**given).sizes, 0.5)
+    fla.layer_of.cache_clear()
+    assert not any(isinstance(value, torch.Tensor) for module in kept.modules() for value in vars(module).values())
+
+
+def test_what_flas_layer_cannot_do(monkeypatch):
+    found = {"fla", "fla.layers", "transformers"}
+    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda package: object() if package in found else None)
+
+    def reason(device: str = "cuda:0", **given: Any) -> str | None:
+        return fla.fla.why_not(GLA_LAYER.query(GLA_LAYER.case("bfloat16", **{**SMALL, **given}), device, grad=True))
+
+    assert reason() is None
+    assert "needs a CUDA or ROCm device" in str(reason("cpu"))
+    assert "at least one element" in str(reason(T=0))
+    assert "cache of its own, values first" in str(reason(initial_state=True))
+    assert "cache of its own, values first" in str(reason(final_state=True))
+    for missing, said in (("transformers", "transformers"), ("fla.layers", "flash-linear-attention"), ("fla", "fla")):
+        found.discard(missing)
+        assert f"needs {said}, which is not installed" in str(reason())

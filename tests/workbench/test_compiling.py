@@ -1,0 +1,114 @@
+"""What is compiled before a study measures: which calls, in other processes, and that nothing depends on it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from onelaunch.operation import find_operation
+from onelaunch.workbench import compiling
+from onelaunch.workbench.compiling import Place, call_once, compile_ahead, places_to_compile
+from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.study import Shape, Study
+from tests.workbench import toy
+from tests.workbench.test_run import SLOW_LIGHT, quick, run, steps
+
+__all__ = ["quick"]  # the fixture
+
+
+def study(operation: str = "toy_sum", **more):
+    sizes = {"toy_sum": {"B": 2, "T": 24, "V": 8}, "output_chain": {"B": 1, "T": 4, "H": 2, "V": 16, "D": 8}}[operation]
+    facts = {
+        "name": "toy-study",
+        "question": "Is it compiled?",
+        "operation": operation,
+        "baseline": "eager" if operation == "toy_sum" else "unfused",
+        "variants": ("eager", "parallel", "raises") if operation == "toy_sum" else ("unfused",),
+        "shapes": tuple(Shape(name=name, dtype="float32", scale="small", sizes=sizes) for name in ("first", "second")),
+        "directions": ("forward", "forward_backward"),
+        "rounds": 3,
+    }
+    return Study(**(facts | more))
+
+
+def places(declared):
+    return list(places_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells))
+
+
+def test_every_call_that_can_run_here_is_made():
+    made = places(study())
+    assert {(place.shape, place.direction) for place in made if place.variant == "eager"} == {
+        (shape, direction) for shape in ("first", "second") for direction in ("forward", "forward_backward")
+    }
+
+
+def test_what_tunes_itself_is_left_to_the_process_that_measures(monkeypatch):
+    monkeypatch.setitem(find_operation("toy_sum").get("parallel").tags, "tunes", "at its first call")
+    assert {place.variant for place in places(study())} == {"eager", "raises"}
+    assert find_operation("gla").get("fla").tags["tunes"]
+    assert find_operation("gla_layer").get("fla").tags["tunes"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward_backward"])
+def test_a_call_is_made_as_it_is_measured(direction, monkeypatch):
+    seen = []
+
+    class Counted:
+        @staticmethod
+        def variant(operation, name):
+            def call(inputs):
+                seen.append((name, bool(inputs.differentiable), sorted(inputs.output_gradients)))
+                return {"y": inputs.arguments["x"] * 1.0}
+
+            return call
+
+    monkeypatch.setattr(compiling, "Callee", Counted)
+    assert call_once(study(), Place("second", direction, "parallel"), "cpu") is None
+    assert seen[-1] == ("parallel", direction == "forward_backward", ["y"] if direction == "forward_backward" else [])
+
+
+def test_what_a_call_raises_is_told_and_no_error():
+    assert "raises" in toy.toy_sum.variants
+    assert call_once(study(), Place("first", "forward", "raises"), "cpu") == "RuntimeError: the kernel fell over"
+
+
+def test_calls_are_made_in_other_processes():
+    declared, told = study("output_chain"), []
+    asked = [
+        Place("first", "forward", "unfused"),
+        Place("second", "forward_backward", "unfused"),
+        Place("first", "forward", "no"),
+    ]
+    failed = compile_ahead(declared, asked, "cpu", 2, lambda place, done, total: told.append((place, done, total)))
+    assert sorted(done for _, done, _ in told) == [1, 2, 3]
+    assert {place for place, *_ in told} == set(asked)
+    (line,) = failed
+    assert line.startswith("no at first: UnknownVariant")
+
+
+def test_without_calls_no_process_is_started():
+    assert compile_ahead(study(), [], "cpu", 4, lambda *_: None) == []
+
+
+def test_a_run_compiles_what_is_not_finished_before_it_measures():
+    asked, order = [], []
+
+    def compiled(declared, places, device, processes, tell):
+        asked.extend(places)
+        order.append("compile")
+        tell(asked[0], 1, len(asked))
+        return ["eager at first: too large"]
+
+    result = run(study(), processes=3, steps=steps(compile=compiled), on_progress=lambda step: order.append(step.step))
+    assert order[:2] == ["compile", "compile"]
+    assert "verify" in order
+    assert len(asked) == len(places(study()))
+    assert "eager at first: too large" in result.notes
+
+
+def test_a_run_compiles_nothing_ahead_unless_asked():
+    def never(*_):
+        os._exit(1)
+
+    assert run(study(), steps=steps(compile=never)).cells

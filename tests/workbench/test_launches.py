@@ -1,0 +1,78 @@
+"""Counting launches: what a captured graph holds, and what cannot be counted."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onelaunch.workbench import launches
+from onelaunch.workbench.count import Request
+from tests.workbench.toy import toy_case, toy_sum
+
+KERNEL, COPY, FILL, HOST, EMPTY = 0, 1, 2, 3, 5
+
+
+class Driver:
+    """A double of the CUDA driver, which knows one graph: its handle, and the kinds of its nodes."""
+
+    def __init__(self, *kinds: int, handle: int = 2**40 + 1, error: int = 0) -> None:
+        self.kinds, self.handle, self.error = kinds, handle, error
+
+    def cuGraphGetNodes(self, graph, nodes, size):
+        assert graph.value == self.handle
+        size._obj.value = len(self.kinds)
+        for index in range(len(self.kinds) if nodes is not None else 0):
+            nodes[index] = 2**41 + index
+        return self.error
+
+    def cuGraphNodeGetType(self, node, kind):
+        assert isinstance(node, ctypes.c_void_p)
+        kind._obj.value = self.kinds[node.value - 2**41]
+        return 0
+
+
+GRAPH = SimpleNamespace(raw_cuda_graph=lambda: 2**40 + 1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"), [((), 0), ((KERNEL, KERNEL, COPY, FILL, KERNEL), 5), ((EMPTY, KERNEL, HOST, EMPTY), 1)]
+)
+def test_kernels_copies_and_fills_are_launches(kinds, found, monkeypatch):
+    monkeypatch.setattr(launches, "_driver", lambda: Driver(*kinds))
+    assert launches.launches_in(GRAPH) == found
+
+
+def test_a_driver_that_refuses_is_an_error(monkeypatch):
+    monkeypatch.setattr(launches, "_driver", lambda: Driver(KERNEL, error=1))
+    with pytest.raises(RuntimeError, match=r"does not tell what a graph holds \(error 1\)"):
+        launches.launches_in(GRAPH)
+
+
+def test_on_a_cpu_nothing_is_counted_and_why_is_said():
+    found = launches.count_launches(toy_sum, [Request(toy_case(), "parallel"), Request(toy_case(), "eager")])
+    assert found == ["launches are counted on NVIDIA GPUs only"] * 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_every_launch(device):
+    x, y = torch.ones(1000, device=device), torch.empty(1000, device=device)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    (x + 1).sin().zero_()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        y.copy_((x + 1).sin())
+    assert launches.launches_in(graph) == 3
+    graph.replay()
+    torch.testing.assert_close(y, (x + 1).sin())
+
+
+@pytest.mark.gpu
+def test_a_gpu_counts_variants_and_says_of_which_it_cannot(device):
+    case = toy_case("float16", B=4, T=64, V=64)
+    requests = [Request(case, "parallel"), Request(case, "parallel", "forward_backward"), Request(case, "no_such_variant")]
+    forward, both, unknown = launches.count_launches(toy_sum, requests, device=device)
+    assert 0 < forward < both
+    assert "no_such_variant" in unknown

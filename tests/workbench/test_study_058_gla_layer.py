@@ -1,0 +1,67 @@
+"""The study of the whole layer asks what was set for it, at the write-up's configuration, fla's own, and a step of decoding."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.hardware import Ceilings
+from onelaunch.workbench import sampling, timing
+from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.run import Steps, run_study
+from onelaunch.workbench.study_file import load_study
+from tests.workbench.ladder import RATES
+
+SWEEP = [(8, 4096), *((4, length) for length in (512, 1024, 2048, 4096))]
+TARGETS = ("8x4096x2048", "8x4096x2048-fla")
+
+
+@pytest.fixture(scope="module")
+def study(pytestconfig):
+    return load_study(pytestconfig.rootpath / "studies" / "058-gla-layer.toml")
+
+
+def test_its_shapes_are_the_write_up_s_fla_s_smaller_ones_and_steps(study):
+    full = study.at_scale("full")
+    sizes = [tuple(shape.sizes.values()) for shape in full]
+    assert sizes[: len(SWEEP)] == [(*each, 2048, 16, 128, 128) for each in SWEEP]
+    assert study.shape("8x4096x2048-fla").sizes == {"B": 8, "T": 4096, "D": 2048, "H": 16, "K": 64, "V": 128}
+    assert {(length, width) for _, length, width, *_ in sizes} >= {(128, 2048), (4096, 1024), (512, 1024)}
+    steps = [shape for shape in full if shape.sizes["T"] == 1]
+    assert [shape.sizes["B"] for shape in steps] == [1, 16]
+    for step in steps:
+        assert step.options == {"initial_state": True, "final_state": True}
+        assert study.directions_at(step) == ("forward",)
+
+
+def test_its_criteria_are_those_that_were_set(study):
+    bounds = {criterion.name: (criterion.at_least, criterion.at_most) for criterion in study.criteria}
+    assert bounds == {
+        "training is twice as fast as fla's layer": (2.0, None),
+        "40 % less traffic than fla's layer": (1.67, None),
+        "never slower than the eager layer": (1.0, None),
+        "training is never slower than the eager layer": (1.0, None),
+        "a step of decoding in six launches": (None, 6),
+    }
+    faster, _, forward, training, few = study.criteria
+    assert (faster.at, faster.of, faster.over, faster.direction) == (TARGETS, "composed", "fla", "forward_backward")
+    full = study.at_scale("full")
+    assert set(forward.at) == {shape.name for shape in full}
+    assert set(training.at) == {shape.name for shape in full if shape.sizes["T"] > 1}
+    assert set(few.at) == {shape.name for shape in full if shape.sizes["T"] == 1}
+
+
+def test_a_plan_of_it_finds_nothing_that_is_out_of_reach(study):
+    plan = plan_study(study, RATES, "cpu", "full")
+    assert plan.infeasible == {}
+    assert {cell.variant for cell in plan.cells} == {"unfused", "compiled", "composed", "fla"}
+
+
+def test_it_runs_without_a_gpu(study, tmp_path, monkeypatch):
+    monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(sampling, "CACHES", 0)
+    quick = study.model_copy(update={"variants": ("unfused", "composed"), "regimes": ("eager",), "criteria": ()})
+    steps = Steps(ceilings=lambda _: Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up"))
+    result = run_study(quick, device="cpu", rounds=3, save_to=tmp_path / "result.json", count=False, steps=steps)
+    assert {(cell.variant, cell.direction): cell.status for cell in result.cells} == {
+        (variant, direction): "ok" for variant in ("unfused", "composed") for direction in ("forward", "forward_backward")
+    }

@@ -1,0 +1,93 @@
+"""The study of the output chain asks what the write-up left open, at the shapes of the projection chain and a decoding step."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.operation import find_operation
+from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.study_file import load_study
+from tests.workbench.ladder import RATES
+
+NAMES = ("B", "T", "D", "H", "V")
+STEP = (16, 1, 2048, 16, 128)
+"""A token of each of 16 sequences."""
+
+
+@pytest.fixture(scope="module")
+def studies(pytestconfig):
+    folder = pytestconfig.rootpath / "studies"
+    return {name: load_study(folder / f"058-{name}-chain.toml") for name in ("output", "projection")}
+
+
+@pytest.fixture(scope="module")
+def study(studies):
+    return studies["output"]
+
+
+def sizes(shape):
+    return tuple(shape.sizes[name] for name in NAMES)
+
+
+def test_its_shapes_are_those_of_the_projection_chain_and_a_decoding_step(studies):
+    ours, theirs = studies["output"], studies["projection"]
+    for scale, more in (("full", {STEP}), ("small", set())):
+        assert {sizes(shape) for shape in ours.at_scale(scale)} == more | {
+            sizes(shape) for shape in theirs.at_scale(scale) if not shape.options
+        }
+    for shape in ours.shapes:
+        assert not shape.options
+        assert ours.directions_at(shape) == (("forward",) if sizes(shape) == STEP else ours.directions)
+    for name in ("directions", "regimes", "rounds", "baseline"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+def test_silu_is_applied_to_the_gate(study):
+    query = find_operation("output_chain").query(study.case(study.shapes[0]), "cpu")
+    assert "gate" in query.flags
+    assert "activated" not in query.flags
+
+
+def test_its_criteria_are_those_that_were_set(study):
+    bounds = {criterion.name: (criterion.at_least, criterion.at_most) for criterion in study.criteria if criterion.decides}
+    assert bounds == {
+        "fused is faster at the write-up's size": (1.2, None),
+        "fused is more than 30 % faster at half the width": (1.3, None),
+        "40 % less traffic": (1.67, None),
+        "equal within bfloat16": (None, 5e-3),
+        "fused is faster everywhere": (1.1, None),
+        "fused is never slower than torch.compile": (1.0, None),
+        "training gains everywhere": (1.1, None),
+        "the prologue pays where rows are few": (1.1, None),
+    }
+    told = {criterion.name: criterion.at_least for criterion in study.criteria if not criterion.decides}
+    assert told == {"training is never slower than torch.compile": 1.0, "the prologue pays at the write-up's size": 1.0}
+
+
+def test_fused_is_ours_and_nobody_else_s(study):
+    for criterion in study.criteria:
+        if isinstance(criterion.of, dict):
+            assert study.select(criterion.of) == ("norm_gate", "prologue")
+        else:
+            assert (criterion.of, criterion.over) == ("prologue", "norm_gate")
+
+
+def test_everywhere_is_every_shape_that_runs_in_that_direction(study):
+    asked = [criterion for criterion in study.criteria if "everywhere" in criterion.name or "never" in criterion.name]
+    assert len(asked) == 4
+    for criterion in asked:
+        runs = [shape for shape in study.at_scale("full") if criterion.direction in study.directions_at(shape)]
+        assert list(study.shapes_of(criterion)) == runs
+
+
+def test_a_plan_of_it_finds_nothing_that_is_out_of_reach(study):
+    assert plan_study(study, RATES, "cpu", "full").infeasible == {}
+    operation, case = find_operation("output_chain"), study.case(study.shapes[0])
+    moved = {name: operation.cost(case, operation.get(name)).bytes for name in ("unfused", "norm_gate")}
+    assert operation.cost(case).bytes == 411042048
+    assert moved == {"unfused": 1216348416, "norm_gate": 679477504}  # 1.79 times fewer
+
+
+def test_the_write_up_s_figures_are_told(study):
+    for figure in ("1.845 | 1.845 | 1.00x", "15.318 | 19.948 | 0.77x"):
+        assert figure in study.notes
