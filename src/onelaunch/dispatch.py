@@ -111,10 +111,13 @@ def _name(variant: str, query: Query) -> str:
     return choose(query).name if variant == AUTO else _checked(variant, query)
 
 
-@torch.compiler.assume_constant_result
 def _constant_name(variant: str, *query: Any) -> str:
     """A constant under ``torch.compile``, since shapes are known when a graph is traced."""
     return _name(variant, Query(*query))
+
+
+# What torch.compiler.assume_constant_result does; to call that would import the compiler, a second at every start.
+vars(_constant_name)["_dynamo_marked_constant"] = True
 
 
 @functools.lru_cache(maxsize=4096)
