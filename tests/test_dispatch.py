@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -155,3 +157,16 @@ def test_the_tables_that_ship_name_operations_variants_and_times_that_exist():
                 assert set(row.sizes) == set(known.dimensions), path
                 assert set(row.microseconds) <= set(known.variants), path
                 assert all(time > 0 for time in row.microseconds.values()), path
+
+
+# What a start costs
+
+
+def test_the_choice_is_marked_as_pytorch_marks_constants():
+    marked = torch.compiler.assume_constant_result(lambda: "a name")
+    assert vars(marked).items() <= vars(dispatch._constant_name).items()
+
+
+def test_to_import_the_package_is_not_to_import_the_compiler():
+    said = "import sys, onelaunch.decode; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", said], check=False).returncode == 0

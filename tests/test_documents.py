@@ -21,6 +21,10 @@ PAGES = [page for page in PAGES if not {"_build", "_generated"} & set(page.parts
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+NEEDS = {"decode.md": "tokenizers"}
+"""Pages whose code needs a package of an extra."""
+
+
 def blocks(page: Path, language: str) -> list[str]:
     return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
 
@@ -40,6 +44,8 @@ def registry_of_its_own(monkeypatch):
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page, registry_of_its_own, monkeypatch):
     """All blocks of a page in order, as one module."""
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name])
     name = f"page_{page.stem.lower()}"
     module = type(sys)(name)
     monkeypatch.setitem(sys.modules, name, module)

@@ -101,15 +101,23 @@ def explain(query: Query) -> Explanation:
     return Explanation(query, chosen.name, because, standings)
 
 
+def pick(variant: str, query: Query) -> Variant:
+    """The variant that would run a call: that of :func:`choose` for ``"auto"``, else the named one, which must support it."""
+    return find_operation(query.operation).variants[_name(variant, query)]
+
+
 def _name(variant: str, query: Query) -> str:
     """The variant that will run, checked."""
     return choose(query).name if variant == AUTO else _checked(variant, query)
 
 
-@torch.compiler.assume_constant_result
 def _constant_name(variant: str, *query: Any) -> str:
     """A constant under ``torch.compile``, since shapes are known when a graph is traced."""
     return _name(variant, Query(*query))
+
+
+# What torch.compiler.assume_constant_result does; to call that would import the compiler, a second at every start.
+vars(_constant_name)["_dynamo_marked_constant"] = True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -125,6 +125,51 @@ class CheckpointError(OneLaunchError, ValueError):
         super().__init__(f"Checkpoint: {problem}.")
 
 
+# Models
+
+
+class ModelConfigError(OneLaunchError, ValueError):
+    """A field of a model's configuration is missing or wrong."""
+
+    def __init__(self, field: str, *, got: object, want: str) -> None:
+        super().__init__(f"{field} of the model's configuration is {got}; it must be {want}.")
+        self.field = field
+
+
+class UnsupportedModel(OneLaunchError, ValueError):
+    """A model of an architecture, or with a feature, that is not supported."""
+
+    def __init__(self, what: str, *, supported: Iterable[str]) -> None:
+        super().__init__(f"The model has {what}, which is not supported. Supported: {listing(supported)}.")
+
+
+class ContextExceeded(OneLaunchError, ValueError):
+    """A text would be longer than the model's context."""
+
+    def __init__(self, positions: int, *, context: int, said: str = "The text") -> None:
+        super().__init__(f"{said} takes {positions} positions; the model's context has {context}.")
+        self.positions, self.context = positions, context
+
+
+class FallbackNotice(OneLaunchError, UserWarning):
+    """What would be fastest cannot run here, and something slower does."""
+
+
+class TokenizerMissing(OneLaunchError, ImportError):
+    """Text was given or asked for, and what makes tokens of it is not here."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}. Do: pip install 'onelaunch[decode]', or pass token ids and ask for none but them.")
+
+
+class DeviceMemoryError(OneLaunchError, RuntimeError):
+    """A device has too little free memory for what was to be kept there."""
+
+    def __init__(self, what: str, *, device: object, need: int | None = None, free: int | None = None) -> None:
+        numbers = "" if need is None or free is None else f" It takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free."
+        super().__init__(f"There is no room on {device} for {what}.{numbers} Free memory there, or use another device.")
+
+
 # Devices and tools
 
 

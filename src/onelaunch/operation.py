@@ -466,7 +466,8 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
 @functools.cache
 def _load_plugins() -> None:
     """Our own operations, then those that installed packages announce."""
-    importlib.import_module("onelaunch.ops")
+    for room in ("onelaunch.ops", "onelaunch.decode"):
+        importlib.import_module(room)
     for entry in importlib.metadata.entry_points(group=PLUGINS):
         entry.load()
 

@@ -20,6 +20,7 @@ from tests.ops.cases import OPERATIONS
 SHAPE = "B=1,T=64,D=32,V=32"
 COMMANDS = [
     (),
+    ("generate",),
     ("explain",),
     ("inspect",),
     ("doctor",),

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from onelaunch import __version__
 from onelaunch.cli.doctor import doctor
 from onelaunch.cli.explain import explain
+from onelaunch.cli.generate import generate
 from onelaunch.cli.inspection import inspect
 from onelaunch.cli.study.application import study
 from onelaunch.errors import ArgumentError, OneLaunchError, UnknownNameError
@@ -43,6 +44,7 @@ application = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 application.add_typer(study, name="study")
+application.command()(generate)
 application.command()(explain)
 application.command()(inspect)
 application.command()(doctor)
@@ -64,6 +66,7 @@ def onelaunch(
     [bold]A first look[/bold]
 
       onelaunch doctor                      what is here, what is missing
+      onelaunch generate "def main("        text from a small model
       onelaunch study run 040-linear-rnn    a decision and its report
       onelaunch explain linear_rnn --help   which variant runs a call, why
       onelaunch inspect linear_rnn          registers, spills: without a GPU

@@ -140,6 +140,10 @@ NEEDS: tuple[Need, ...] = (
     Need("triton", "Triton kernels, onelaunch inspect", lambda: _installed("triton"), 'pip install "onelaunch[triton]"'),
     Need("NVRTC", "kernels in CUDA C++", _nvrtc, 'pip install "onelaunch[cuda]"'),
     Need("C++ compiler", "torch.compile on a CPU (variant compiled)", _compiler, "install g++, or name one in $CXX"),
+    Need(
+        "tokenizers", "text in and out of onelaunch generate", lambda: _installed("tokenizers"), 'pip install "onelaunch[decode]"'
+    ),
+    Need("transformers", "chat templates", lambda: _installed("transformers"), 'pip install "onelaunch[decode]"'),
     Need("nvidia-ml-py", "clocks and power in results", lambda: _installed("pynvml", "nvidia-ml-py"), "pip install nvidia-ml-py"),
     Need("NVIDIA driver", "clocks and power in results", _driver, "install the driver; without a GPU nothing is missed"),
     Need("ncu", "counted DRAM bytes; else they are arithmetic", _profiler, "install NVIDIA Nsight Compute"),

@@ -1,0 +1,40 @@
+"""Where a model's files are: the one that ships with the package, a folder, or a repository of Hugging Face's hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from onelaunch.errors import CheckpointError
+
+BUNDLED = "tiny"
+"""The name of the model in the package: Qwen3's architecture, 1.2 million parameters, trained on Python's standard library."""
+
+FILES = ("*.json", "*.safetensors", "*.jinja")
+"""What is fetched of a repository."""
+
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_model(name: str | Path) -> Path:
+    """The folder of a model: itself, the bundled one's for ``"tiny"``, or where the hub's files were put for ``"owner/name"``.
+
+    Raises:
+        CheckpointError: there is no such folder, and no such repository or no way to reach it.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    if str(name) == BUNDLED:
+        return Path(__file__).parent / BUNDLED
+    if not REPOSITORY.fullmatch(str(name)):
+        raise CheckpointError(f"there is no folder {name}, and it is no name of the hub, such as Qwen/Qwen3-0.6B")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError(f"there is no folder {name}; names of the hub need pip install 'onelaunch[decode]'") from None
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(FILES)))
+    except Exception as problem:  # noqa: BLE001 - network, rights and names fail in many classes
+        said = " ".join(str(problem).split()) or type(problem).__name__
+        raise CheckpointError(f"there is no folder {name}, and the hub does not give it: {said[:300]}") from None

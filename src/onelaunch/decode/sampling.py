@@ -1,0 +1,170 @@
+"""From logits to a token, in tensors on their device: nothing here waits for the device.
+
+The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state: any device, and a
+kernel that never asks the host, draws the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from onelaunch.errors import ArgumentError
+
+LARGEST_SEED = 2**63 - 1
+
+Word = TypeVar("Word", int, torch.Tensor)
+"""A number on the host, or integers on a device."""
+
+
+class Choices(TypedDict, total=False):
+    """The fields of :class:`Sampling`, as functions take them."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn: penalty, temperature, top-k, top-p and min-p, in this order, as ``transformers`` applies them.
+
+    Raises:
+        ArgumentError: naming the field, what it is and what it has to be.
+    """
+
+    temperature: float = 0.0
+    """What logits are divided by; 0 takes the largest, and nothing but ``repetition_penalty`` matters then."""
+    top_k: int = 0
+    """How many of the largest logits stay, and all that equal the last of them; 0 for all."""
+    top_p: float = 1.0
+    """The fewest of the likeliest tokens stay whose probabilities add up to this."""
+    min_p: float = 0.0
+    """Tokens stay that are at least this times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in the text so far, the prompt included, are divided by it, negative ones multiplied."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            if not (_is_number(value) and low <= value <= high and math.isfinite(value)):
+                want = "a finite number of at least 0" if high == math.inf else "a number from 0 to 1"
+                raise ArgumentError(f"{name} is {value!r}; it must be {want}.")
+        if not (_is_number(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
+            raise ArgumentError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a number above 0, 1 for none.")
+        for name, high in (("top_k", None), ("seed", LARGEST_SEED)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (high is not None and value > high):
+                raise ArgumentError(
+                    f"{name} is {value!r}; it must be an integer of at least 0{'' if high is None else ', below 2**63'}."
+                )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is taken."""
+        return self.temperature == 0
+
+
+def recommended(generation: Mapping[str, Any]) -> Choices:
+    """What a ``generation_config.json`` says of drawing tokens; without ``do_sample``, of the penalty alone."""
+    drawn = bool(generation.get("do_sample"))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if drawn else ("repetition_penalty",)
+    found: Any = {"temperature": 1.0} if drawn else {}
+    return found | {name: generation[name] for name in names if generation.get(name) is not None}
+
+
+class Sampler:
+    """Draws tokens for one text.
+
+    Args:
+        sampling: how.
+        prompt: ``[T]`` int64, the text so far, on the device of the logits to come.
+        vocabulary: how many tokens there are.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: torch.Tensor, vocabulary: int) -> None:
+        self.sampling = sampling
+        self._seen: torch.Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=prompt.device)
+            self._seen.index_fill_(0, prompt, 1)
+
+    def __call__(self, logits: torch.Tensor, position: Word) -> torch.Tensor:
+        """The token ``[1]`` int64 that follows ``position``, from logits ``[V]`` float32; from now on it is part of the text."""
+        if self._seen is not None:
+            logits = penalise(logits, self._seen, self.sampling.repetition_penalty)
+        if not self.sampling.greedy:
+            logits = warp(logits, self.sampling) + gumbel(self.sampling.seed, position, len(logits), logits.device)
+        token = logits.argmax(keepdim=True)
+        if self._seen is not None:
+            self._seen.index_fill_(0, token, 1)
+        return token
+
+
+def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Logits ``[V]`` with those of the tokens in ``seen [V]`` made less likely. Source: Keskar et al. (2019), CTRL."""
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits ``[V]`` over the temperature, ``-inf`` where top-k, top-p or min-p leave a token out; the likeliest always stays."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
+    if sampling.top_p < 1:
+        ordered, tokens = logits.sort(descending=True, stable=True)
+        chances = ordered.softmax(0)
+        before = chances.cumsum(0) - chances
+        out = before >= sampling.top_p
+        out[0] = False
+        logits = logits.masked_fill(torch.empty_like(out).scatter_(0, tokens, out), -math.inf)
+    if sampling.min_p > 0:
+        logits = logits.masked_fill(logits < logits.max() + math.log(sampling.min_p), -math.inf)
+    return logits
+
+
+# Noise
+
+WORD = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9
+
+
+def gumbel(seed: int, position: Word, vocabulary: int, device: torch.device | str) -> torch.Tensor:
+    """Noise ``[V]`` float32 of Gumbel's distribution: the largest of logits plus it is a draw from their softmax.
+
+    ``-log(-log1p(-v))`` of ``v = (h + 0.5) / 2^32``, kept below 1, where ``h = mix(mix(token + a) ^ b)`` in words of 32 bits, and
+    ``a`` and ``b`` come of seed and position (:func:`keys`). Source: Maddison et al. (2014); the constants of ``mix`` are
+    Wellons's (2018).
+    """
+    a, b = keys(seed, position)
+    words = _mix(_mix(torch.arange(vocabulary, device=device) + a & WORD) ^ b)
+    v = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -(-torch.log1p(-v)).log()
+
+
+def keys(seed: int, position: Word) -> tuple[Word, Word]:
+    """Two words for a place in a text, mixed from the halves of the seed and the position."""
+    first = _mix(_mix(seed & WORD) ^ (seed >> 32))
+    second = _mix(first + GOLDEN & WORD)
+    return _mix(position ^ first), _mix(position + second & WORD)
+
+
+def _mix(word: Word) -> Word:
+    """A permutation of 32-bit words that leaves no pattern; in tensors, they lie in int64."""
+    word = word ^ word >> 16
+    word = word * 0x7FEB352D & WORD
+    word = word ^ word >> 15
+    word = word * 0x846CA68B & WORD
+    return word ^ word >> 16
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

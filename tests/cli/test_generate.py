@@ -1,0 +1,67 @@
+"""``onelaunch generate``: the bundled model at once, and one line for what goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.decode.engine import TorchEngine
+from onelaunch.decode.generate import Model
+
+pytest.importorskip("tokenizers")
+
+
+def test_the_bundled_model_continues_a_text(call):
+    answer = call("generate", "def main(", "-n", 12, "--device", "cpu")
+    assert answer.code == 0
+    expected = Model.from_pretrained("tiny", device="cpu").generate("def main(", max_new_tokens=12).text
+    assert answer.raw == f"def main({expected}\n"
+    assert "12 tokens" in answer.err
+    assert "ended: length" in answer.err
+
+
+def test_what_is_asked_reaches_the_model(call):
+    choices = ["--temperature", 0.9, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.01, "--repetition-penalty", 1.1, "--seed", 3]
+    answer = call("generate", "import ", "--no-echo", "-n", 30, "--stop", "\n", "--stop", "zzz", "--dtype", "float32", *choices)
+    expected = Model.from_pretrained("tiny", device="cpu", dtype="float32").generate(
+        "import ", max_new_tokens=30, stop=["\n", "zzz"], temperature=0.9, top_k=50, top_p=0.95, min_p=0.01,
+        repetition_penalty=1.1, seed=3,
+    )  # fmt: skip
+    assert answer.raw == f"{expected.text}\n"
+    assert f"ended: {expected.finish}" in answer.err
+
+
+def test_ctrl_c_leaves_what_came_and_a_line_of_its_own(call, monkeypatch):
+    whole = TorchEngine.run
+
+    def interrupted(self, request):
+        made = whole(self, request)
+        yield next(made)
+        yield next(made)
+        raise KeyboardInterrupt
+
+    expected = Model.from_pretrained("tiny", device="cpu").generate("def main(", max_new_tokens=2).text
+    monkeypatch.setattr(TorchEngine, "run", interrupted)
+    answer = call("generate", "def main(", "--device", "cpu")
+    assert (answer.code, answer.raw) == (130, f"def main({expected}\n")
+    assert "2 tokens" in answer.err
+    assert "interrupted" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--model", "nothing-here"], 1, "error: Checkpoint: there is no folder nothing-here"),
+        (["-n", 0], 2, "error: max_new_tokens is 0"),
+        (["--temperature", -1], 2, "error: temperature is -1.0"),
+        (["--variant", "egaer"], 2, "error: There is no variant 'egaer'. Did you mean 'eager'?"),
+        (["--variant", "captured", "--device", "cpu"], 1, "cannot run this call: it needs a CUDA device"),
+        (["--chat"], 1, "has no chat template"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(call, arguments, code, message):
+    if "--chat" in arguments:
+        pytest.importorskip("transformers")
+    answer = call("generate", "def main(", *arguments)
+    assert answer.code == code
+    assert message in answer.err
+    assert not answer.out.strip() or "--chat" in arguments

@@ -1,0 +1,103 @@
+"""Configurations: what is read, what is refused and how that is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from onelaunch.decode import ModelConfig
+from onelaunch.decode.config import LinearScaling, YarnScaling
+from onelaunch.errors import CheckpointError, ModelConfigError, UnsupportedModel
+from tests.decode.models import CONFIGS, SMALL, as_dict
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16,
+    "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+"""The smallest of the family, in the older layout."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_survives_its_file(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(as_dict(CONFIGS[name])))
+    assert ModelConfig.from_pretrained(tmp_path) == CONFIGS[name]
+    assert hash(ModelConfig.from_pretrained(tmp_path)) == hash(CONFIGS[name])
+
+
+def test_the_older_layout():
+    config = ModelConfig.from_dict(QWEN3)
+    assert (config.dtype, config.rope_theta, config.rope_scaling) == (torch.bfloat16, 1e6, None)
+    assert (config.query_size, config.key_value_size, config.queries_per_key) == (2048, 1024, 2)
+    assert config.eos_token_ids == (151645,)
+    yarn = ModelConfig.from_dict(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4}})
+    assert yarn.rope_scaling == YarnScaling(4, original_max_position_embeddings=40960)
+    assert yarn.rope_theta == 1e6
+    linear = ModelConfig.from_dict(QWEN3 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    assert linear.rope_scaling == LinearScaling(2.0)
+
+
+def test_the_newer_layout():
+    newer = {key: value for key, value in QWEN3.items() if key not in ("rope_theta", "torch_dtype")}
+    newer |= {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "dtype": "float16",
+        "layer_types": ["full_attention"] * 28,
+    }
+    config = ModelConfig.from_dict(newer)
+    assert (config.rope_theta, config.rope_scaling, config.dtype) == (5e5, None, torch.float16)
+
+
+def test_the_ends_of_a_text_come_from_the_generation_configuration_first(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643], "temperature": 0.6}))
+    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (151645, 151643)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden_size": None}, ModelConfigError, "hidden_size of the model's configuration is missing"),
+        ({"hidden_size": 0}, ModelConfigError, "hidden_size .* is 0; it must be an integer of at least 1"),
+        ({"num_hidden_layers": "28"}, ModelConfigError, "num_hidden_layers .* is 28; it must be an integer"),
+        ({"num_key_value_heads": 3}, ModelConfigError, "num_key_value_heads .* is 3; .* a divisor of num_attention_heads = 16"),
+        ({"head_dim": 33}, ModelConfigError, "head_dim .* is 33; it must be even"),
+        ({"rms_norm_eps": -1}, ModelConfigError, "rms_norm_eps .* a number of at least 0"),
+        ({"rope_theta": 0.0}, ModelConfigError, "rope_theta .* a number above 0"),
+        ({"torch_dtype": "float8"}, ModelConfigError, "dtype .* is float8; it must be one of bfloat16, float16, float32"),
+        ({"eos_token_id": 151936}, ModelConfigError, "eos_token_id .* is 151936; it must be within 0..151935"),
+        ({"eos_token_id": "end"}, ModelConfigError, "eos_token_id .* an integer or a list"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, ModelConfigError, "dynamic; .* default, linear, yarn, llama3"),
+        ({"rope_scaling": {"rope_type": "linear"}}, ModelConfigError, "rope_scaling.factor .* is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, ModelConfigError, "rope_scaling.factor .* at least 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, ModelConfigError, "rope_scaling.factor .* a number above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1}}, ModelConfigError, "rope_scaling.mscale"),
+        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModel, "'LlamaForCausalLM', which is not .* Qwen3ForCausalLM"),
+        ({"architectures": None, "model_type": "gpt2"}, UnsupportedModel, "'gpt2'"),
+        ({"hidden_act": "gelu"}, UnsupportedModel, "hidden_act 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModel, "quantized weights"),
+        ({"use_sliding_window": True, "max_window_layers": 2}, UnsupportedModel, "sliding window"),
+        ({"layer_types": ["sliding_attention"] * 28}, UnsupportedModel, "sliding window"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(change, error, message):
+    with pytest.raises(error, match=message):
+        ModelConfig.from_dict(QWEN3 | change)
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "holds no JSON object")])
+def test_a_folder_without_a_readable_configuration(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"config\.json {message}"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_a_configuration_is_checked_however_it_is_made():
+    with pytest.raises(ModelConfigError, match="vocab_size"):
+        ModelConfig(**{**vars(SMALL), "vocab_size": True})

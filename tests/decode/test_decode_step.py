@@ -1,0 +1,163 @@
+"""The operation ``decode_step``: its variants against the oracle, its cost, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch import dispatch
+from onelaunch.decode import KVCache, decode_step, random_weights
+from onelaunch.decode.model import prefill
+from onelaunch.decode.torch_variants import window_of
+from onelaunch.errors import ArgumentError, ContextExceeded, DTypeError, ShapeError, ValueRangeError, VariantUnsupported
+from onelaunch.operation import find_operation
+from onelaunch.workbench.verify import Judge, trivial_answers
+from tests.decode.models import SMALL
+
+SIZES = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 200}
+
+CASES = {
+    "first": {"dtype": "float32", "position": 0},
+    "second": {"dtype": "bfloat16", "position": 1},
+    "untied_with_biases": {"dtype": "bfloat16", "position": 37, "tied": False, "bias": True},
+    "a_window": {"dtype": "float16", "position": 255},
+    "beyond_a_window": {"dtype": "float32", "position": 256, "tied": False},
+    "one_key_head": {"dtype": "float32", "position": 60, "kv_heads": 1, "head_dim": 16, "rope_theta": 1e4},
+    "odd_sizes": {"dtype": "bfloat16", "position": 13, "layers": 1, "hidden": 40, "intermediate": 56, "vocabulary": 77},
+}
+
+
+def case_of(name: str):
+    return decode_step.case(**SIZES | CASES[name])
+
+
+def made(length: int = 5):
+    weights = random_weights(SMALL)
+    _, cache = prefill(weights, torch.arange(1, length + 1), KVCache.empty(SMALL))
+    return {"token": torch.tensor([7]), "weights": weights, "cache": cache}
+
+
+def test_it_is_in_the_registry():
+    assert find_operation("decode_step") is decode_step
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eager(name):
+    judge = Judge()
+    verdict = judge.judge(decode_step, case_of(name), variant="eager")
+    assert verdict.ok, verdict.problems
+    assert {component.name for component in verdict.components} == {"logits", "keys", "values"}
+    assert not trivial_answers(judge.truth(decode_step, case_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["untied_with_biases", "beyond_a_window"])
+def test_compiled(name):
+    case = case_of(name)
+    if reason := decode_step.get("compiled").why_not(decode_step.query(case, "cpu")):
+        pytest.skip(reason)
+    verdict = Judge().judge(decode_step, case, variant="compiled")
+    assert verdict.ok, verdict.problems
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["captured", "compiled"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_graph(name, variant):
+    verdict = Judge().judge(decode_step, case_of(name), variant=variant, device="cuda")
+    assert verdict.ok, verdict.problems
+
+
+@pytest.mark.gpu
+def test_graphs_follow_the_cache_from_window_to_window():
+    weights = random_weights(replace(SMALL, dtype=torch.bfloat16), device="cuda")
+    outcomes = []
+    for variant in ("eager", "captured"):
+        cache = KVCache.empty(weights.config, 300, "cuda")
+        token, logits = torch.tensor([3], device="cuda"), []
+        for _ in range(300):
+            found, _, _ = decode_step(token, weights, cache, variant=variant)
+            cache = cache.with_length(cache.length + 1)
+            token = (token * 7 + 1) % SMALL.vocab_size
+            logits.append(found)
+        outcomes.append(torch.stack(logits))
+    assert (outcomes[0] - outcomes[1]).norm() <= 3e-2 * outcomes[0].norm()
+
+
+def test_a_step_appends_to_the_cache_and_changes_nothing_else():
+    given = made()
+    cache = given["cache"]
+    before = cache.keys.clone()
+    logits, keys, values = decode_step(**given)
+    assert logits.shape == (300,)
+    assert keys.shape == values.shape == (2, 2, 32)
+    assert keys.data_ptr() == cache.keys[:, :, 5].data_ptr()
+    assert keys.abs().sum() > 0
+    rest = [at for at in range(cache.capacity) if at != 5]
+    assert torch.equal(cache.keys[:, :, rest], before[:, :, rest])
+    whole, _ = prefill(given["weights"], torch.tensor([1, 2, 3, 4, 5, 7]), KVCache.empty(SMALL))
+    assert torch.allclose(logits, whole, atol=1e-5)
+
+
+def test_windows():
+    assert [window_of(position, 4096) for position in (0, 255, 256, 511, 512, 3000)] == [256, 256, 512, 512, 1024, 4096]
+    assert window_of(2100, 2304) == 2304
+
+
+def test_the_cost_is_the_weights_the_cache_and_the_logits():
+    case = decode_step.case("bfloat16", **SIZES, position=10)
+    layer = 2 * 64 + 2 * 32 + 64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96
+    row = 2 * 2 * 64
+    tied = decode_step.cost(case)
+    assert tied.bytes == 2 * (2 * layer + 64 + 200 * 64 + 11 * row) + 4 * 200
+    matrices = 2 * (layer - 2 * 64 - 2 * 32) + 200 * 64
+    assert tied.flops == 2 * matrices + 4 * 2 * 128 * 11
+    untied = decode_step.cost(decode_step.case("bfloat16", **SIZES, position=10, tied=False))
+    assert untied.bytes == tied.bytes + 2 * 64  # one row of the embedding
+    assert untied.flops == tied.flops
+    assert (tied.launches, decode_step.cost(case, decode_step.get("eager")).launches) == (1, None)
+
+
+def test_the_smallest_of_the_family_reads_what_its_size_says():
+    sizes = {
+        "layers": 28,
+        "hidden": 1024,
+        "intermediate": 3072,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocabulary": 151936,
+    }
+    cost = decode_step.cost(decode_step.case("bfloat16", **sizes, position=1000))
+    assert cost.bytes == 1_192_099_840 + 1001 * 114_688 + 4 * 151_936
+
+
+def test_dispatch_on_a_cpu_is_eager():
+    assert dispatch.choose(decode_step.query(case_of("first"), "cpu")).name == "eager"
+    with pytest.raises(VariantUnsupported, match="needs a CUDA device"):
+        decode_step(**made(), variant="captured")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"token": 7}, ArgumentError, "token is int"),
+        ({"token": torch.tensor(7)}, ShapeError, r"token has shape \(\); it must be \[1\]"),
+        ({"token": torch.tensor([7], dtype=torch.int32)}, DTypeError, "token is torch.int32; it must be int64"),
+        ({"token": torch.tensor([300])}, ValueRangeError, r"token is 300; .* 0\.\.299"),
+        ({"token": torch.tensor([-1])}, ValueRangeError, "token is -1"),
+        ({"weights": {}}, ArgumentError, "weights is dict; it must be onelaunch.decode.weights.Weights"),
+        ({"cache": None}, ArgumentError, "cache is NoneType"),
+        ({"weights": random_weights(SMALL).map(torch.Tensor.half)}, DTypeError, "weights is torch.float16; it must be float32"),
+        ({"cache": KVCache.empty(replace(SMALL, num_hidden_layers=3))}, ShapeError, "cache.keys has shape"),
+        ({"cache": KVCache.empty(SMALL, dtype=torch.float16)}, DTypeError, "cache.keys is torch.float16"),
+        ({"cache": KVCache.empty(SMALL).with_length(256)}, ShapeError, r"capacity C above its length 256; use cache\.grown"),
+        ({"cache": KVCache.empty(SMALL).with_length(512)}, ContextExceeded, "takes 513 positions; the model's context has 512"),
+        ({"cache": KVCache.empty(SMALL).map(lambda t: t.mT.contiguous().mT)}, ArgumentError, "cache.keys is not contiguous"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(change, error, message):
+    with pytest.raises(error, match=message):
+        decode_step(**made() | change)

@@ -1,0 +1,364 @@
+"""Generation: what ends a text, how it is handed out, and that it is the text that other software makes."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Generator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch import dispatch
+from onelaunch.decode import KVCache, decode_step, random_weights
+from onelaunch.decode import engine as engine_file
+from onelaunch.decode import generate as generate_file
+from onelaunch.decode import hub as hub_file
+from onelaunch.decode.engine import Request, TorchEngine, make_engine
+from onelaunch.decode.generate import Model
+from onelaunch.decode.hub import find_model
+from onelaunch.errors import (
+    ArgumentError,
+    CheckpointError,
+    ContextExceeded,
+    DeviceMemoryError,
+    FallbackNotice,
+    TokenizerMissing,
+    UnknownVariant,
+    ValueRangeError,
+    VariantUnsupported,
+)
+from tests.decode.models import CONFIGS, SMALL, write
+
+
+class Letters:
+    """A tokenizer of letters: 1 is a, 2 is b; 0 ends a text."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(ord(letter) - 96 for letter in text)
+
+    def decode(self, tokens) -> str:
+        return "".join(chr(token + 96) for token in tokens if token)
+
+
+class Script:
+    """An engine that says what it was told to, and whether it was closed."""
+
+    def __init__(self, text: str, then: BaseException | None = None) -> None:
+        self.config = replace(SMALL, max_position_embeddings=20)
+        self.text, self.then = text, then
+        self.requests: list[Request] = []
+        self.running = False
+
+    def run(self, request: Request) -> Generator[int, None, None]:
+        self.requests.append(request)
+        self.running = True
+        try:
+            for letter in self.text[: request.max_new_tokens]:
+                token = 0 if letter == "." else ord(letter) - 96
+                yield token
+                if token in request.ends:
+                    return
+            if self.then is not None:
+                raise self.then
+        finally:
+            self.running = False
+
+
+def model_of(text: str, then: BaseException | None = None) -> Model:
+    return Model(Script(text, then), Letters())  # pyrefly: ignore[bad-argument-type]
+
+
+# What ends a text
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "tokens", "finish"),
+    [
+        ({}, "abcabc", 7, "end"),
+        ({"max_new_tokens": 4}, "abca", 4, "length"),
+        ({"max_new_tokens": 6}, "abcabc", 6, "length"),
+        ({"ignore_end": True}, "abcabcxyzxyzxyzxy", 18, "context"),
+        ({"ignore_end": True, "max_new_tokens": 18}, "abcabcxyzxyzxyzxy", 18, "length"),
+        ({"stop": "ca"}, "ab", 4, "stop"),
+        ({"stop": ["xyz", "bc"]}, "a", 3, "stop"),
+        ({"stop": "cx"}, "abcabc", 7, "end"),
+        ({"stop": "cab", "max_new_tokens": 4}, "abca", 4, "length"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_text(options, text, tokens, finish):
+    model = model_of("abcabc.xyzxyzxyzxyzxyz")
+    found = model.generate("hi", **options)
+    assert (found.text, len(found.tokens), found.finish) == (text, tokens, finish)
+    assert not model.engine.running
+    stream = model.stream("hi", **options)
+    assert "".join(stream) == text
+    assert (stream.text, tuple(stream.tokens), stream.finish) == (text, found.tokens, finish)
+
+
+def test_sequences_are_prompt_and_new_tokens():
+    found = model_of("ab.").generate(torch.tensor([[8, 9]]))
+    assert found.sequences.tolist() == [[8, 9, 1, 2, 0]]
+
+
+def test_whoever_stops_reading_ends_it():
+    model = model_of("abcdef")
+    with model.stream("hi") as stream:
+        assert next(stream) == "a"
+        assert model.engine.running
+    assert not model.engine.running
+    assert (stream.finish, stream.text, list(stream)) == ("closed", "a", [])
+
+
+@pytest.mark.parametrize("then", [KeyboardInterrupt(), RuntimeError("lost the device")])
+def test_what_came_before_an_interruption_stays(then):
+    model = model_of("ab", then)
+    stream = model.stream("hi")
+    with pytest.raises(type(then)):
+        list(stream)
+    assert (stream.text, stream.finish, model.engine.running) == ("ab", "closed", False)
+
+
+def test_a_streamer_gets_the_prompt_and_every_token_and_is_always_ended():
+    class Recorder(list):
+        def put(self, value):
+            self.append(value.tolist())
+
+        def end(self):
+            self.append("end")
+
+    recorder = Recorder()
+    model_of("ab.").generate("hi", streamer=recorder)
+    assert recorder == [[[8, 9]], [1], [2], [0], "end"]
+    interrupted = Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        model_of("a", KeyboardInterrupt()).generate("hi", streamer=interrupted)
+    assert interrupted == [[[8, 9]], [1], "end"]
+
+
+# Awaited
+
+
+def test_awaited_pieces_are_the_same():
+    async def read() -> list[str]:
+        return [piece async for piece in model_of("abc.").astream("hi", stop="c")]
+
+    assert asyncio.run(read()) == ["a", "b"]
+
+
+def test_an_awaited_text_ends_when_its_reader_does():
+    model = model_of("abcdefgh")
+
+    async def read_one() -> str:
+        pieces = model.astream("hi")
+        first = await anext(pieces)
+        await pieces.aclose()
+        return first
+
+    assert asyncio.run(read_one()) == "a"
+    assert not model.engine.running
+
+
+def test_an_awaited_text_can_be_cancelled_in_the_middle_of_a_token():
+    import threading
+
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Script):
+        def run(self, request):
+            for token in super().run(request):
+                entered.set()
+                leave.wait(5)
+                yield token
+
+    engine = Slow("abcdefgh")
+
+    async def read() -> None:
+        async for _ in Model(engine, Letters()).astream("hi"):  # pyrefly: ignore[bad-argument-type]
+            pass
+
+    async def cancel() -> None:
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(entered.wait, 5)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.05, leave.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert not engine.running
+
+
+# PyTorch's engine
+
+
+@pytest.mark.parametrize("name", ["tied", "untied_with_biases"])
+def test_greedy_text_is_that_of_transformers(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = CONFIGS[name]
+    folder = write(tmp_path, random_weights(config, seed=4))
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
+    prompt = torch.tensor([[5, 6, 7]])
+    for penalty in (1.0, 1.2):
+        choices = {"max_new_tokens": 80, "repetition_penalty": penalty}
+        with torch.no_grad():
+            expected = theirs.generate(prompt, do_sample=False, eos_token_id=None, pad_token_id=0, **choices)
+        found = Model(TorchEngine(random_weights(config, seed=4))).generate(prompt, ignore_end=True, **choices)
+        assert torch.equal(found.sequences, expected)
+
+
+def test_a_text_longer_than_the_first_cache_is_the_text_without_one():
+    weights = random_weights(replace(SMALL, num_hidden_layers=1), seed=4)
+    engine = TorchEngine(weights)
+    found = list(engine.run(Request((1, 2, 3), 300)))
+    from onelaunch.decode.model import forward, logits_of
+
+    with torch.no_grad():
+        whole = logits_of(weights, forward(weights, torch.tensor([1, 2, 3, *found]), KVCache.empty(weights.config, 400)))
+    best = whole.argmax(1).tolist()
+    close = (whole.topk(2).values.diff(dim=1).abs() < 1e-4).flatten().tolist()
+    assert [token for token, near in zip(found, close[2:], strict=False) if not near] == [
+        token for token, near in zip(best[2:-1], close[2:], strict=False) if not near
+    ]
+    assert sum(close) < 10
+
+
+def test_an_engine_can_be_left_and_used_again():
+    engine = TorchEngine(random_weights(SMALL))
+    request = Request((1, 2), 10)
+    made = engine.run(request)
+    first = [next(made) for _ in range(3)]
+    made.close()
+    assert list(engine.run(request))[:3] == first
+    assert torch.is_grad_enabled()
+
+
+def test_seeds_decide_and_greedy_has_none():
+    model = Model(TorchEngine(random_weights(SMALL)))
+    draws = [model.generate([3], max_new_tokens=20, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+    assert model.generate([3], max_new_tokens=9).tokens == model.generate([3], max_new_tokens=9, seed=5).tokens
+
+
+def test_what_a_call_does_not_say_the_model_does():
+    weights = random_weights(SMALL)
+    model = Model(TorchEngine(weights), None, {"temperature": 5.0, "top_p": 0.9})
+    drawn = model.generate([3], max_new_tokens=20).tokens
+    assert drawn == Model(TorchEngine(weights)).generate([3], max_new_tokens=20, temperature=5.0, top_p=0.9).tokens
+    greedy = Model(TorchEngine(weights)).generate([3], max_new_tokens=20).tokens
+    assert drawn != greedy == model.generate([3], max_new_tokens=20, temperature=0.0).tokens
+
+
+def test_a_variant_may_bring_its_engine(monkeypatch):
+    monkeypatch.setattr(decode_step, "variants", dict(decode_step.variants))
+    decode_step.variant("scripted", engine=lambda weights: Script("abc"))(lambda call: None)
+    weights = random_weights(SMALL)
+    assert isinstance(make_engine(weights, "scripted"), Script)
+    assert isinstance(make_engine(weights), TorchEngine)
+    with pytest.raises(UnknownVariant, match="scriptd"):
+        make_engine(weights, "scriptd")
+    with pytest.raises(VariantUnsupported, match="needs a CUDA device"):
+        make_engine(weights, "captured")
+    dispatch.choose.cache_clear()
+
+
+def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
+    monkeypatch.setattr(decode_step, "variants", dict(decode_step.variants))
+    faster = decode_step.variant("faster", engine=Script)(lambda call: None)
+    faster.supports(lambda query: "needs a GPU of compute capability 9")
+    weights = random_weights(SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_engine(weights)
+    key = engine_file.key_of
+    monkeypatch.setattr(engine_file, "key_of", lambda config, position, device: key(config, position, "cuda:0"))
+    monkeypatch.setattr(dispatch, "pick", lambda variant, query: decode_step.get("eager"))
+    with pytest.warns(FallbackNotice, match="faster cannot run here: it needs a GPU of compute capability 9; eager runs instead"):
+        assert isinstance(make_engine(weights), TorchEngine)
+    dispatch.choose.cache_clear()
+
+
+def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
+    folder = write(tmp_path, random_weights(SMALL))
+    monkeypatch.setattr(generate_file, "resolve", lambda device: torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
+    with pytest.raises(DeviceMemoryError, match=r"no room on cuda:0 for the weights of .* It takes 0\.00 GB, 0\.00 GB are free"):
+        Model.from_pretrained(folder, device="cuda")
+
+    def exhausted(self, config, positions):
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(KVCache, "grown", exhausted)
+    with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 3 positions"):
+        Model(TorchEngine(random_weights(SMALL))).generate([1, 2, 3])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ("hi", {"max_new_tokens": 0}, ArgumentError, "max_new_tokens is 0; it must be an integer of at least 1"),
+        ("hi", {"max_new_tokens": 2.0}, ArgumentError, "max_new_tokens is 2.0"),
+        ("a" * 20, {}, ContextExceeded, "The prompt with one new token takes 21 positions; the model's context has 20"),
+        ("", {}, ArgumentError, "prompt has no tokens"),
+        ([1, 300], {}, ValueRangeError, r"prompt holds 300; a token is an integer within 0\.\.299"),
+        ([1, "2"], {}, ValueRangeError, "prompt holds '2'"),
+        (torch.tensor([[1], [2]]), {}, ArgumentError, r"prompt is a tensor \(2, 1\) of torch.int64; .* one text at a time"),
+        (torch.tensor([1.0]), {}, ArgumentError, "of torch.float32"),
+        ("hi", {"stop": ["a", ""]}, ArgumentError, "stop is .*none of them empty"),
+        ("hi", {"stop": [3]}, ArgumentError, r"stop is \[3\]"),
+        ("hi", {"temperature": -1}, ArgumentError, "temperature is -1"),
+        ("hi", {"temprature": 1}, TypeError, "temprature"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_before_anything_runs(prompt, options, error, message):
+    model = model_of("abc")
+    for ask in (model.generate, model.stream):
+        with pytest.raises(error, match=message):
+            ask(prompt, **options)
+    assert not model.engine.requests
+
+
+def test_a_prompt_that_just_fits():
+    found = model_of("abc").generate("a" * 19)
+    assert (found.text, found.finish) == ("a", "context")
+
+
+def test_an_empty_prompt_begins_a_text_where_the_model_knows_how_texts_begin():
+    model = model_of("ab")
+    model.engine.config = replace(model.engine.config, bos_token_id=7)
+    assert model.generate("").prompt == (7,)
+
+
+def test_without_a_tokenizer_there_are_tokens_but_no_text():
+    model = Model(Script("ab."))
+    found = model.generate([8, 9])
+    assert (found.tokens, found.text, found.finish) == ((1, 2, 0), None, "end")
+    for prompt, options in (("hi", {}), ([8], {"stop": "x"})):
+        with pytest.raises(TokenizerMissing, match=r"tokenizers, which is not installed\. Do: pip install 'onelaunch\[decode\]'"):
+            model.generate(prompt, **options)
+
+
+# Where models are
+
+
+def test_names_of_models(tmp_path, monkeypatch):
+    assert find_model(tmp_path) == tmp_path
+    with pytest.raises(CheckpointError, match="there is no folder nothing-here, and it is no name of the hub"):
+        find_model("nothing-here")
+    hub = pytest.importorskip("huggingface_hub")
+    asked = []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: asked.append(name) or str(tmp_path))
+    assert find_model("owner/name") == tmp_path
+    assert asked == ["owner/name"]
+    assert "*.safetensors" in hub_file.FILES
+
+    def refuse(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match="the hub does not give it: no network"):
+        find_model("owner/name")

@@ -1,0 +1,130 @@
+"""The model in plain PyTorch: against Hugging Face's where that is installed, and by what must hold of any such model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch.decode import KVCache, ModelConfig, load_weights, random_weights
+from onelaunch.decode import model as model_file
+from onelaunch.decode.config import LinearScaling
+from onelaunch.decode.model import forward, logits_of, prefill
+from onelaunch.decode.rope import frequencies, rotate, rotation
+from onelaunch.errors import ContextExceeded
+from tests.decode.models import CONFIGS, SMALL, write
+
+
+def tokens_of(config: ModelConfig, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def all_logits(weights, tokens: torch.Tensor) -> torch.Tensor:
+    cache = KVCache.empty(weights.config, len(tokens), dtype=weights.embed_tokens.dtype)
+    return logits_of(weights, forward(weights, tokens, cache))
+
+
+# Against Hugging Face's
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config, tokens = CONFIGS[name], tokens_of(CONFIGS[name], 200)
+    folder = write(tmp_path, random_weights(config, seed=2))
+    for dtype, allowed in ((torch.float32, 3e-6), (torch.bfloat16, 6e-3)):
+        theirs = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+        with torch.no_grad():
+            expected = theirs(tokens[None]).logits[0].double()
+        weights = load_weights(folder, replace(config, dtype=dtype))
+        found = all_logits(weights, tokens).double()
+        # In bfloat16, angles made in float64 round otherwise now and then; both are 1.5e-2 off the truth.
+        assert (found - expected).norm() <= allowed * expected.norm()
+
+
+# In any case
+
+
+@pytest.mark.parametrize("name", ["tied", "untied_with_biases", "yarn"])
+def test_pieces_and_steps_give_what_the_whole_text_gives(name, monkeypatch):
+    monkeypatch.setattr(model_file, "PIECE", 7)
+    weights = random_weights(CONFIGS[name], seed=3).map(torch.Tensor.double)
+    tokens = tokens_of(weights.config, 40)
+    whole = all_logits(weights, tokens)
+    cache = KVCache.empty(weights.config, dtype=torch.float64)
+    logits, cache = prefill(weights, tokens[:23], cache)
+    assert torch.allclose(logits, whole[22], rtol=1e-10)
+    for at in range(23, 40):
+        logits, cache = prefill(weights, tokens[at : at + 1], cache)
+        assert torch.allclose(logits, whole[at], rtol=1e-10)
+    assert cache.length == 40
+
+
+def test_a_token_sees_no_later_one():
+    weights = random_weights(SMALL)
+    tokens = tokens_of(SMALL, 30)
+    changed = tokens.clone()
+    changed[20] = (changed[20] + 1) % SMALL.vocab_size
+    one, other = all_logits(weights, tokens), all_logits(weights, changed)
+    assert torch.equal(one[:20], other[:20])
+    assert (one[20:] != other[20:]).any(1).all()
+
+
+def test_the_cache_grows_without_losing_anything_up_to_the_context():
+    weights = random_weights(SMALL)
+    cache = KVCache.empty(SMALL, 1)
+    assert cache.capacity == 256
+    logits, cache = prefill(weights, tokens_of(SMALL, 250), cache)
+    before = cache.keys[:, :, :250].clone()
+    logits, cache = prefill(weights, tokens_of(SMALL, 100, seed=1), cache)
+    assert (cache.capacity, cache.length) == (512, 350)
+    assert torch.equal(cache.keys[:, :, :250], before)
+    whole = torch.cat([tokens_of(SMALL, 250), tokens_of(SMALL, 100, seed=1)])
+    assert torch.allclose(logits, all_logits(weights, whole)[-1], atol=1e-4)
+    logits, cache = prefill(weights, tokens_of(SMALL, 162), cache)
+    assert cache.length == SMALL.max_position_embeddings
+    with pytest.raises(ContextExceeded, match="takes 513 positions; the model's context has 512"):
+        prefill(weights, tokens_of(SMALL, 1), cache)
+
+
+def test_a_cache_is_never_larger_than_the_context():
+    config = replace(SMALL, max_position_embeddings=300)
+    assert KVCache.empty(config, 260).capacity == 300
+    assert KVCache.empty(config, 1).grown(config, 257).capacity == 300
+    with pytest.raises(ContextExceeded):
+        KVCache.empty(config, 301)
+
+
+# Rotary positions
+
+
+@pytest.mark.parametrize("name", ["tied", "linear", "yarn", "llama3"])
+def test_products_depend_on_the_distance_alone(name):
+    config = CONFIGS[name]
+    q, k = torch.randn(2, 1, 1, config.head_dim, dtype=torch.float64)
+
+    def product(at: int, other: int) -> torch.Tensor:
+        turned = [rotate(x, *rotation(config, torch.tensor([p]), torch.float64)) for x, p in ((q, at), (k, other))]
+        return (turned[0] * turned[1]).sum()
+
+    assert torch.allclose(product(17, 5), product(412, 400), rtol=1e-9)
+    assert not torch.allclose(product(17, 5), product(17, 6), rtol=1e-3)
+
+
+def test_linear_scaling_is_a_shorter_distance():
+    scaled = replace(SMALL, rope_scaling=LinearScaling(4.0))
+    assert torch.allclose(
+        rotation(scaled, torch.tensor([12]), torch.float64)[0], rotation(SMALL, torch.tensor([3]), torch.float64)[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["yarn", "llama3"])
+def test_scaling_keeps_high_frequencies_and_divides_low_ones(name):
+    config = CONFIGS[name]
+    assert config.rope_scaling is not None
+    scaled, plain = frequencies(config)[0], frequencies(replace(config, rope_scaling=None))[0]
+    ratio = plain / scaled
+    assert ratio[0] == 1
+    assert torch.isclose(ratio[-1], torch.tensor(config.rope_scaling.factor, dtype=torch.float64))
+    assert (ratio.diff() >= -1e-12).all()

@@ -1,0 +1,89 @@
+"""Text while its tokens come: characters and stop strings that several tokens share."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
+from onelaunch.errors import CheckpointError
+
+pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory) -> TextCodec:
+    """A token for every byte, and the special token ``<end>``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    folder = tmp_path_factory.mktemp("bytes")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextCodec(folder)
+
+
+def pieces(codec: TextCodec, tokens) -> list[str]:
+    detokenizer = Detokenizer(codec)
+    return [detokenizer.push(token) for token in tokens] + [detokenizer.finish()]
+
+
+def test_a_character_comes_with_its_last_byte(codec):
+    text = "né €😀\n"
+    tokens = codec.encode(text)
+    assert len(tokens) == len(text.encode())
+    found = pieces(codec, tokens)
+    assert "".join(found) == text
+    assert found == ["n", "", "é", " ", "", "", "€", "", "", "", "😀", "\n", ""]
+
+
+def test_bytes_that_are_no_character_do_not_hold_up_what_follows(codec):
+    euro = codec.encode("€")
+    assert pieces(codec, (*codec.encode("a"), *euro[:2], *codec.encode("bc"))) == ["a", "", "", "\ufffdb", "c", ""]
+    assert pieces(codec, euro[:2]) == ["", "", "\ufffd"]
+
+
+def test_special_tokens_have_no_text(codec):
+    assert pieces(codec, (*codec.encode("a"), *codec.encode("<end>"), *codec.encode("b"))) == ["a", "", "b", ""]
+
+
+def held(stops, *texts) -> tuple[list[str], str | None]:
+    strings = StopStrings(stops)
+    return [strings.push(text) for text in texts] + [strings.finish()], strings.found
+
+
+@pytest.mark.parametrize(
+    ("stops", "texts", "expected", "found"),
+    [
+        ((), ["ab", "c"], ["ab", "c", ""], None),
+        (["\n\n"], ["a\n", "\nb"], ["a", "", ""], "\n\n"),
+        (["\n\n"], ["a\n", "b\n"], ["a", "\nb", "\n"], None),
+        (["END"], ["xE", "N", "Dy", "z"], ["x", "", "", "", ""], "END"),
+        (["END"], ["xE", "N", "E", "ND"], ["x", "", "EN", "", ""], "END"),
+        (["aab"], ["aa", "a", "ab"], ["", "a", "a", ""], "aab"),
+        (["lo w", "low"], ["hello w"], ["hel", ""], "lo w"),
+        (["b", "abc"], ["ab", "c"], ["a", "", ""], "b"),
+        (["x"], ["x"], ["", ""], "x"),
+        (["cd", "bcd"], ["abcd"], ["a", ""], "bcd"),
+    ],
+)  # fmt: skip
+def test_stop_strings_across_pieces(stops, texts, expected, found):
+    assert held(stops, *texts) == (expected, found)
+
+
+def test_however_a_text_is_cut_it_stops_in_the_same_place():
+    text, stops = "one two three STOP four", ["STOP", "three!", "e t"]
+    whole, _ = held(stops, text)
+    for width in range(1, len(text)):
+        cut = [text[at : at + width] for at in range(0, len(text), width)]
+        assert "".join(held(stops, *cut)[0]) == "".join(whole) == "on"
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        TextCodec(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        TextCodec(tmp_path)

@@ -1,0 +1,81 @@
+"""The bundled model: a real, trained one, small enough for every machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from onelaunch.decode.generate import Model
+from onelaunch.decode.hub import BUNDLED, find_model
+
+pytest.importorskip("tokenizers")
+
+PROMPT = "import os\nimport sys\n\n\nclass "
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model.from_pretrained(BUNDLED, device="cpu")
+
+
+def test_it_is_small_and_whole():
+    folder = find_model(BUNDLED)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= sizes.keys()
+    assert sum(sizes.values()) < 3.2e6
+
+
+def test_it_has_learnt_python(model):
+    """It expects this file better than a text of letters; 7.6 nats a token would be nothing learnt."""
+    from onelaunch.decode import KVCache
+    from onelaunch.decode.model import forward, logits_of
+
+    text = Path(__file__).read_text()[:3000]
+    tokens = torch.tensor(model.codec.encode(text))
+    with torch.no_grad():
+        logits = logits_of(model.engine.weights, forward(model.engine.weights, tokens, KVCache.empty(model.config, len(tokens))))
+    loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:]).item()
+    assert loss < 4.5
+    assert len(tokens) < len(text) / 2
+
+
+def test_any_text_survives_its_tokens(model):
+    for text in ("def f(x):\n\treturn x  # é€😀\r\n", " leading", ""):
+        assert model.codec.decode(model.codec.encode(text)) == text
+
+
+def test_512_greedy_tokens_are_those_of_transformers(model):
+    """In float32: in bfloat16 two logits are sometimes the same, and either token is right."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(find_model(BUNDLED), dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))
+    prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    assert tuple(prompt[0].tolist()) == model.codec.encode(PROMPT)
+    choices = {"max_new_tokens": 512}
+    with torch.no_grad():
+        expected = theirs.generate(prompt, do_sample=False, eos_token_id=None, pad_token_id=0, **choices)
+    wide = Model.from_pretrained(BUNDLED, device="cpu", dtype="float32")
+    found = wide.generate(PROMPT, ignore_end=True, temperature=0, **choices)
+    assert torch.equal(found.sequences, expected)
+    assert tokenizer.decode(expected[0, prompt.shape[1] :]) == found.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["eager", "captured"])
+def test_a_gpu_writes_what_a_cpu_writes(variant):
+    texts = [
+        Model.from_pretrained(BUNDLED, device=device, dtype="float32", variant=chosen).generate(
+            PROMPT, max_new_tokens=400, seed=5
+        )
+        for device, chosen in (("cpu", "eager"), ("cuda", variant))
+    ]
+    assert texts[0].text == texts[1].text
+
+
+def test_a_streamer_of_transformers_prints_the_text(model, capsys):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))
+    found = model.generate(PROMPT, max_new_tokens=30, streamer=transformers.TextStreamer(tokenizer, skip_prompt=True))
+    assert capsys.readouterr().out.rstrip("\n") == (found.text or "").rstrip("\n")

@@ -1,0 +1,133 @@
+"""Train the tiny Qwen3 checkpoint that ships with the package, on the sources of Python's standard library.
+
+    python tools/train_tiny_qwen3.py --out src/onelaunch/decode/tiny     # some fifteen minutes on a CPU core
+
+Needs the extra ``decode``. The model is Hugging Face's, so that the checkpoint is what such checkpoints are; the seed is
+fixed, the text is that of the Python that runs this. Weights are stored in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+END = "<|endoftext|>"
+"""Stands between files, and ends a text."""
+
+VOCABULARY = 2048
+
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+"""1.25 million parameters; heads of 64 channels and two queries to a key head, as kernels meet them in larger models."""
+
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
+"""Folders: tests, tables, and what is not Python's own."""
+
+LENGTH, BATCH = 512, 4
+"""Tokens of a sequence, sequences of a step."""
+
+LEARNING_RATE, WARM_UP = 5e-3, 100
+
+
+def sources() -> list[str]:
+    """The files of the standard library, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in paths)
+    return [text for text in texts if 200 < len(text) < 400_000]
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Byte-level BPE: any text has tokens, and tokens their text again."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, max_token_length=16, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def train(tokens: torch.Tensor, end: int, steps: int, seed: int) -> Qwen3ForCausalLM:
+    """A model trained on random stretches of the tokens."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, eos_token_id=end, bos_token_id=None, use_cache=False, attn_implementation="sdpa", **SHAPE
+    )
+    model = Qwen3ForCausalLM(config)
+    embedding = model.get_input_embeddings().weight
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1 and weight is not embedding]
+    others = [weight for weight in model.parameters() if weight.dim() == 1 or weight is embedding]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    started, mean = time.monotonic(), math.log(VOCABULARY)
+    for step in range(steps):
+        rate = LEARNING_RATE * min((step + 1) / WARM_UP, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = rate
+        at = torch.randint(len(tokens) - LENGTH - 1, (BATCH,))
+        batch = torch.stack([tokens[start : start + LENGTH] for start in at.tolist()])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        mean = 0.98 * mean + 0.02 * float(loss.detach())
+        if step % 50 == 0 or step == steps - 1:
+            sys.stdout.write(f"step {step:5d}  loss {mean:.3f}  {time.monotonic() - started:5.0f} s\n")
+            sys.stdout.flush()
+    return model
+
+
+def write(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    """The folder as Hugging Face's libraries and ours read it."""
+    out.mkdir(parents=True, exist_ok=True)
+    model.config.use_cache = True
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.7, top_p=0.95, eos_token_id=model.config.eos_token_id
+    )
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    (out / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def main() -> None:
+    """Read, train, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    texts = sources()
+    tokenizer = train_tokenizer(texts)
+    end = tokenizer.token_to_id(END)
+    tokens = [token for encoding in tokenizer.encode_batch(texts) for token in (*encoding.ids, end)]
+    sys.stdout.write(f"{len(texts)} files, {sum(map(len, texts)):,} characters, {len(tokens):,} tokens\n")
+    write(train(torch.tensor(tokens), end, options.steps, options.seed), tokenizer, options.out)
+
+
+if __name__ == "__main__":
+    main()
