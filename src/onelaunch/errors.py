@@ -143,6 +143,24 @@ class UnsupportedModel(OneLaunchError, ValueError):
         super().__init__(f"The model has {what}, which is not supported. Supported: {listing(supported)}.")
 
 
+class PlanError(OneLaunchError, ValueError):
+    """A plan of a token is not ordered, or cannot run here."""
+
+    def __init__(self, plan: str, problem: str) -> None:
+        super().__init__(f"Plan {plan!r}: {problem}.")
+        self.problem = problem
+
+
+class DecodeStalled(OneLaunchError, RuntimeError):
+    """A kernel's CTAs waited for each other longer than they may."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__(
+            f"A launch of {variant!r} waited for seconds and gave up; what it made is lost. Another process may hold a part of "
+            "the GPU. Try again, or take the variant 'captured', which waits for nothing."
+        )
+
+
 class ContextExceeded(OneLaunchError, ValueError):
     """A text would be longer than the model's context."""
 

@@ -1,0 +1,252 @@
+"""The static check of a plan: reads ordered after the writes they need, nothing overwritten while it is read, all CTAs resident.
+
+Ordering is followed with vector clocks: what each CTA knows every other to have finished, phase by phase, over tokens and layers.
+An edge that does not hold for certain gives no knowledge. Source: Fidge (1988), Mattern (1989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onelaunch.decode.plan import Buffer, Phase, Piece, Plan, Share
+from onelaunch.errors import PlanError
+
+LAYERS = 2
+"""Of a token that is followed: a layer, and the next one after it. All layers are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a launch needs, and what the device has for it."""
+
+    threads: int
+    registers: int
+    """Of a thread."""
+    shared_bytes: int
+    """Of a CTA."""
+    processors: int
+    shared_limit: int = 227 * 1024
+    registers_limit: int = 1 << 16
+    """Of a processor."""
+
+
+def check(*tokens: Plan, room: Room | None = None) -> None:
+    """Raise :class:`PlanError` with the reason unless a plan is sound.
+
+    Args:
+        tokens: the plan of each of a few tokens in a row: one plan, or the same for lengths that use more and fewer CTAs.
+        room: what a launch needs; without it, residency is not looked at.
+    """
+    plan = tokens[0]
+    if room is not None:
+        _check_room(plan, room)
+    for each in dict.fromkeys(tokens):
+        _check_shares(each)
+    if plan.separate:
+        return  # launches on one stream follow each other
+    tokens = tokens if len(tokens) > 1 else (plan,) * 4
+    clocks = _Clocks(plan)
+    for number, each in enumerate(tokens):
+        clocks.token = number
+        for layer, phase in each.instances(min(plan.config.num_hidden_layers, LAYERS)):
+            clocks.follow(phase, layer, f"token {number}, layer {layer}")
+
+
+def _check_room(plan: Plan, room: Room) -> None:
+    if room.shared_bytes > room.shared_limit:
+        raise PlanError(plan.rung, f"a CTA needs {room.shared_bytes} bytes of shared memory; there are {room.shared_limit}")
+    if room.threads * room.registers > room.registers_limit:
+        needed = f"{room.threads} threads of {room.registers} registers"
+        raise PlanError(plan.rung, f"a CTA needs {needed}; a processor has {room.registers_limit}")
+    resident = room.processors * min(
+        room.shared_limit // max(room.shared_bytes, 1), room.registers_limit // (room.threads * room.registers)
+    )
+    if not plan.separate and plan.ctas > resident:
+        raise PlanError(plan.rung, f"{plan.ctas} CTAs wait for each other; only {resident} can be resident")
+
+
+def _check_shares(plan: Plan) -> None:
+    """What no order can mend: words that are nowhere, or have two writers or none."""
+    for phase in plan.phases():
+        if len(phase.shares) != plan.ctas:
+            raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.shares)} shares for {plan.ctas} CTAs")
+        counts: dict[str, np.ndarray] = {}
+        for cta, share in enumerate(phase.shares):
+            for piece in (*share.reads, *share.writes, *share.polls):
+                if not 0 <= piece.begin <= piece.end <= _buffer(plan, piece).words:
+                    raise PlanError(plan.rung, f"{_who(phase, cta)} names words {piece.begin} to {piece.end} of {piece.buffer}")
+            for piece in share.writes:
+                count = counts.setdefault(piece.buffer, np.zeros(_buffer(plan, piece).words, np.int32))
+                count[piece.begin : piece.end] += 1
+        for name, count in counts.items():
+            if count.max(initial=0) > 1:
+                raise PlanError(plan.rung, f"word {int(count.argmax())} of {name} has two writers in phase {phase.name}")
+            if plan.buffer(name).tagged and count.min(initial=1) < 1:
+                missing = int(count.argmin())
+                raise PlanError(plan.rung, f"word {missing} of {name} is tagged but not written in every use, by {phase.name}")
+
+
+def _buffer(plan: Plan, piece: Piece) -> Buffer:
+    for buffer in plan.buffers:
+        if buffer.name == piece.buffer:
+            return buffer
+    raise PlanError(plan.rung, f"there is no buffer {piece.buffer!r}")
+
+
+def _embedded(phase: Phase, piece: Piece, layer: int) -> bool:
+    """Whether the embedding's row takes the place of the residual stream."""
+    return layer == 0 and piece.buffer == "hidden" and phase.op in ("norm", "qkv")
+
+
+def _who(phase: Phase, cta: int) -> str:
+    return f"CTA {cta} in phase {phase.name}"
+
+
+class _State:
+    """Of one buffer: by whom and when each word was written, the time before too, and when each CTA read it since."""
+
+    def __init__(self, words: int, ctas: int) -> None:
+        self.writer, self.written, self.writer_before, self.written_before = (np.zeros(words, np.int32) for _ in range(4))
+        self.read = np.zeros((ctas, words), np.int32)
+
+
+class _Clocks:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.time = self.token = 0
+        self.known = np.zeros((plan.ctas, plan.ctas), np.int32)
+        """``[c, d]``: the last time that CTA c knows CTA d to have finished."""
+        self.history: list[np.ndarray] = [self.known.copy()]
+        """What each CTA knew when it had finished, at each time."""
+        self.states: dict[tuple[str, int, int], _State] = {}
+        self.arrivals: dict[int, tuple[int, list[int]]] = {}
+        """Of each counter: when it was last bumped, and by whom."""
+
+    def follow(self, phase: Phase, layer: int, where: str) -> None:
+        """One phase: what is known at its begin, its reads, its writes, what is known at its end."""
+        self.time += 1
+        if phase.edge == "grid":
+            self.known[:] = np.maximum(self.known, self.known.max(axis=0))
+        else:
+            before = self.known.copy()
+            for cta, share in enumerate(phase.shares):
+                self.known[cta] = np.maximum(before[cta], self._waited(phase, cta, share, layer, where))
+        for cta, share in enumerate(phase.shares):
+            for piece in share.reads:
+                self._read(phase, cta, piece, layer, where)
+        for cta, share in enumerate(phase.shares):
+            for piece in share.writes:
+                self._write(phase, cta, piece, layer, where)
+        self.known[np.diag_indices(self.plan.ctas)] = self.time
+        self.history.append(self.known.copy())
+        bumped: dict[int, list[int]] = {}
+        for cta, share in enumerate(phase.shares):
+            for counter in share.arrives:
+                bumped.setdefault(counter, []).append(cta)
+        self.arrivals.update({counter: (self.time, ctas) for counter, ctas in bumped.items()})
+
+    def _waited(self, phase: Phase, cta: int, share: Share, layer: int, where: str) -> np.ndarray:
+        """What a CTA learns from the edge before its share."""
+        learnt = np.zeros(self.plan.ctas, np.int32)
+        if phase.edge == "flags":
+            for wait in share.awaits:
+                time, ctas = self.arrivals.get(wait.counter, (0, []))
+                if wait.arrivals != len(ctas):
+                    wanted = f"waits for {wait.arrivals} arrivals at counter {wait.counter}, at which {len(ctas)} CTAs arrive"
+                    raise PlanError(self.plan.rung, f"{_who(phase, cta)} {wanted} ({where})")
+                for other in ctas:
+                    learnt = np.maximum(learnt, self.history[time][other])
+        if phase.edge == "data":
+            for piece in share.polls:
+                if _embedded(phase, piece, layer):
+                    continue
+                learnt = np.maximum(learnt, self._polled(phase, cta, piece, layer, where))
+        return learnt
+
+    def _polled(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> np.ndarray:
+        """Of words that are waited for by themselves: what their writers knew.
+
+        The use before must be known to be over: a word's tag tells only a few uses apart.
+        """
+        buffer, state = _buffer(self.plan, piece), self._state(piece, layer)
+        if not buffer.tagged:
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer}, which has no tags ({where})")
+        learnt = np.zeros(self.plan.ctas, np.int32)
+        for writer, written, writer_before, written_before in self._distinct(state, piece):
+            if written == 0:
+                raise PlanError(
+                    self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer} that nobody writes ({where})"
+                )
+            if written_before and self.known[cta, writer_before] < written_before:
+                stale = f"may take a word of {piece.buffer} of an old use for a new one: it does not follow every use"
+                raise PlanError(self.plan.rung, f"{_who(phase, cta)} {stale} ({where})")
+            learnt = np.maximum(learnt, self.history[written][writer])
+        return learnt
+
+    def _read(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        state = self._state(piece, layer)
+        if _embedded(phase, piece, layer):
+            return
+        for writer, written, _, _ in self._distinct(state, piece):
+            if written == 0 and piece.buffer != "cache":  # the cache's first words are the caller's
+                raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that nobody writes ({where})")
+            if self.known[cta, writer] < written:
+                problem = (
+                    f"reads words {piece.begin} to {piece.end} of {piece.buffer} before CTA {writer} has written them for certain"
+                )
+                raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        state.read[cta, piece.begin : piece.end] = self.time
+
+    def _write(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        state = self._state(piece, layer)
+        at = slice(piece.begin, piece.end)
+        read = state.read[:, at]
+        # in the same phase only the cache is read and written: other positions of it
+        last = np.where(read == self.time, 0, read).max(axis=1, initial=0)
+        last[cta] = 0
+        if (late := self.known[cta] < last).any():
+            problem = f"overwrites words of {piece.buffer} that CTA {int(late.argmax())} may still read"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        for writer, written, _, _ in self._distinct(state, piece):
+            if writer != cta and self.known[cta, writer] < written:
+                problem = f"may overtake CTA {writer}, which writes the same words of {piece.buffer} before"
+                raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        read[read != self.time] = 0
+        state.writer_before[at], state.written_before[at] = state.writer[at], state.written[at]
+        state.writer[at], state.written[at] = cta, self.time
+
+    def _state(self, piece: Piece, layer: int) -> _State:
+        buffer = _buffer(self.plan, piece)
+        key = (piece.buffer, layer if buffer.per_layer else 0, self.token % buffer.copies)
+        if key not in self.states:
+            self.states[key] = _State(buffer.words, self.plan.ctas)
+        return self.states[key]
+
+    @staticmethod
+    def _distinct(state: _State, piece: Piece) -> Sequence[tuple[int, int, int, int]]:
+        """Writers and times of a piece's words, now and before, each once."""
+        at = slice(piece.begin, piece.end)
+        columns = [state.writer[at], state.written[at], state.writer_before[at], state.written_before[at]]
+        return _runs(columns)
+
+
+def _runs(columns: Iterable[np.ndarray]) -> list[tuple[int, int, int, int]]:
+    table = np.stack(list(columns))
+    if table.shape[1] == 0:
+        return []
+    changes = np.flatnonzero((table[:, 1:] != table[:, :-1]).any(axis=0)) + 1
+    return list(dict.fromkeys(tuple(table[:, at].tolist()) for at in (0, *changes.tolist())))  # pyrefly: ignore[bad-return]
+
+
+def without_edge(plan: Plan, name: str) -> Plan:
+    """The same without what a phase waits for: to see that the check refuses it."""
+
+    def bare(phase: Phase) -> Phase:
+        if phase.name != name:
+            return phase
+        return replace(phase, edge="none", shares=tuple(replace(share, polls=(), awaits=()) for share in phase.shares))
+
+    return replace(plan, layer=tuple(map(bare, plan.layer)), closing=bare(plan.closing), tail=tuple(map(bare, plan.tail)))

@@ -1,0 +1,198 @@
+"""What the kernel is specialised with: a header made of a plan, the table of shares, and the source that includes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from onelaunch import nvrtc
+from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.plan import CHUNK, MOST_TILES, STEP, TILE, Edge, Op, Phase, Plan, padded, passes
+from onelaunch.decode.rungs import POSITIONS
+
+WARPS: Final = 8
+THREADS: Final = 32 * (WARPS + 1)
+SHARED_LIMIT: Final = 227 * 1024
+"""Bytes of shared memory of a CTA on Hopper."""
+
+PRODUCTS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
+"""Phases that use weights, in the order of the stream."""
+
+SHARES = (*PRODUCTS, "attention", "rope", "norm")
+"""Rows of the table of shares, as the kernel names them."""
+
+KINDS: tuple[nvrtc.Kind, ...] = (*["pointer"] * 16, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
+"""Of the kernel's arguments."""
+
+FILES = ("machine.cuh", "waiting.cuh", "vectors.cuh", "products.cuh", "attention.cuh", "phases.cuh")
+"""Beside ``step.cu``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What a plan leaves open about the ring."""
+
+    stages: int | None = None
+    """Chunks of 16 KB; by default as many as there is room for, half of it where launches overlap."""
+    flight: int = 3
+    """Of them, those on their way at once where there are hand-offs: 48 KB keep 95 % of the bandwidth, at half the price that a
+    hand-off has beside 192 KB.
+    """
+
+
+def depth(config: ModelConfig) -> int:
+    """Granules of a tile that follow each other in the stream: four where all matrices' columns allow it."""
+    steps = [padded(columns) // STEP for columns in (config.hidden_size, config.query_size, config.intermediate_size)]
+    return next(each for each in (4, 2, 1) if not any(step % each for step in steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things lie in shared memory, in bytes."""
+
+    stages: int
+    offsets: tuple[tuple[str, int], ...]
+    bytes: int
+
+
+def layout_of(plan: Plan, tuning: Tuning) -> Layout:
+    """The ring first, as large as there is room for, then everything else."""
+    config = plan.config
+    widest = max(map(padded, (config.hidden_size, config.query_size, config.intermediate_size)))
+    own = max((share.units for share in plan.phase("o").shares), default=0) * TILE
+    group, head = config.queries_per_key, config.head_dim
+    sizes = {
+        "UPPER": widest * 2 + 64,  # 64 bytes apart in banks: a warp reads both parts at once
+        "LOWER": widest * 2 + 64,
+        "SUMS": 2 * WARPS * MOST_TILES * TILE * 4,
+        "OWN": own * 4,
+        "SQUARES": WARPS * 4,
+        "HEADS": ((group + 2) * head + group * head + 2 * head) * 4,
+        "TURNS": 3 * head * 4,
+        "FOUND": WARPS * group * (head + 2) * 4,
+        "WINNERS": WARPS * 8,
+    }
+    rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256
+    # two launches side by side on a processor, each with what CUDA keeps for itself
+    limit = SHARED_LIMIT // 2 - 1024 if plan.separate else SHARED_LIMIT
+    stages = tuning.stages or max((limit - rest) // (CHUNK + 16), 1)
+    at, offsets = stages * CHUNK, []
+    for name, size in sizes.items():
+        offsets.append((f"{name}_AT", at))
+        at += -(-size // 64) * 64
+    offsets.append(("FULL_AT", at))
+    return Layout(stages, tuple(offsets), at + 16 * stages + 16 + 8 * len(SHARES))
+
+
+def word_offsets(plan: Plan) -> dict[str, int]:
+    """Where buffers begin among the words; each at a multiple of 32 of them. The last entry is their number."""
+    found, at = {}, 0
+    for buffer in plan.buffers:
+        if buffer.name in ("best", "cache"):
+            continue
+        found[buffer.name] = at
+        at += -(-buffer.words // 32) * 32
+    found["kept"] = at
+    return found | {"end": at + -(-plan.config.hidden_size // 32) * 32}
+
+
+NAMES = {
+    "hidden": "RESIDUAL", "final": "FINAL", "mid": "MID", "act": "ACT", "qkv": "RAW", "partial": "PARTIAL", "normed": "NORMED",
+    "q": "QUERIES", "kept": "KEPT",
+}  # fmt: skip
+"""Of buffers, in the kernel."""
+
+
+def header(plan: Plan, tuning: Tuning) -> str:
+    """``plan.cuh``."""
+    config, layout, words = plan.config, layout_of(plan, tuning), word_offsets(plan)
+    ops = {phase.op for phase in plan.phases()}
+    numbers = {
+        "CTAS": plan.ctas, "LAYERS": config.num_hidden_layers, "HIDDEN": config.hidden_size, "INNER": config.intermediate_size,
+        "QUERY": config.query_size, "VOCAB": config.vocab_size, "HEADS": config.num_key_value_heads,
+        "GROUP": config.queries_per_key, "HEAD": config.head_dim, "SPLITS": plan.splits, "POSITIONS": POSITIONS,
+        "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
+    }  # fmt: skip
+    numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
+    for op in PRODUCTS:
+        numbers[f"MOST_{op.upper()}"] = max(end - begin for share in plan.phase(op).shares for begin, end in passes(share.units))
+    flags = {
+        "STREAMS": plan.streams, "SEPARATE": plan.separate, "TAGGED": any(buffer.tagged for buffer in plan.buffers),
+        "ROPE_APART": "rope" in ops, "NORM_APART": "norm" in ops,
+    }  # fmt: skip
+    lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    return "\n".join([*lines, f"constexpr float EPS = {config.rms_norm_eps:.9e}f;", ""])
+
+
+CALLS: dict[Op, str] = {
+    "qkv": "multiply_qkv(w);", "rope": "turn(w);", "attention": "attend(w);", "rope_attention": "attend(w);",
+    "o": "multiply_o(w);", "gate_up": "multiply_gate_up(w);", "down": "multiply_down(w);", "lm_head": "multiply_head(w);",
+    "next": "next_token(w);",
+}  # fmt: skip
+
+HEADS_OF: dict[Op, str] = {
+    "qkv": "w.begin(QKV) * TILE / HEAD_WORDS, w.begin(QKV) < w.end(QKV) ? (w.end(QKV) * TILE + HEAD_WORDS - 1) / HEAD_WORDS : 0",
+    "rope": "w.begin(ROPE), w.end(ROPE)",
+    "attention": "w.begin(ATTENTION) / SPLITS, (w.end(ATTENTION) + SPLITS - 1) / SPLITS",
+    "rope_attention": "w.begin(ATTENTION) / SPLITS, (w.end(ATTENTION) + SPLITS - 1) / SPLITS",
+}
+"""The key heads that a CTA works for."""
+
+BEFORE: dict[Edge, str] = {"none": "", "data": "", "grid": "meet_grid(w);"}
+
+
+def order(plan: Plan) -> str:
+    """``order.cuh``: the phases of a layer and of the tail, with their edges."""
+
+    def body(phases: tuple[Phase, ...]) -> list[str]:
+        lines = []
+        for phase in phases:
+            waits = [wait.counter for share in phase.shares for wait in share.awaits]
+            base = min(waits) if waits else 0
+            lines.append(f"await_heads(w, {base}, {HEADS_OF[phase.op]});" if phase.edge == "flags" else BEFORE[phase.edge])
+            lines.append(f"{phase.name}(w);" if phase.op == "norm" else CALLS[phase.op])
+            if arrives := [counter for share in phase.shares for counter in share.arrives]:
+                lines.append(f"arrive_heads(w, {min(arrives)}, {HEADS_OF[phase.op]});")
+        return [f"  {line}" for line in lines if line]
+
+    parts = ["#pragma once", "DEVICE void layer_phases(Worker& w) {", *body(plan.layer), "}"]
+    return "\n".join([*parts, "DEVICE void tail_phases(Worker& w) {", *body(plan.tail), "}", ""])
+
+
+def shares_table(plan: Plan) -> list[list[tuple[int, int]]]:
+    """``[CTAS][SHARES][2]``: the units of each CTA in each phase that has any."""
+    by_op: dict[str, Phase] = {}
+    for phase in plan.phases():
+        by_op.setdefault("attention" if phase.op == "rope_attention" else phase.op, phase)
+    nothing = (0, 0)
+    return [
+        [(by_op[op].shares[cta].begin, by_op[op].shares[cta].end) if op in by_op else nothing for op in SHARES]
+        for cta in range(plan.ctas)
+    ]
+
+
+def launch_of(plan: Plan, phase: Phase) -> tuple[int, int]:
+    """How a phase is launched alone: what the kernel calls it, and its CTAs; the next token is chosen by one."""
+    if phase.op == "next":
+        return len(SHARES), 1
+    return SHARES.index("attention" if phase.op == "rope_attention" else phase.op), plan.ctas
+
+
+def arrivals_table(plan: Plan) -> list[int]:
+    """How often each counter is bumped in one use."""
+    found: dict[int, int] = {}
+    for phase in plan.layer:
+        for share in phase.shares:
+            for counter in share.arrives:
+                found[counter] = found.get(counter, 0) + 1
+    return [found.get(counter, 0) for counter in range(max(found, default=-1) + 1)]
+
+
+def source(plan: Plan, tuning: Tuning | None = None, phase: Phase | None = None) -> nvrtc.Source:
+    """The kernel of a plan; of a plan whose phases are launches, that of a phase."""
+    here = "onelaunch.decode.kernels"
+    files = [("hopper.cuh", nvrtc.read("onelaunch.ops", "hopper.cuh")), *((name, nvrtc.read(here, name)) for name in FILES)]
+    files += [("plan.cuh", header(plan, tuning or Tuning())), ("order.cuh", order(plan))]
+    defines = () if phase is None else (("ALONE", launch_of(plan, phase)[0]),)
+    return nvrtc.Source("step.cu", nvrtc.read(here, "step.cu"), "decode", tuple(files), defines)

@@ -1,0 +1,152 @@
+// Tokens of a Qwen3 model at batch 1: all layers, the head and the choice of the next token in one launch, or one phase of them.
+//
+// Plan       plan.cuh, written for a model, a rung of the ladder and a chip: sizes, places, edges, the order of phases.
+// Grid       one CTA for each processor, all resident. Each owns tiles of 8 rows of every matrix, see shares.
+// Warps      8 work; one thread of a ninth copies the CTA's weights, which lie in the order of their use, into a ring in shared memory.
+//            Where the plan streams it never waits for an edge: it runs into the next phase, layer and token.
+// On chip    weights on their way; the vector that a phase multiplies; the rows of the residual stream that the CTA owns.
+// Products   a tile's 8 rows times 32 channels are one product of 16 rows by 8 columns: rows 8 to 15 are the same rows, 16 channels on.
+//            Columns are the vector's upper and lower 8 bits of mantissa, for either half: float32 activations at no cost, no shuffles.
+// Edges      grid: a counter that all bump. flags: counters by key head. data: a word's two lowest bits say which use it was written
+//            for, and readers wait for the words themselves; that needs no fence and no order but that of the data.
+// Numerics   weights, keys and values bfloat16; sums, residual stream and what CTAs hand each other float32, less two bits if tagged.
+// Waiting    never without end: after LIMIT ticks an error is noted, and no wait of this launch waits again.
+#include "machine.cuh"
+#include "plan.cuh"
+
+constexpr int WARPS = 8, WORKERS_THREADS = 32 * WARPS, THREADS = WORKERS_THREADS + 32;
+constexpr int TILE = 8, STEP = 256, GRANULE = TILE * STEP * 2, CHUNK = 4 * GRANULE, MOST = 6;
+constexpr int HEAD_WORDS = (GROUP + 2) * HEAD, SLOT = GROUP * HEAD + (GROUP + 3) / 4 * 4;
+constexpr long long LIMIT = 1ll << 32;  // ticks: two seconds
+constexpr float LOG2E = 1.4426950408889634f;
+
+enum { QKV, O, GATE_UP, DOWN, LM_HEAD, ATTENTION, ROPE, NORM, SHARES };       // rows of the table of shares
+enum { POSITION, USES, TOKENS, BARRIERS, ERROR, STATE_WORDS };                // words of state
+
+typedef unsigned short u16;
+
+struct Arguments {
+  const char* stream;        // weights, CTA after CTA
+  const long long* starts;   // where each CTA's begin, in bytes
+  const int* shares;         // [CTAS][SHARES][2]: units of each CTA
+  const int* arrivals;       // of each counter, in one use
+  const u16* embedding;      // [VOCAB][HIDDEN]
+  const u16* norms;          // per layer HIDDEN, HIDDEN, HEAD, HEAD; then HIDDEN
+  const float* rotations;    // [capacity][HEAD]: cosines, then sines
+  u16 *keys, *values;        // [LAYERS][HEADS][capacity][HEAD]
+  const long long* first;    // the token that comes first, or none: that of its position in tokens
+  int* tokens;               // by position
+  float* words;              // buffers
+  u64* best;                 // [2][CTAS]
+  u32* counters;
+  u32* state;
+  float* logits;             // [VOCAB]
+  int capacity, count;       // positions that the cache has room for; tokens to make
+  int position;              // of the first token, or -1: as the last launch left it
+};
+
+#include "waiting.cuh"
+#include "vectors.cuh"
+#include "products.cuh"
+#include "attention.cuh"
+#include "phases.cuh"
+
+// The thread that copies. In a plan that does not stream it stops where the workers have not yet arrived. Before the chunk at which
+// hand-offs end, what is on its way is bounded: hand-offs queue behind it.
+DEVICE void copy_weights(const Arguments& a, const char* from, int granules, int hand_offs, int tokens, Shared& s) {
+  const int chunks = (granules + 3) / 4;
+  Ring ring;
+  int issued = 0;
+  for (int token = 0; token < tokens; ++token) {
+    for (int chunk = 0; chunk < chunks; ++chunk, ++issued) {
+      if constexpr (!STREAMS && !SEPARATE) await(a, s, [&] { return (int)(*s.allowed - issued) > 0; });
+      await_ring(a, s, s.empty + ring.stage, ring.phase ^ 1);
+      if (issued >= FLIGHT && chunk < hand_offs) {
+        const int before = (issued - FLIGHT) % STAGES;
+        await_ring(a, s, s.full + before, ((issued - FLIGHT) / STAGES) & 1);
+      }
+      const int bytes = GRANULE * (granules - 4 * chunk < 4 ? granules - 4 * chunk : 4);
+      ring_expect(s.full + ring.stage, bytes);
+      ring_copy(s.stages + ring.stage * CHUNK, from + (long long)chunk * CHUNK, bytes, s.full + ring.stage);
+      ring.advance();
+    }
+  }
+}
+
+DEVICE Shared set_up(const Arguments& a) {
+  Shared s(shared_memory());
+  if (thread_index() < 2 * SHARES) s.share[thread_index()] = a.shares[cta_index() * SHARES * 2 + thread_index()];
+  if (thread_index() == 0) {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      ring_init(s.full + stage, 1);
+      ring_init(s.empty + stage, WARPS);
+    }
+    *s.allowed = 0;
+    *s.gone = 0;
+    ring_fence();
+  }
+  block_meets();
+  return s;
+}
+
+DEVICE void decode_tokens(const Arguments& a) {
+  Shared s = set_up(a);
+  const int* share = s.share;
+  if (thread_index() >= WORKERS_THREADS) {
+    const int layers = layer_granules(share) * LAYERS, granules = layers + phase_granules(share, LM_HEAD, HIDDEN);
+    if (thread_index() == WORKERS_THREADS)
+      copy_weights(a, a.stream + a.starts[cta_index()], granules, (layers + 3) / 4, a.count, s);
+  } else {
+    Worker w(a, s, share);
+    for (int token = 0; token < a.count; ++token) {
+      w.begin_token();
+      for (w.layer = 0; w.layer < LAYERS; ++w.layer, ++w.use) layer_phases(w);
+      tail_phases(w);
+      w.end_token();
+    }
+    w.end_launch();
+  }
+}
+
+// One phase of a layer, or of the tail where layer is LAYERS, as a launch of its own. SHARES stands for the choice of the next token.
+template <int PHASE>
+DEVICE void decode_phase(const Arguments& a, int layer) {
+  Shared s = set_up(a);
+  const int* share = s.share;
+  if (thread_index() >= WORKERS_THREADS) {
+    if (PHASE <= LM_HEAD && thread_index() == WORKERS_THREADS) {
+      int before = layer * layer_granules(share);
+      for (int each = 0; each < PHASE && PHASE != LM_HEAD; ++each) before += phase_granules(share, each, columns_of(each));
+      const int granules = phase_granules(share, PHASE, columns_of(PHASE));
+      const char* from = a.stream + a.starts[cta_index()] + (long long)before * GRANULE;
+      copy_weights(a, from, granules, 0, 1, s);  // weights are nobody's result: no need to wait
+    }
+  } else {
+    begin_after_earlier_launches();
+    let_next_launch_begin();
+    Worker w(a, s, share);
+    w.layer = layer;
+    if constexpr (PHASE == QKV) multiply_qkv(w);
+    if constexpr (PHASE == ATTENTION) attend(w);
+    if constexpr (PHASE == O) multiply_o(w);
+    if constexpr (PHASE == GATE_UP) multiply_gate_up(w);
+    if constexpr (PHASE == DOWN) multiply_down(w);
+    if constexpr (PHASE == LM_HEAD) multiply_head(w);
+    if constexpr (PHASE == SHARES) next_token(w), w.end_launch();
+  }
+}
+
+#ifndef ON_HOST
+extern "C" __global__ void __launch_bounds__(THREADS, SEPARATE ? 2 : 1)
+decode(const char* stream, const long long* starts, const int* shares, const int* arrivals, const u16* embedding, const u16* norms,
+       const float* rotations, u16* keys, u16* values, const long long* first, int* tokens, float* words, u64* best, u32* counters,
+       u32* state, float* logits, int capacity, int count, int position, int layer) {
+  const Arguments a = {stream, starts, shares, arrivals, embedding, norms, rotations, keys,  values,
+                       first,  tokens, words,  best,     counters,  state, logits,    capacity, count, position};
+#ifdef ALONE
+  decode_phase<ALONE>(a, layer);
+#else
+  decode_tokens(a);
+#endif
+}
+#endif

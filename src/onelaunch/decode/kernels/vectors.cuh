@@ -1,0 +1,170 @@
+// A working thread, the words that CTAs hand each other, and the vector that a phase multiplies.
+#pragma once
+
+struct Worker {
+  const Arguments& a;
+  Shared& s;
+  const int* share;
+  const int thread, warp, lane, cta;
+  int layer = 0, position;
+  u32 use;       // of the buffers of layers, counted on over launches: LAYERS in a token
+  u32 token;     // likewise, of those of the tail
+  u32 met;       // barriers over the grid
+  int here;      // the token that is processed
+  int made = 0;  // tokens, in this launch
+  float scale = 1.0f;  // of the products: one over the vector's norm
+  Ring ring;
+  int left = 0;     // granules of the chunk at hand
+  int passed = 0;   // granules of this token whose phases have begun
+  int parity = 0;   // of sums
+
+  DEVICE Worker(const Arguments& a, Shared& s, const int* share)
+      : a(a), s(s), share(share), thread(thread_index()), warp(thread_index() / 32), lane(thread_index() % 32), cta(cta_index()),
+        position(a.position < 0 ? (int)a.state[POSITION] : a.position), use(a.state[USES] + 1), token(a.state[TOKENS] + 1), met(a.state[BARRIERS]) {
+    here = a.first ? (int)*a.first : a.tokens[position];
+  }
+  DEVICE void meet() const { workers_meet(WORKERS_THREADS); }
+  DEVICE int begin(int what) const { return share[2 * what]; }
+  DEVICE int end(int what) const { return share[2 * what + 1]; }
+  // CTAs that share the positions of a key head.
+  DEVICE int used() const {
+    const int wanted = (position + POSITIONS) / POSITIONS;
+    return wanted < SPLITS ? wanted : SPLITS;
+  }
+  DEVICE const u16* layer_norms() const { return a.norms + (long long)layer * (2 * HIDDEN + 2 * HEAD); }
+  DEVICE const u16* embedded() const { return a.embedding + (long long)here * HIDDEN; }
+  DEVICE long long cached(int head) const { return ((long long)layer * HEADS + head) * a.capacity * HEAD; }
+
+  // The part of the residual stream that is this CTA's, kept over the layers.
+  DEVICE void begin_token() {
+    const int first = begin(O) * TILE, rows = (end(O) - begin(O)) * TILE;
+    for (int row = thread; row < rows; row += WORKERS_THREADS) s.own[row] = as_float((u32)embedded()[first + row] << 16);
+    passed = 0;
+  }
+  DEVICE void end_token() {
+    ++position, ++token, ++made;
+    if (left) drop();
+    meet();
+  }
+  DEVICE void end_launch() {  // all have long read what they began with
+    if (cta || thread) return;
+    a.state[POSITION] = position + SEPARATE;
+    a.state[USES] = use - 1;
+    a.state[TOKENS] = token - 1;
+    a.state[BARRIERS] = met;
+  }
+  // The ring: granules that belong to one tile, DEPTH of them.
+  DEVICE const char* next_granules() {
+    if (left == 0) {
+      await_ring(a, s, s.full + ring.stage, ring.phase);
+      left = 4;
+    }
+    return s.stages + ring.stage * CHUNK + (4 - left) * GRANULE;
+  }
+  DEVICE void used_granules() {
+    if ((left -= DEPTH) == 0) drop();
+  }
+  DEVICE void drop() {
+    warp_meets();
+    if (lane == 0) ring_arrive(s.empty + ring.stage);
+    ring.advance();
+    left = 0;
+  }
+};
+
+// Granules of a phase's share, in the order that phases have in the stream.
+DEVICE int phase_granules(const int* share, int phase, int columns) {
+  return (share[2 * phase + 1] - share[2 * phase]) * ((columns + STEP - 1) / STEP);
+}
+DEVICE int columns_of(int phase) { return phase == O ? QUERY : phase == DOWN ? INNER : HIDDEN; }
+DEVICE int layer_granules(const int* share) {
+  int sum = 0;
+  for (int phase = QKV; phase <= DOWN; ++phase) sum += phase_granules(share, phase, columns_of(phase));
+  return sum;
+}
+
+// Words that CTAs hand each other.
+
+DEVICE u32 tag_of(u32 use) { return use & 3; }
+DEVICE void put(float* at, float v, u32 use) {
+  if constexpr (TAGGED)
+    store_relaxed((u32*)at, (as_bits(v) & ~3u) | tag_of(use));
+  else
+    *at = v;
+}
+DEVICE bool tagged(const uint4& v, u32 tag) {
+  return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 3) == 0;
+}
+// Without their tags: results must not depend on how often the kernel has run.
+DEVICE float bare(u32 v) { return as_float(TAGGED ? v & ~3u : v); }
+DEVICE float4 bare(const uint4& v) { return {bare(v.x), bare(v.y), bare(v.z), bare(v.w)}; }
+DEVICE float4 take(Worker& w, const float* at, u32 use) {
+  uint4 v;
+  if constexpr (TAGGED)
+    await(w.a, w.s, [&] { return v = load_relaxed((const uint4*)at), tagged(v, tag_of(use)); });
+  else
+    v = load_plain((const uint4*)at);
+  return bare(v);
+}
+DEVICE float4 widen(uint2 v) { return {as_float(v.x << 16), as_float(v.x & ~0xFFFFu), as_float(v.y << 16), as_float(v.y & ~0xFFFFu)}; }
+DEVICE float4 load_bf16(const u16* at) { return widen(*(const uint2*)at); }
+
+// The vector that is multiplied: 4 numbers in two parts of 8 bits of mantissa each.
+DEVICE void lay(Worker& w, int column, float4 v) {
+  const u32 a = round_pair(v.x, v.y), b = round_pair(v.z, v.w);
+  *(uint2*)(w.s.upper + column) = {a, b};
+  *(uint2*)(w.s.lower + column) = {round_pair(v.x - as_float(a << 16), v.y - as_float(a & ~0xFFFFu)),
+                                   round_pair(v.z - as_float(b << 16), v.w - as_float(b & ~0xFFFFu))};
+}
+DEVICE constexpr int padded(int columns) { return (columns + STEP - 1) / STEP * STEP; }
+
+// As it is.
+template <int COLUMNS>
+DEVICE void gather(Worker& w, const float* from, u32 use) {
+  for (int column = 4 * w.thread; column < padded(COLUMNS); column += 4 * WORKERS_THREADS)
+    lay(w, column, column < COLUMNS ? take(w, from + column, use) : float4{0, 0, 0, 0});
+  w.scale = 1.0f;
+  w.meet();
+}
+DEVICE float sum_of_warp(float v) {
+  for (int mask = 16; mask; mask /= 2) v += from_lane_xor(v, mask);
+  return v;
+}
+// Of all working threads; they have met.
+DEVICE float sum_of_all(Worker& w, float v) {
+  v = sum_of_warp(v);
+  if (w.lane == 0) w.s.squares[w.warp] = v;
+  w.meet();
+  float sum = 0;
+  for (int warp = 0; warp < WARPS; ++warp) sum += w.s.squares[warp];
+  return sum;
+}
+// Normalised: factors now, one over the norm with the sums, so that products need not wait for it. The residual stream, or the
+// embedding's row before it.
+template <class Use>
+DEVICE void for_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use, Use apply) {
+  float squares = 0;
+  for (int column = 4 * w.thread; column < padded(HIDDEN); column += 4 * WORKERS_THREADS) {
+    float4 v = {0, 0, 0, 0};
+    if (column < HIDDEN) {
+      const float4 f = load_bf16(factors + column);
+      v = row ? load_bf16(row + column) : take(w, from + column, use);
+      squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+      v = {v.x * f.x, v.y * f.y, v.z * f.z, v.w * f.w};
+    }
+    apply(column, v);
+  }
+  w.scale = rsqrtf(sum_of_all(w, squares) / HIDDEN + EPS);
+}
+DEVICE void gather_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use) {
+  for_normed(w, from, row, factors, use, [&](int column, float4 v) { lay(w, column, v); });
+}
+// By one CTA for all.
+DEVICE void share_normed(Worker& w, const float* from, const u16* row, const u16* factors) {
+  if (w.begin(NORM) == w.end(NORM)) return;
+  for_normed(w, from, row, factors, 0, [&](int column, float4 v) { if (column < HIDDEN) *(float4*)(w.a.words + NORMED + column) = v; });
+  for (int column = 4 * w.thread; column < HIDDEN; column += 4 * WORKERS_THREADS) {  // what this thread has written
+    float4* v = (float4*)(w.a.words + NORMED + column);
+    *v = {v->x * w.scale, v->y * w.scale, v->z * w.scale, v->w * w.scale};
+  }
+}

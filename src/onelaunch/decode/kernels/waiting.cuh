@@ -1,0 +1,57 @@
+// Shared memory, the ring of weights, and waiting: every wait ends.
+#pragma once
+
+// Where things lie in shared memory; plan.cuh has the offsets.
+struct Shared {
+  char* stages;          // [STAGES][CHUNK]
+  u16 *upper, *lower;    // [WIDEST]: the vector that is multiplied, in two parts
+  float* sums;           // [2][WARPS][MOST * TILE]: of tiles, by warp
+  float* own;            // the residual stream's rows of this CTA
+  float* squares;        // [WARPS]
+  float* heads;          // attention: HEAD_WORDS raw, then GROUP * HEAD queries, new key and value
+  float* turns;          // [3][HEAD]: rotation, factors of queries' and key's norms
+  float* found;          // [WARPS][GROUP][HEAD + 2]: attention by warp: results, maximum, sum
+  u64* winners;          // [WARPS]
+  u64 *full, *empty;     // [STAGES]
+  volatile int *allowed, *gone, *token;
+  int* share;            // [SHARES][2]: units of this CTA
+  DEVICE explicit Shared(char* base)
+      : stages(base), upper((u16*)(base + UPPER_AT)), lower((u16*)(base + LOWER_AT)), sums((float*)(base + SUMS_AT)),
+        own((float*)(base + OWN_AT)), squares((float*)(base + SQUARES_AT)), heads((float*)(base + HEADS_AT)), turns((float*)(base + TURNS_AT)),
+        found((float*)(base + FOUND_AT)), winners((u64*)(base + WINNERS_AT)), full((u64*)(base + FULL_AT)), empty(full + STAGES),
+        allowed((volatile int*)(empty + STAGES)), gone(allowed + 1), token(allowed + 2), share((int*)(allowed + 4)) {}
+};
+
+struct Ring {
+  int stage = 0;
+  u32 phase = 0;
+  DEVICE void advance() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+// Whether to wait no longer: it took too long, here or elsewhere.
+DEVICE bool given_up(u32* error, volatile int* gone, long long begin) {
+  if (*gone) return true;
+  if (ticks() - begin <= LIMIT && !load_relaxed(error)) return false;
+  store_relaxed(error, 1);
+  *gone = 1;
+  return true;
+}
+constexpr u32 PATIENCE = 1024;  // tries between looks at the clock
+
+// Until something is so; or until it took too long, from when on nothing is waited for.
+template <class Ready>
+DEVICE void await(const Arguments& a, Shared& s, Ready ready) {
+  u32 tries = 0;
+  long long begin = 0;
+  while (!ready()) {
+    breathe();
+    if (++tries % PATIENCE) continue;
+    if (tries == PATIENCE) begin = ticks();
+    if (given_up(a.state + ERROR, s.gone, begin)) return;
+  }
+}
+DEVICE void await_ring(const Arguments& a, Shared& s, u64* bar, u32 phase) {
+  await(a, s, [&] { return ring_passed(bar, phase); });
+}

@@ -1,0 +1,172 @@
+"""Launches of the decode kernels: what a model needs on its device, made once, and tokens from it."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from weakref import WeakKeyDictionary
+
+import torch
+
+from onelaunch import nvrtc
+from onelaunch.decode.cache import KVCache
+from onelaunch.decode.check import Room, check
+from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.emit import KINDS, PRODUCTS, THREADS, Tuning, launch_of, layout_of, source
+from onelaunch.decode.memory import ERROR, Constants, Memory
+from onelaunch.decode.packing import pack
+from onelaunch.decode.plan import Phase, Plan
+from onelaunch.decode.rungs import plan_for
+from onelaunch.decode.weights import Weights
+from onelaunch.errors import DecodeStalled
+from onelaunch.hardware import processors
+
+REGISTERS = 168
+"""Of a thread, at most: nine warps share the registers of four partitions."""
+
+GRAPHS = 4
+"""Captured steps that are kept for each model: caches that lie elsewhere."""
+
+
+@functools.lru_cache(maxsize=64)
+def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> Plan:
+    """A rung's plan for a device with so many processors; raises :class:`onelaunch.errors.PlanError` if it is not sound there."""
+    plan = plan_for(config, rung, ctas)
+    room = Room(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
+    short = plan_for(config, rung, ctas, 1)
+    check(*((plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)), room=room)
+    return plan
+
+
+class Kernels:
+    """A model, ready to be run by one rung of the ladder: weights repacked, kernel compiled and loaded.
+
+    Launches on one stream follow each other; two streams at once would disturb one another.
+
+    Args:
+        weights: on an NVIDIA GPU.
+        rung: a name of :data:`onelaunch.decode.rungs.RUNGS`.
+        tuning: of the ring.
+
+    Raises:
+        PlanError: the plan cannot run on this device.
+        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.nvrtc.load`.
+    """
+
+    def __init__(self, weights: Weights, rung: str, tuning: Tuning | None = None) -> None:
+        tuning = tuning or Tuning()
+        self.weights = weights.map(lambda tensor: tensor)  # another object: what is kept by a model must not keep it alive
+        self.device = weights.device
+        self.plan = checked_plan(weights.config, rung, processors(weights.device), tuning)
+        self.memory = Memory(self.plan, _constants(weights, self.plan), weights.config.max_position_embeddings)
+        alone: tuple[Phase | None, ...] = self.plan.phases() if self.plan.separate else (None,)
+        self._functions = {
+            phase and phase.op: nvrtc.load(
+                source(self.plan, tuning, phase), self.device, KINDS, threads=THREADS,
+                shared_bytes=layout_of(self.plan, tuning).bytes, cooperative=not self.plan.separate, overlap=self.plan.separate,
+            )
+            for phase in alone
+        }  # fmt: skip
+        self._graphs: OrderedDict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = OrderedDict()
+
+    def step(self, token: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Logits ``[V]`` float32 after a token ``[1]`` int64 at position ``cache.length``, whose row of the cache is written."""
+        if not self.plan.separate or torch.cuda.is_current_stream_capturing():
+            logits = torch.empty(self.weights.config.vocab_size, device=self.device)
+            self._launch(self.memory.arguments(cache, logits, token), cache, 1, cache.length)
+            return logits
+        self.place(cache.length, token)
+        return self.tokens(cache, 1).clone()
+
+    def place(self, position: int, token: torch.Tensor) -> None:
+        """Says where a text stands: its position, and the token ``[1]`` there."""
+        self.memory.state[:1].fill_(position)
+        self.memory.tokens[position : position + 1].copy_(token)
+
+    def tokens(self, cache: KVCache, count: int) -> torch.Tensor:
+        """Makes so many tokens, always the likeliest, from where the last launch or :meth:`place` left the text.
+
+        They stand in ``memory.tokens``, by position. The cache has room for them. Returns the logits ``[V]`` of the last one.
+        """
+        if not self.plan.separate:
+            logits = torch.empty(self.weights.config.vocab_size, device=self.device)
+            self._launch(self.memory.arguments(cache, logits), cache, count, -1)
+            return logits
+        graph, logits = self._captured(cache)
+        for _ in range(count):
+            graph.replay()
+        return logits
+
+    def check(self, state: torch.Tensor | None = None) -> None:
+        """Raises :class:`DecodeStalled` if a wait was given up; the next launch then begins anew.
+
+        Args:
+            state: a copy of ``memory.state`` on the host; by default what the device has once all is done.
+        """
+        if int((self.memory.state if state is None else state)[ERROR]):
+            self.memory.reset()
+            raise DecodeStalled(self.plan.rung)
+
+    def _launch(self, arguments: list[torch.Tensor | None], cache: KVCache, count: int, position: int) -> None:
+        if not self.plan.separate:
+            self._functions[None]((self.plan.ctas, 1, 1), *arguments, cache.capacity, count, position, 0)
+            return
+        for layer, phase in self.plan.instances():
+            _, ctas = launch_of(self.plan, phase)
+            self._functions[phase.op]((ctas, 1, 1), *arguments, cache.capacity, 1, position, layer)
+
+    def _captured(self, cache: KVCache) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """A step as a graph that goes on from where the one before left the text, and its logits."""
+        key = (cache.keys.data_ptr(), cache.values.data_ptr(), cache.capacity)
+        if key not in self._graphs:
+            logits = torch.empty(self.weights.config.vocab_size, device=self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._launch(self.memory.arguments(cache, logits), cache, 1, -1)
+            self._graphs[key] = graph, logits
+            while len(self._graphs) > GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return self._graphs[key]
+
+
+class _Made:
+    """What was made for a model's weights, as long as nobody writes to them."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.tensors = tuple(weights.tensors().values())
+        self.written = self.writes()
+        self.constants: dict[tuple[object, ...], Constants] = {}
+        self.kernels: dict[str, Kernels] = {}
+
+    def writes(self) -> int:
+        """How often PyTorch wrote to the tensors in place: what was repacked before is not what they hold since."""
+        return sum([tensor._version for tensor in self.tensors if not tensor.is_inference()])  # noqa: SLF001
+
+
+_MADE: WeakKeyDictionary[Weights, _Made] = WeakKeyDictionary()
+
+
+def _made(weights: Weights) -> _Made:
+    """Of these weights as they are now."""
+    found = _MADE.get(weights)
+    if found is None or found.writes() != found.written:
+        found = _MADE[weights] = _Made(weights)
+    return found
+
+
+def _constants(weights: Weights, plan: Plan) -> Constants:
+    """Repacked once for all plans that cut a model's matrices alike."""
+    key = (plan.ctas, *(phase.shares[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS))
+    kept = _made(weights).constants
+    if key not in kept:
+        kept[key] = Constants.of(weights.map(lambda tensor: tensor), pack(weights, plan), weights.config.max_position_embeddings)
+    return kept[key]
+
+
+def kernels_for(weights: Weights, rung: str) -> Kernels:
+    """The kernels of a rung for a model, kept as long as the model, and made anew once its weights were written to."""
+    kept = _made(weights).kernels
+    if rung not in kept:
+        kept[rung] = Kernels(weights, rung)
+    return kept[rung]

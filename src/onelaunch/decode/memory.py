@@ -1,0 +1,87 @@
+"""What the decode kernels are handed: repacked weights, tables, memory through which CTAs and launches talk to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onelaunch.decode.cache import KVCache
+from onelaunch.decode.emit import arrivals_table, shares_table, word_offsets
+from onelaunch.decode.packing import Stream
+from onelaunch.decode.plan import Plan
+from onelaunch.decode.rope import rotation
+from onelaunch.decode.weights import Weights
+
+STATE_WORDS, ERROR = 5, 4
+"""Position, uses, tokens, barriers, error: as the kernel counts them."""
+
+COUNTER_WORDS = 32
+"""A counter stands alone in 128 bytes."""
+
+
+def norms_of(weights: Weights) -> torch.Tensor:
+    """Factors of all norms: per layer those before attention and before the MLP, of queries, of keys; then the last one."""
+    parts = [
+        part
+        for layer in weights.layers
+        for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.q_norm, layer.k_norm)
+    ]
+    return torch.cat([*parts, weights.norm])
+
+
+def rotations_of(weights: Weights, positions: int) -> torch.Tensor:
+    """``[positions, D]`` float32: cosines, then sines, of each position's angles."""
+    return torch.cat(rotation(weights.config, torch.arange(positions, device=weights.device), torch.float32), -1).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """What stays the same for a model, a plan's cut and a context."""
+
+    weights: Weights
+    stream: Stream
+    norms: torch.Tensor
+    rotations: torch.Tensor
+
+    @classmethod
+    def of(cls, weights: Weights, stream: Stream, context: int) -> Constants:
+        """For texts of up to ``context`` positions."""
+        return cls(weights, stream, norms_of(weights), rotations_of(weights, context))
+
+
+class Memory:
+    """The rest, for one plan and one text at a time."""
+
+    def __init__(self, plan: Plan, constants: Constants, context: int) -> None:
+        device = constants.weights.device
+        arrivals = arrivals_table(plan)
+        self.plan, self.constants, self.context = plan, constants, context
+        self.shares = torch.tensor(shares_table(plan), dtype=torch.int32, device=device)
+        self.arrivals = torch.tensor(arrivals or [0], dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(context + 1, dtype=torch.int32, device=device)
+        """By position; the kernel reads the one at its position and writes the next."""
+        self.words = torch.zeros(word_offsets(plan)["end"], dtype=torch.float32, device=device)
+        self.best = torch.zeros(2 * plan.ctas, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
+        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+
+    def reset(self) -> None:
+        """As when made, after an error: what counts on over launches begins anew."""
+        for tensor in (self.words, self.best, self.counters, self.state):
+            tensor.zero_()
+
+    def arguments(self, cache: KVCache, logits: torch.Tensor, token: torch.Tensor | None = None) -> list[torch.Tensor | None]:
+        """Tensors in the order of the kernel's arguments.
+
+        Args:
+            cache: with room for the tokens that are made.
+            logits: ``[V]`` float32, to be written.
+            token: ``[1]`` int64, the first token; ``None`` for the one that :attr:`tokens` has at the position.
+        """
+        constants = self.constants
+        return [
+            constants.stream.data, constants.stream.starts, self.shares, self.arrivals, constants.weights.embed_tokens,
+            constants.norms, constants.rotations, cache.keys, cache.values, token, self.tokens, self.words, self.best,
+            self.counters, self.state, logits,
+        ]  # fmt: skip

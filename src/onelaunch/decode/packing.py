@@ -1,0 +1,106 @@
+"""Weights in the order of their use: for each CTA one run of memory, a token long, that its copying thread walks through.
+
+Within a phase the order is: groups of up to six tiles; in each, columns in steps of 256, ``depth`` of them; tiles; steps; the 32
+columns of each warp; rows. So every thread's 16 bytes of a product are where a warp reads 512 bytes in a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.emit import PRODUCTS, WARPS, depth
+from onelaunch.decode.plan import GRANULE, STEP, TILE, Op, Plan, padded, passes
+from onelaunch.decode.weights import LayerWeights, Weights
+
+CHANNELS = STEP // WARPS
+"""Columns of a warp in a step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """All weights that products use, repacked."""
+
+    data: torch.Tensor
+    """bfloat16, one dimension."""
+    starts: torch.Tensor
+    """``[CTAs]`` int64: where each one's run begins, in bytes."""
+
+
+def columns(config: ModelConfig, op: Op) -> int:
+    """Of a phase's matrix."""
+    return {"o": config.query_size, "down": config.intermediate_size}.get(op, config.hidden_size)
+
+
+@functools.lru_cache(maxsize=64)
+def row_order(config: ModelConfig, op: Op) -> torch.Tensor:
+    """Rows of a phase's matrix (of several: one below the other) in the order of its tiles, ``[tiles, 8]``; -1 is a row of zeros.
+
+    ``qkv``: a key head's queries, its key, its value. ``gate_up``: four channels of the gate, the same four of the up projection.
+    """
+    head, heads, group = config.head_dim, config.num_key_value_heads, config.queries_per_key
+    if op == "qkv":
+        q = torch.arange(config.query_size).view(heads, group * head)
+        k = config.query_size + torch.arange(config.key_value_size).view(heads, head)
+        rows = torch.cat([q, k, k + config.key_value_size], 1).flatten()
+    elif op == "gate_up":
+        gate = torch.arange(config.intermediate_size).view(-1, TILE // 2)
+        rows = torch.cat([gate, gate + config.intermediate_size], 1).flatten()
+    else:
+        rows = torch.arange(config.vocab_size if op == "lm_head" else config.hidden_size)
+    rows = torch.cat([rows, rows.new_full((-len(rows) % TILE,), -1)])
+    return rows.view(-1, TILE)
+
+
+def matrix(weights: Weights, layer: LayerWeights | None, op: Op) -> torch.Tensor:
+    """A phase's matrix, ``[rows, columns]`` in Hugging Face's order."""
+    if layer is None:
+        return weights.lm_head
+    if op == "qkv":
+        return torch.cat([layer.q_proj, layer.k_proj, layer.v_proj])
+    if op == "gate_up":
+        return torch.cat([layer.gate_proj, layer.up_proj])
+    return layer.o_proj if op == "o" else layer.down_proj
+
+
+def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """``[tiles, steps, warps, 8, 32]``: a matrix's rows in order, columns filled up with zeros."""
+    room = values.new_zeros(len(order) * TILE, padded(values.shape[1]))
+    rows = order.flatten().to(values.device)
+    kept = rows >= 0
+    room[: len(rows)][kept, : values.shape[1]] = values[rows[kept]]
+    return room.view(len(order), TILE, -1, WARPS, CHANNELS).permute(0, 2, 3, 1, 4)
+
+
+def granules(plan: Plan, op: Op, cta: int) -> int:
+    """Of a CTA in a phase: 4 KB each."""
+    return plan.phase(op).shares[cta].units * (padded(columns(plan.config, op)) // STEP)
+
+
+def run_granules(plan: Plan, cta: int) -> int:
+    """Of a CTA in a token."""
+    layer = sum(granules(plan, op, cta) for op in PRODUCTS[:-1])
+    return layer * plan.config.num_hidden_layers + granules(plan, "lm_head", cta)
+
+
+def pack(weights: Weights, plan: Plan) -> Stream:
+    """A model's weights for the CTAs of a plan. Plans with the same number of CTAs share a stream."""
+    sizes = [run_granules(plan, cta) for cta in range(plan.ctas)]
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    half = GRANULE // 2
+    data = weights.embed_tokens.new_zeros((int(starts[-1]) * half,))
+    at = (starts[:-1] * half).tolist()
+    deep = depth(plan.config)
+    work: list[tuple[LayerWeights | None, Op]] = [(layer, op) for layer in weights.layers for op in PRODUCTS[:-1]]
+    for layer, op in [*work, (None, PRODUCTS[-1])]:
+        tiles = in_tiles(matrix(weights, layer, op), row_order(plan.config, op))
+        for cta, share in enumerate(plan.phase(op).shares):
+            for begin, end in passes(share.units):
+                part = tiles[share.begin + begin : share.begin + end]
+                part = part.unflatten(1, (-1, deep)).transpose(0, 1)  # [steps / depth, tiles, depth, warps, 8, 32]
+                data[at[cta] : at[cta] + part.numel()].view(part.shape).copy_(part)
+                at[cta] += part.numel()
+    return Stream(data, (starts[:-1] * GRANULE).to(data.device))

@@ -1,0 +1,156 @@
+"""One token as data: phases, what every CTA does in each, and the edges that order them.
+
+A plan is what everything else is made of: :mod:`onelaunch.decode.check` proves that it is ordered,
+:mod:`onelaunch.decode.interpret` runs it in PyTorch, :mod:`onelaunch.decode.emit` writes the kernel. Plans of the ladder:
+:mod:`onelaunch.decode.rungs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from onelaunch.decode.config import ModelConfig
+
+Edge = Literal["none", "grid", "flags", "data"]
+"""What a phase waits for: nothing, a barrier over the grid, counters that some CTAs bump, or the very words that it reads."""
+
+Op = Literal[
+    "norm", "qkv", "rope", "attention", "rope_attention", "o", "gate_up", "down", "lm_head", "next"
+]  # fmt: skip
+
+TILE = 8
+"""Rows of a matrix that are multiplied together: the least that a CTA takes."""
+
+STEP = 256
+"""Columns that the eight warps of a CTA multiply at once, 32 each."""
+
+GRANULE = TILE * STEP * 2
+"""Bytes of both: 4 KB."""
+
+CHUNK = 4 * GRANULE
+"""Bytes that the copy engine brings at once."""
+
+
+class Piece(NamedTuple):
+    """Words of a buffer."""
+
+    buffer: str
+    begin: int
+    end: int
+
+
+class Wait(NamedTuple):
+    """Until a counter was bumped so often since the last time."""
+
+    counter: int
+    arrivals: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one CTA does in a phase."""
+
+    begin: int = 0
+    end: int = 0
+    """Its units: tiles of a matrix, or heads."""
+    reads: tuple[Piece, ...] = ()
+    """Words of buffers; they were written by earlier phases."""
+    writes: tuple[Piece, ...] = ()
+    polls: tuple[Piece, ...] = ()
+    """Words of tagged buffers that it waits for one by one."""
+    awaits: tuple[Wait, ...] = ()
+    arrives: tuple[int, ...] = ()
+    """Counters that it bumps once it has written."""
+
+    @property
+    def units(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A step of a token, over all CTAs."""
+
+    name: str
+    op: Op
+    edge: Edge
+    """What it waits for."""
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory through which CTAs talk to each other: float32 words."""
+
+    name: str
+    words: int
+    tagged: bool = False
+    """Whether the low bits of each word say which use it was written for, so that a reader can wait for the word itself."""
+    per_layer: bool = False
+    """Whether each layer has its own, as the cache."""
+    copies: int = 1
+    """That tokens take in turn, so that one is written while the one before may still be read."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The phases of a layer, which are repeated, and those after the last one."""
+
+    config: ModelConfig
+    rung: str
+    ctas: int
+    layer: tuple[Phase, ...]
+    closing: Phase
+    """What takes the place of a layer's last phase in the last layer: its result has other readers."""
+    tail: tuple[Phase, ...]
+    buffers: tuple[Buffer, ...]
+    splits: int
+    """CTAs that may share the positions of a key head."""
+    used: int
+    """Of them, those that have positions at the length at hand."""
+    streams: bool
+    """Whether weights are fetched ahead of the edges."""
+    separate: bool = False
+    """Whether each phase is a launch: all edges are then the launches' own."""
+
+    def buffer(self, name: str) -> Buffer:
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (*self.layer, self.closing, *self.tail)
+
+    def phase(self, op: Op) -> Phase:
+        return next(phase for phase in self.phases() if phase.op == op)
+
+    def instances(self, layers: int | None = None) -> Iterator[tuple[int, Phase]]:
+        """Every phase of a token in order, with its layer, of so many or the model's; the tail counts as another layer."""
+        layers = layers or self.config.num_hidden_layers
+        for layer in range(layers):
+            yield from ((layer, phase) for phase in self.layer[:-1])
+            yield layer, self.layer[-1] if layer + 1 < layers else self.closing
+        yield from ((layers, phase) for phase in self.tail)
+
+    def barriers(self) -> int:
+        """Over the grid, for a token."""
+        return sum(phase.edge == "grid" for _, phase in self.instances())
+
+
+def split(units: int, parts: int) -> list[tuple[int, int]]:
+    """Units in order over so many parts, as evenly as possible."""
+    return [(part * units // parts, (part + 1) * units // parts) for part in range(parts)]
+
+
+def padded(columns: int) -> int:
+    """Columns as the stream of weights holds them."""
+    return -(-columns // STEP) * STEP
+
+
+MOST_TILES = 6
+"""Tiles whose sums a CTA keeps in registers."""
+
+
+def passes(tiles: int) -> list[tuple[int, int]]:
+    """Tiles of a CTA in groups that are multiplied together."""
+    return split(tiles, -(-tiles // MOST_TILES)) if tiles else []

@@ -1,0 +1,294 @@
+"""Plans of the ladder: from eight barriers a layer to none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.plan import TILE, Buffer, Edge, Op, Phase, Piece, Plan, Share, Wait, split
+
+HALF_TILE = TILE // 2
+"""Channels of the MLP in a tile: each has a row of the gate and one of the up projection."""
+
+SPLITS = 8
+"""Most CTAs that share the positions of a key head: all others read what each of them found."""
+
+POSITIONS = 64
+"""Positions from which on one more CTA pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A step of the ladder."""
+
+    summary: str
+    norms: bool = False
+    """Whether one CTA normalises for all, with a phase of its own."""
+    rope: bool = False
+    """Whether heads are normalised and turned in a phase of their own."""
+    heads: Edge = "grid"
+    """Between the projections of a head and its attention."""
+    others: Edge = "grid"
+    streams: bool = False
+    splits: int = 1
+    separate: bool = False
+
+
+RUNGS = {
+    "eight_barriers": Rung("one launch, eight barriers over the grid in each layer", norms=True, rope=True),
+    "redundant_norm": Rung("one launch, six barriers: every CTA computes norms itself", rope=True),
+    "head_local": Rung("one launch, four barriers: a head's CTAs wait only for each other", rope=True, heads="flags"),
+    "fused_phases": Rung(
+        "one launch, four barriers and one hand-off by heads: norm and rotation within attention", heads="flags"
+    ),
+    "streaming": Rung(
+        "one launch, no barriers: weights stream through all edges, words tell when they are there",
+        heads="data",
+        others="data",
+        streams=True,
+        splits=SPLITS,
+    ),
+    "graph": Rung(
+        "a launch for each phase, overlapping, in a CUDA graph", heads="none", others="none", splits=SPLITS, separate=True
+    ),
+}
+
+
+def used_splits(plan_splits: int, positions: int) -> int:
+    """CTAs that share so many positions of a key head."""
+    return max(1, min(plan_splits, -(-positions // POSITIONS)))
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """Why there are no kernels for a model, in words that complete "it ...", or ``None``."""
+    if config.attention_bias:
+        return "has no biases in attention"
+    if str(config.dtype) != "torch.bfloat16":
+        return f"takes weights in bfloat16, not {str(config.dtype).removeprefix('torch.')}"
+    if config.head_dim not in (8, 16, 32, 64, 128, 256):
+        return f"takes heads of 8 to 256 channels in powers of two, not {config.head_dim}"
+    if config.hidden_size % TILE or config.intermediate_size % TILE:
+        return f"takes sizes in multiples of {TILE}, not {config.hidden_size} and {config.intermediate_size}"
+    if config.vocab_size >= 1 << 24:
+        return f"numbers tokens in 24 bits, not {config.vocab_size}"
+    if config.queries_per_key > 8:
+        return f"takes at most 8 query heads for a key head, not {config.queries_per_key}"
+    return None
+
+
+def tiles(config: ModelConfig, op: Op) -> int:
+    """Of a phase's matrix."""
+    rows = {
+        "qkv": config.query_size + 2 * config.key_value_size,
+        "o": config.hidden_size,
+        "gate_up": 2 * config.intermediate_size,
+        "down": config.hidden_size,
+        "lm_head": config.vocab_size,
+    }[op]
+    return -(-rows // TILE)
+
+
+def layer_ctas(config: ModelConfig, ctas: int) -> int:
+    """CTAs that work in the layers: the fewest with which none of them has more tiles than with all."""
+    counts = [tiles(config, op) for op in ("qkv", "o", "gate_up", "down")]
+    most = [-(-count // ctas) for count in counts]
+    return max(-(-count // each) for count, each in zip(counts, most, strict=True))
+
+
+def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None) -> Plan:
+    """The plan of a rung.
+
+    Args:
+        config: the model.
+        rung: a name of :data:`RUNGS`.
+        ctas: of the launch, all resident at once.
+        used: CTAs that share the positions of a key head; by default as many as may.
+    """
+    return _Builder(config, rung, ctas, used).plan()
+
+
+class _Builder:
+    def __init__(self, config: ModelConfig, rung: str, ctas: int, used: int | None) -> None:
+        self.config, self.name, self.rung, self.ctas = config, rung, RUNGS[rung], ctas
+        self.workers = layer_ctas(config, ctas)
+        self.head_words = (config.queries_per_key + 2) * config.head_dim  # queries, key, value
+        self.splits = max(1, min(self.rung.splits, self.workers // config.num_key_value_heads))
+        self.used = self.splits if used is None else used
+        group = config.queries_per_key
+        self.slot = group * config.head_dim + -(-group // 4) * 4  # results, and the logarithms of their sums; whole 16 bytes
+
+    def plan(self) -> Plan:
+        rung, config = self.rung, self.config
+        layer: list[Phase] = []
+        if rung.norms:
+            layer.append(self.norm("input_norm", "hidden"))
+        source = "normed" if rung.norms else "hidden"
+        layer.append(self.product("qkv", "qkv", self.whole(source)))
+        if rung.rope:
+            layer.append(self.rope())
+        layer += [self.attention(), self.product("o", "mid", self.partials())]
+        if rung.norms:
+            layer.append(self.norm("post_norm", "mid"))
+        source = "normed" if rung.norms else "mid"
+        layer.append(self.product("gate_up", "act", self.whole(source), HALF_TILE))
+        layer.append(self.product("down", "hidden", self.whole("act")))
+        found = tuple(self.connected(layer))
+        closing = self.product("down", "final", self.whole("act"))
+        tail = (self.head(), self.next_token())
+        facts = (self.buffers(), self.splits, self.used, rung.streams, rung.separate)
+        return Plan(config, self.name, self.ctas, found, closing, tail, *facts)
+
+    # Buffers
+
+    def sizes(self) -> dict[str, int]:
+        config = self.config
+        heads = config.num_key_value_heads
+        found = dict.fromkeys(("hidden", "final", "mid"), config.hidden_size) | {"act": config.intermediate_size}
+        found["qkv"] = heads * self.head_words
+        found["partial"] = heads * self.splits * self.slot
+        found["best"] = self.ctas
+        found["cache"] = heads * self.splits
+        if self.rung.norms:
+            found["normed"] = config.hidden_size
+        if self.rung.rope:
+            found["q"] = config.query_size
+        return found
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        tagged = self.rung.others == "data"
+        return tuple(
+            Buffer(name, words, tagged and name != "cache", per_layer=name == "cache", copies=1 + (name == "best"))
+            for name, words in self.sizes().items()
+        )
+
+    def whole(self, name: str) -> tuple[Piece, ...]:
+        return (Piece(name, 0, self.sizes()[name]),)
+
+    def waiting(self, edge: Edge, share: Share) -> Share:
+        """The same, waiting for the words it reads where that is the edge; the cache's are ordered by what led here."""
+        if edge != "data":
+            return share
+        return replace(share, polls=tuple(piece for piece in share.reads if piece.buffer != "cache"))
+
+    # Phases
+
+    def norm(self, name: str, source: str) -> Phase:
+        first = Share(0, 1, self.whole(source), self.whole("normed"))
+        return Phase(name, "norm", self.rung.others, (first, *[Share()] * (self.ctas - 1)))
+
+    def over_workers(self, units: int) -> list[tuple[int, int]]:
+        return split(units, self.workers) + [(units, units)] * (self.ctas - self.workers)
+
+    def product(self, op: Op, target: str, reads: tuple[Piece, ...], width: int = TILE) -> Phase:
+        """A matrix times a vector: a tile gives ``width`` words of the result. CTAs without tiles read nothing."""
+        shares = []
+        for begin, end in self.over_workers(tiles(self.config, op)):
+            written = (Piece(target, begin * width, min(end * width, self.sizes()[target])),)
+            share = Share(begin, end, reads, written) if end > begin else Share(begin, end)
+            shares.append(self.waiting(self.rung.others, share))
+        return Phase(op, op, self.rung.others, tuple(shares))
+
+    def head_unit(self, unit: int) -> tuple[int, int]:
+        return divmod(unit, self.splits)
+
+    def units(self) -> list[tuple[int, int]]:
+        """Pairs of key head and split, over CTAs: one each where there are enough."""
+        units, workers = self.config.num_key_value_heads * self.splits, self.workers
+        if units > workers:
+            return self.over_workers(units)
+        # apart from each other: neighbours share a part of the chip
+        places = {unit * workers // units: unit for unit in range(units)}
+        return [(places[cta], places[cta] + 1) if cta in places else (0, 0) for cta in range(self.ctas)]
+
+    def queries(self, head: int) -> Piece:
+        words = self.config.queries_per_key * self.config.head_dim
+        return Piece("q", head * words, (head + 1) * words)
+
+    def raw(self, head: int) -> Piece:
+        return Piece("qkv", head * self.head_words, (head + 1) * self.head_words)
+
+    def cached(self, head: int) -> Piece:
+        return Piece("cache", head * self.splits, (head + 1) * self.splits)
+
+    def rope(self) -> Phase:
+        """Norm and rotation of a key head's queries and key; its key and value go to the cache."""
+        shares = []
+        for begin, end in self.over_workers(self.config.num_key_value_heads):
+            heads = range(begin, end)
+            written = (*map(self.queries, heads), *map(self.cached, heads))
+            shares.append(self.waiting(self.rung.heads, Share(begin, end, tuple(map(self.raw, heads)), written)))
+        return Phase("rope", "rope", self.rung.heads, tuple(shares))
+
+    def attention(self) -> Phase:
+        """Of a key head's queries over a part of the positions. Without a phase for it, with norm and rotation; the new key and
+        value then go to the cache from the CTA that has their position, which may be each of a head's.
+        """
+        shares = []
+        for begin, end in self.units():
+            reads: list[Piece] = []
+            writes: list[Piece] = []
+            for unit in range(begin, end):
+                head, part = self.head_unit(unit)
+                slot = Piece("partial", unit * self.slot, (unit + 1) * self.slot)
+                writes.append(slot)  # by those without positions too: each word is written once in every use
+                if part >= self.used:
+                    continue
+                reads += [self.queries(head) if self.rung.rope else self.raw(head), self.cached(head)]
+                if not self.rung.rope:
+                    writes.append(Piece("cache", unit, unit + 1))
+            shares.append(self.waiting(self.rung.heads, Share(begin, end, tuple(reads), tuple(writes))))
+        op: Op = "attention" if self.rung.rope else "rope_attention"
+        return Phase("attention", op, self.rung.heads, tuple(shares))
+
+    def partials(self) -> tuple[Piece, ...]:
+        used = range(self.config.num_key_value_heads * self.splits)
+        return tuple(
+            Piece("partial", unit * self.slot, (unit + 1) * self.slot) for unit in used if self.head_unit(unit)[1] < self.used
+        )
+
+    def connected(self, phases: list[Phase]) -> Iterable[Phase]:
+        """With flags: a counter for each key head and phase that is waited for."""
+        heads = self.config.num_key_value_heads
+        found = list(phases)
+        for place, phase in enumerate(phases):
+            if phase.edge != "flags":
+                continue
+            before, base = found[place - 1], (place - 1) * heads
+            arriving = [
+                replace(share, arrives=tuple(base + head for head in self.heads_of(share.writes)) if share.units else ())
+                for share in before.shares
+            ]
+            counts: dict[int, int] = {}
+            for share in arriving:
+                for counter in share.arrives:
+                    counts[counter] = counts.get(counter, 0) + 1
+            found[place - 1] = replace(before, shares=tuple(arriving))
+            waiting = (
+                replace(share, awaits=tuple(Wait(base + head, counts[base + head]) for head in self.heads_of(share.reads)))
+                for share in phase.shares
+            )
+            found[place] = replace(found[place], shares=tuple(waiting))
+        return found
+
+    def heads_of(self, pieces: tuple[Piece, ...]) -> list[int]:
+        """The key heads that words of ``q`` or ``qkv`` belong to."""
+        sizes = {"qkv": self.head_words, "q": self.config.queries_per_key * self.config.head_dim}
+        found = {
+            head
+            for piece in pieces
+            if (size := sizes.get(piece.buffer))
+            for head in range(piece.begin // size, -(-piece.end // size))
+        }
+        return sorted(found)
+
+    def head(self) -> Phase:
+        shares = []
+        for cta, (begin, end) in enumerate(split(tiles(self.config, "lm_head"), self.ctas)):
+            share = Share(begin, end, self.whole("final"), (Piece("best", cta, cta + 1),))
+            shares.append(self.waiting(self.rung.others, share))
+        return Phase("lm_head", "lm_head", self.rung.others, tuple(shares))
+
+    def next_token(self) -> Phase:
+        share = self.waiting(self.rung.others, Share(0, 1, self.whole("best")))
+        return Phase("next", "next", self.rung.others, (share,) * self.ctas)

@@ -1,0 +1,235 @@
+// The machine of the decode kernels on a host: threads are fibers that take turns, copies arrive late, blocks and warps fall behind at random.
+// Enough to run the kernels' own source: warps' collective instructions, barriers, the copy engine, words shared between blocks.
+#pragma once
+#include <csetjmp>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+#include <ucontext.h>
+
+#define DEVICE inline
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+
+namespace host {
+constexpr int LANES = 32;
+struct Warp {
+  bool behind = false;
+  int arrived = 0;
+  u32 turn = 0;
+  u64 in[LANES], out[LANES];
+  u32 a[LANES][6];
+  float d[LANES][4];
+};
+struct Meeting { int arrived = 0; u32 turn = 0; };
+struct Block {
+  std::vector<char> shared;
+  std::vector<Warp> warps;
+  Meeting all, workers;
+  bool behind = false;
+};
+struct Fiber {
+  Block* block;
+  int cta, thread;
+  bool done = false, begun = false;
+  jmp_buf at;
+  ucontext_t context;
+  std::vector<char> stack;
+};
+struct Copy { void* to; const void* from; u32 bytes; u64* bar; };
+inline Fiber* now;
+inline jmp_buf scheduler;
+inline std::vector<Copy> copies;
+inline long long clock;
+inline std::mt19937 dice;
+inline std::function<void()> body;
+
+inline void yield() {
+  if (!_setjmp(now->at)) _longjmp(scheduler, 1);
+}
+inline Warp& warp() { return now->block->warps[now->thread / LANES]; }
+// All lanes bring something, the last one works for all.
+template <class Work>
+void together(Warp& w, Work work) {
+  const u32 turn = w.turn;
+  if (++w.arrived == LANES) {
+    w.arrived = 0;
+    work();
+    ++w.turn;
+  }
+  while (w.turn == turn) yield();
+}
+inline void meet(Meeting& m, int threads) {
+  const u32 turn = m.turn;
+  if (++m.arrived == threads) m.arrived = 0, ++m.turn;
+  while (m.turn == turn) yield();
+}
+// A barrier in shared memory: phase, threads wanted, threads missing, bytes on their way.
+struct Bar { u32 phase : 1, wanted : 15, missing : 16; int bytes; };
+static_assert(sizeof(Bar) == 8, "as large as the machine's");
+inline void settle(Bar& b) {
+  if (b.missing == 0 && b.bytes == 0) b.phase ^= 1, b.missing = b.wanted;
+}
+inline void enter() {
+  body();
+  now->done = true;
+  _longjmp(scheduler, 1);
+}
+inline void trampoline() { enter(); }
+
+// Runs blocks to their end. At any time some blocks and some warps stand still, and copies land when it pleases them.
+inline bool launch(int ctas, int threads, int shared_bytes, u32 seed, long long most_sweeps, std::function<void()> what) {
+  dice.seed(seed);
+  body = what;
+  clock = 0;
+  copies.clear();
+  std::vector<Block> blocks(ctas);
+  std::vector<Fiber> fibers(ctas * threads);
+  for (int cta = 0; cta < ctas; ++cta) {
+    blocks[cta].shared.assign(shared_bytes + 1024, (char)0xFF);  // NaN, if it is read before it is written
+    blocks[cta].warps.resize(threads / LANES);
+    for (int thread = 0; thread < threads; ++thread) {
+      Fiber& f = fibers[cta * threads + thread];
+      f.block = &blocks[cta], f.cta = cta, f.thread = thread;
+      f.stack.resize(32768);
+    }
+  }
+  size_t left = fibers.size();
+  std::uniform_int_distribution<int> percent(0, 99);
+  std::vector<int> order(ctas);
+  for (long long sweep = 0; left && sweep < most_sweeps; ++sweep, ++clock) {
+    if (sweep % 64 == 0)
+      for (Block& block : blocks) block.behind = percent(dice) < 40;
+    if (sweep % 8 == 0)
+      for (Block& block : blocks)
+        for (Warp& warp : block.warps) warp.behind = percent(dice) < 50;
+    for (size_t i = 0; i < copies.size();) {
+      if (percent(dice) >= 25) { ++i; continue; }
+      const Copy c = copies[i];
+      copies[i] = copies.back(), copies.pop_back();
+      memcpy(c.to, c.from, c.bytes);
+      Bar& b = *(Bar*)c.bar;
+      b.bytes -= c.bytes;
+      settle(b);
+    }
+    for (Fiber& f : fibers) {
+      if (f.done || f.block->behind || f.block->warps[f.thread / LANES].behind) continue;
+      now = &f;
+      if (_setjmp(scheduler) == 0) {
+        if (f.begun) _longjmp(f.at, 1);
+        f.begun = true;
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size(), f.context.uc_link = nullptr;
+        makecontext(&f.context, trampoline, 0);
+        setcontext(&f.context);
+      }
+      if (f.done) --left;
+    }
+  }
+  return left == 0 && copies.empty();
+}
+}  // namespace host
+
+DEVICE char* shared_memory() {
+  char* at = host::now->block->shared.data();
+  return at + (1024 - (uintptr_t)at % 1024) % 1024;
+}
+DEVICE int cta_index() { return host::now->cta; }
+DEVICE int thread_index() { return host::now->thread; }
+DEVICE long long ticks() { return host::clock << 16; }
+DEVICE void breathe() { host::yield(); }
+
+DEVICE void ring_init(u64* bar, u32 count) { *(host::Bar*)bar = {0, count, count, 0}; }
+DEVICE void ring_fence() {}
+DEVICE void arrive(u64* bar, int bytes) {
+  host::Bar& b = *(host::Bar*)bar;
+  if (b.missing == 0) fprintf(stderr, "an arrival too many at a barrier\n"), abort();
+  --b.missing, b.bytes += bytes;
+  host::settle(b);
+}
+DEVICE void ring_expect(u64* bar, u32 bytes) { arrive(bar, bytes); }
+DEVICE void ring_arrive(u64* bar) { arrive(bar, 0); }
+DEVICE bool ring_passed(u64* bar, u32 phase) { return ((host::Bar*)bar)->phase != phase; }
+DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a copy that is not aligned\n"), abort();
+  memset(to, 0xFF, bytes);  // from now on nobody may read what was there
+  host::copies.push_back({to, from, bytes, bar});
+}
+
+DEVICE void warp_meets() { host::together(host::warp(), [] {}); }
+DEVICE u64 exchange(u64 v, int mask) {
+  host::Warp& w = host::warp();
+  const int lane = host::now->thread % 32;
+  w.in[lane] = v;
+  host::together(w, [&] { memcpy(w.out, w.in, sizeof w.in); });
+  const u64 found = w.out[lane ^ mask];
+  return found;
+}
+DEVICE u64 from_lane_xor(u64 v, int mask) {
+  const u64 found = exchange(v, mask);
+  host::together(host::warp(), [] {});  // all have read
+  return found;
+}
+DEVICE float from_lane_xor(float v, int mask) {
+  u32 bits;
+  memcpy(&bits, &v, 4);
+  bits = (u32)from_lane_xor((u64)bits, mask);
+  memcpy(&v, &bits, 4);
+  return v;
+}
+DEVICE void block_meets() { host::meet(host::now->block->all, (int)host::now->block->warps.size() * 32); }
+DEVICE void workers_meet(int threads) { host::meet(host::now->block->workers, threads); }
+
+DEVICE uint4 load_relaxed(const uint4* at) { return *(const volatile u64*)at, *at; }
+DEVICE u32 load_relaxed(const u32* at) { return *(const volatile u32*)at; }
+DEVICE void store_relaxed(u32* at, u32 v) { *(volatile u32*)at = v; }
+DEVICE void store_release(u64* at, u64 v) { *(volatile u64*)at = v; }
+DEVICE void bump(u32* counter) { ++*counter; }
+DEVICE u32 load_acquire(const u32* counter) { return *(const volatile u32*)counter; }
+DEVICE u64 load_acquire(const u64* at) { return *(const volatile u64*)at; }
+DEVICE uint4 load_plain(const uint4* at) { return *at; }
+DEVICE void begin_after_earlier_launches() {}
+DEVICE void let_next_launch_begin() {}
+
+DEVICE float as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+DEVICE u32 as_bits(float v) { u32 b; memcpy(&b, &v, 4); return b; }
+DEVICE float rsqrtf(float v) { return 1.0f / sqrtf(v); }
+DEVICE u32 round_one(float v) {
+  u32 b = as_bits(v);
+  if ((b & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+  return (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+}
+DEVICE u32 round_pair(float low, float high) { return round_one(low) | round_one(high) << 16; }
+
+// m16n8k16 as the PTX manual lays its operands over lanes.
+DEVICE void product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  host::Warp& w = host::warp();
+  const int lane = host::now->thread % 32;
+  const u32 in[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(w.a[lane], in, sizeof in);
+  host::together(w, [&] {
+    static float A[16][16], B[16][8];
+    for (int l = 0; l < 32; ++l) {
+      for (int i = 0; i < 8; ++i) A[l / 4 + 8 * (i / 2 % 2)][l % 4 * 2 + i % 2 + 8 * (i / 4)] = as_float(w.a[l][i / 2] >> 16 * (i % 2) << 16);
+      for (int i = 0; i < 4; ++i) B[l % 4 * 2 + i % 2 + 8 * (i / 2)][l / 4] = as_float(w.a[l][4 + i / 2] >> 16 * (i % 2) << 16);
+    }
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) {
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += A[l / 4 + 8 * (i / 2)][k] * B[k][l % 4 * 2 + i % 2];
+        w.d[l][i] = sum;
+      }
+  });
+  float own[4];
+  memcpy(own, w.d[lane], sizeof own);
+  host::together(w, [] {});
+  for (int i = 0; i < 4; ++i) d[i] += own[i];
+}

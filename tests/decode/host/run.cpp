@@ -1,0 +1,26 @@
+// The decode kernel of one plan as a function of a shared library.
+#define ON_HOST
+#include "step.cu"
+
+// Whether all blocks came to their end.
+extern "C" int run(void** p, int capacity, int count, int position, int layer, int phase, int ctas, int shared_bytes, unsigned seed,
+                   long long sweeps) {
+  const Arguments a = {(const char*)p[0], (const long long*)p[1], (const int*)p[2], (const int*)p[3],
+                       (const u16*)p[4],  (const u16*)p[5],       (const float*)p[6], (u16*)p[7],
+                       (u16*)p[8],        (const long long*)p[9], (int*)p[10],        (float*)p[11],
+                       (u64*)p[12],       (u32*)p[13],            (u32*)p[14],        (float*)p[15],
+                       capacity,          count,                  position};
+  return host::launch(ctas, THREADS, shared_bytes, seed, sweeps, [&] {
+    if constexpr (SEPARATE) {
+      if (phase == QKV) decode_phase<QKV>(a, layer);
+      if (phase == O) decode_phase<O>(a, layer);
+      if (phase == GATE_UP) decode_phase<GATE_UP>(a, layer);
+      if (phase == DOWN) decode_phase<DOWN>(a, layer);
+      if (phase == LM_HEAD) decode_phase<LM_HEAD>(a, layer);
+      if (phase == ATTENTION) decode_phase<ATTENTION>(a, layer);
+      if (phase == SHARES) decode_phase<SHARES>(a, layer);
+    } else {
+      decode_tokens(a);
+    }
+  });
+}

@@ -1,0 +1,72 @@
+"""The decode kernels' own source compiled for this machine: threads are fibers, copies arrive late, blocks fall behind."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from onelaunch.decode.emit import Tuning, launch_of, layout_of, source
+from onelaunch.decode.memory import Memory
+
+HERE = Path(__file__).parent / "host"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+SWEEPS = 20_000_000
+
+
+def build(plan, tuning: Tuning, folder: Path) -> ctypes.CDLL:
+    """A shared library of a plan's kernel, compiled once."""
+    code = source(plan, tuning)
+    machine = (HERE / "machine.cuh").read_text()
+    key = hashlib.sha256(repr((code, machine, (HERE / "run.cpp").read_text())).encode()).hexdigest()[:24]
+    library = folder / f"decode-{key}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as work:
+            for name, text in (*code.headers, ("step.cu", code.text), ("machine.cuh", machine)):
+                (Path(work) / name).write_text(text)
+            command = [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", f"-I{work}"]
+            command += [str(HERE / "run.cpp"), "-o", str(library)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+    return ctypes.CDLL(str(library))
+
+
+class HostKernel:
+    """Launches of a plan's kernel on this machine."""
+
+    def __init__(self, plan, folder: Path, tuning: Tuning | None = None) -> None:
+        self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2)
+        self.library = build(plan, self.tuning, folder)
+        self.shared = layout_of(plan, self.tuning).bytes
+        self.library.run.restype = ctypes.c_int
+
+    def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0):
+        """Logits of the last token."""
+        logits = torch.full((self.plan.config.vocab_size,), torch.nan)
+        if not self.plan.separate:
+            self.launch(memory, cache, logits, token, (count, position, 0, 0, self.plan.ctas), seed)
+            return logits
+        for _ in range(count):
+            for number, (layer, phase) in enumerate(self.plan.instances()):
+                code, ctas = launch_of(self.plan, phase)
+                self.launch(memory, cache, logits, token, (1, position, layer, code, ctas), seed + number)
+        return logits
+
+    def launch(self, memory, cache, logits, token, numbers, seed):
+        tensors = memory.arguments(cache, logits, token)
+        assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+        pointers = (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+        finished = self.library.run(pointers, cache.capacity, *numbers, self.shared, seed, ctypes.c_longlong(SWEEPS))
+        assert finished, "the launch did not come to its end"
+
+
+def place(memory: Memory, position: int, token: int) -> None:
+    """Where a text stands."""
+    memory.state[0] = position
+    memory.tokens[position] = token

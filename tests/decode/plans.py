@@ -1,0 +1,34 @@
+"""Models that the tests of plans share, small enough for one core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from onelaunch.decode import KVCache, ModelConfig, random_weights
+from onelaunch.decode.packing import pack
+
+TINY = ModelConfig(300, 64, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
+MODELS = {
+    "tied": TINY,
+    "untied, a key head": replace(TINY, tie_word_embeddings=False, num_key_value_heads=1, head_dim=32, num_hidden_layers=1),
+    "odd sizes": replace(TINY, vocab_size=101, hidden_size=264, intermediate_size=520, head_dim=64),
+    "a key head each": replace(TINY, num_key_value_heads=4, rope_theta=1e6, head_dim=8),
+}
+
+
+def text(config: ModelConfig, length: int, seed: int = 0):
+    """Weights and a cache of so many positions, in bfloat16 and, the same numbers, in float64."""
+    weights = random_weights(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    cache = KVCache.empty(config, length + 40)
+    for each in (cache.keys, cache.values):
+        each.copy_(torch.randn(each.shape, generator=generator))
+    cache = cache.with_length(length)
+    return weights, cache, weights.map(torch.Tensor.double), cache.map(torch.Tensor.double)
+
+
+def packed(weights, plan, *, double: bool = False):
+    stream = pack(weights, plan)
+    return replace(stream, data=stream.data.double()) if double else stream

@@ -1,0 +1,135 @@
+"""The decode kernels on a GPU: every rung against the float64 oracle, again and again the same, many tokens in a launch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch.decode import KVCache, ModelConfig, decode_step, random_weights
+from onelaunch.decode.model import prefill
+from onelaunch.decode.rungs import RUNGS
+from onelaunch.workbench.verify import Judge
+
+pytestmark = pytest.mark.gpu
+
+MODELS = {
+    "small": {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 300},
+    "0.6B": {
+        "layers": 2,
+        "hidden": 1024,
+        "intermediate": 3072,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocabulary": 20_000,
+    },
+    "untied": {"layers": 3, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64, "vocabulary": 5003},
+    "1.7B": {"layers": 1, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocabulary": 5000},
+    "4B": {"layers": 1, "hidden": 2560, "intermediate": 9728, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 5000},
+}
+POSITIONS = (0, 1, 2, 63, 64, 65, 1000)
+
+GENERATED = ModelConfig(2000, 256, 768, 4, 8, 4, 64, tie_word_embeddings=True, max_position_embeddings=2048)
+
+each_rung = pytest.mark.parametrize("rung", RUNGS)
+
+
+@pytest.fixture(autouse=True)
+def runs_here(request, device):
+    rung = request.node.callspec.params["rung"] if hasattr(request.node, "callspec") else "streaming"
+    case = decode_step.case("bfloat16", **MODELS["small"], position=1)
+    if reason := decode_step.get(rung).why_not(decode_step.query(case, str(device))):
+        pytest.skip(reason)
+
+
+@each_rung
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_keys_and_values(rung, model, device):
+    judge = Judge()
+    for position in POSITIONS:
+        case = decode_step.case("bfloat16", **MODELS[model], position=position, tied=model != "untied")
+        verdict = judge.judge(decode_step, case, variant=rung, device=device)
+        assert verdict.ok, (position, verdict.problems)
+
+
+@each_rung
+def test_the_same_again(rung, device):
+    case = decode_step.case("bfloat16", **MODELS["0.6B"], position=700)
+    reading = decode_step.make_inputs(case, device, 3)
+    first = [each.clone() for each in decode_step(**reading.arguments, variant=rung)]
+    for _ in range(50):
+        for one, other in zip(first, decode_step(**reading.arguments, variant=rung), strict=True):
+            assert torch.equal(one, other)
+
+
+@each_rung
+def test_many_tokens_of_a_launch_are_those_of_single_steps(rung, device):
+    from onelaunch.decode.launch import kernels_for
+
+    weights = random_weights(GENERATED, 1, device)
+    prompt = torch.randint(GENERATED.vocab_size, (50,), device=device)
+    logits, cache = prefill(weights, prompt, KVCache.empty(GENERATED, 512, device))
+    token = logits.argmax()[None]
+    count, kernels = 300, kernels_for(weights, rung)
+    kernels.place(cache.length, token)
+    for _ in range(count // 30):
+        kernels.tokens(cache, 30)
+    kernels.check()
+    made = kernels.memory.tokens[cache.length + 1 : cache.length + 1 + count].tolist()
+    fresh = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
+    for expected in made:
+        logits, _, _ = decode_step(token, weights, fresh, variant=rung)
+        fresh = fresh.with_length(fresh.length + 1)
+        token = logits.argmax()[None]
+        assert int(token) == expected
+
+
+def test_streaming_does_not_hang(device):
+    from onelaunch.decode.launch import kernels_for
+
+    weights = random_weights(GENERATED, 2, device)
+    kernels = kernels_for(weights, "streaming")
+    cache = KVCache.empty(GENERATED, 2048, device)
+    for _ in range(5):
+        kernels.place(0, torch.tensor([1], device=device))
+        for _ in range(20):
+            kernels.tokens(cache, 100)
+        kernels.check()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_how_long_a_token_takes(rung, device, capsys):
+    """Says the microseconds of a token of a model as large as Qwen3-0.6B; the only bound is PyTorch's 19 ms."""
+    from onelaunch.decode.launch import kernels_for
+
+    config = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True, max_position_embeddings=4352)
+    weights = _weights(config, device)
+    kernels = kernels_for(weights, rung)
+    found = {}
+    for position in (1, 200, 1000, 4000):
+        cache = KVCache.empty(config, position + 200, device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        kernels.place(position, torch.tensor([7], device=device))
+        kernels.tokens(cache, 20)
+        kernels.place(position, torch.tensor([7], device=device))
+        begin.record()
+        for _ in range(4):
+            kernels.tokens(cache, 32)
+        end.record()
+        kernels.check()
+        found[position] = begin.elapsed_time(end) * 1e3 / 128
+    with capsys.disabled():
+        sys.stdout.write(f"\n{rung}: " + ", ".join(f"{time:.1f} us at {position}" for position, time in found.items()) + "\n")
+    assert found[1] < 19_000
+
+
+_KEPT: dict[ModelConfig, object] = {}
+
+
+def _weights(config, device):
+    if config not in _KEPT:
+        _KEPT[config] = random_weights(config, 1, device)
+    return _KEPT[config]

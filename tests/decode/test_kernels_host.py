@@ -1,0 +1,84 @@
+"""The decode kernels' own source, run on this machine: ring, edges, repacked weights, products, attention, the next token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onelaunch.decode.emit import Tuning
+from onelaunch.decode.memory import ERROR, Constants, Memory
+from onelaunch.decode.model import prefill
+from onelaunch.decode.rungs import RUNGS, plan_for
+from tests.decode.host_machine import HostKernel, needs_compiler, place
+from tests.decode.plans import MODELS, TINY, packed, text
+
+pytestmark = needs_compiler
+
+CASES = [*((rung, "tied", 5) for rung in RUNGS), ("streaming", "odd sizes", 3), ("streaming", "untied, a key head", 9)]
+CASES.append(("fused_phases", "a key head each", 2))
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    return tmp_path_factory.mktemp("libraries")
+
+
+def kernel_and_memory(weights, plan, libraries, tuning=None):
+    return HostKernel(plan, libraries, tuning), Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512)
+
+
+@pytest.mark.parametrize(("rung", "model", "ctas"), CASES)
+def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
+    weights, cache, exact, reference = text(MODELS[model], 129)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODELS[model], rung, ctas), libraries)
+    for position, seed in ((129, 1), (0, 2)):  # from long to short: what a longer text left must not be taken for new
+        token = torch.tensor([position % 100])
+        want, after = prefill(exact, token, reference.map(torch.clone).with_length(position))
+        plain, _ = prefill(weights, token, cache.map(torch.clone).with_length(position))
+        mine = cache.map(torch.clone).with_length(position)
+        found = kernel(memory, mine, token=token, position=position, seed=seed)
+        error = (found - want).norm() / want.norm()
+        assert error <= 0.5 * (plain - want).norm() / want.norm(), "float32 activations are closer than PyTorch's bfloat16"
+        assert int(memory.tokens[position + 1]) == int(found.argmax())
+        for written, right in ((mine.keys, after.keys), (mine.values, after.values)):
+            torch.testing.assert_close(written[:, :, position].double(), right[:, :, position], rtol=2e-2, atol=2e-2)
+            assert torch.equal(written[:, :, :position], cache.keys[:, :, :position]) or right is after.values
+
+
+@pytest.mark.parametrize("rung", ["eight_barriers", "fused_phases", "streaming", "graph"])
+def test_tokens_of_one_launch_are_those_of_many_in_any_timing(rung, libraries):
+    weights, cache, _, _ = text(TINY, 62)
+    kernel, memory = kernel_and_memory(weights, plan_for(TINY, rung, 5), libraries)
+    single, steps = cache.map(torch.clone), [9]
+    for position in range(62, 67):
+        logits = kernel(memory, single, token=torch.tensor(steps[-1:]), position=position, seed=position)
+        steps.append(int(logits.argmax()))
+    for seed in (1, 2):
+        place(memory, 62, 9)
+        at_once = kernel(memory, cache.map(torch.clone), 5, seed=seed)
+        assert memory.tokens[62:68].tolist() == steps
+        assert torch.equal(at_once, logits)
+        assert int(memory.state[0]) == 67
+
+
+@pytest.mark.parametrize("tuning", [Tuning(stages=1, flight=1), Tuning(stages=2, flight=2), Tuning(stages=5, flight=2)], ids=str)
+def test_rings_of_any_depth_bring_the_same(tuning, libraries):
+    weights, cache, _, _ = text(TINY, 20)
+    plan = plan_for(TINY, "streaming", 3)
+    found = []
+    for each in (tuning, Tuning(stages=3, flight=1)):
+        kernel, memory = kernel_and_memory(weights, plan, libraries, each)
+        found.append(kernel(memory, cache.map(torch.clone), token=torch.tensor([5]), position=20))
+    assert torch.equal(*found)
+
+
+def test_a_wait_without_end_is_given_up_and_said(libraries):
+    weights, cache, _, _ = text(TINY, 3)
+    kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 2), libraries)
+    whole = kernel.plan.ctas
+    logits = torch.zeros(TINY.vocab_size)
+    kernel.launch(memory, cache, logits, torch.tensor([1]), (1, 3, 0, 0, whole - 1), 0)  # a CTA is missing
+    assert int(memory.state[ERROR]) == 1
+    assert logits.isnan().any()
+    memory.reset()
+    assert torch.isfinite(kernel(memory, cache, token=torch.tensor([1]), position=3)).all()

@@ -1,0 +1,236 @@
+"""Plans: sound ones are accepted, run in any order and give the model's logits; whatever is taken from them is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from onelaunch.decode import ModelConfig
+from onelaunch.decode.check import Room, check, without_edge
+from onelaunch.decode.emit import THREADS, Tuning, layout_of
+from onelaunch.decode.interpret import Interpreter
+from onelaunch.decode.model import prefill
+from onelaunch.decode.packing import columns, in_tiles, matrix, pack, row_order, run_granules
+from onelaunch.decode.plan import GRANULE, Piece, Wait, padded
+from onelaunch.decode.rungs import RUNGS, plan_for, unsupported, used_splits
+from onelaunch.errors import PlanError
+from tests.decode.plans import MODELS, TINY, packed, text
+
+QWEN = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
+LARGER = ModelConfig(151_936, 2560, 9728, 36, 32, 8, 128)
+WAITING = [
+    (rung, phase.name) for rung, facts in RUNGS.items() if not facts.separate for phase in plan_for(TINY, rung, 5).phases()
+]
+
+each_rung = pytest.mark.parametrize("rung", RUNGS)
+
+
+def tokens_of(config, rung, ctas):
+    """Plans of tokens at lengths that use few and many CTAs."""
+    short, long = plan_for(config, rung, ctas, 1), plan_for(config, rung, ctas)
+    return short, long, long, short
+
+
+# The check
+
+
+@each_rung
+def test_plans_for_an_h200_are_sound(rung):
+    plan = plan_for(QWEN, rung, 132)
+    check(*tokens_of(QWEN, rung, 132), room=Room(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
+    assert max(sum(share.units for share in phase.shares) for phase in plan.phases() if phase.op == "lm_head") == 18992
+
+
+def test_so_is_that_of_a_model_of_4B():
+    plan = plan_for(LARGER, "streaming", 132)
+    check(plan, plan, room=Room(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ctas=st.integers(1, 20),
+    hidden=st.integers(1, 20),
+    inner=st.integers(1, 20),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (8, 1)]),
+    layers=st.integers(1, 3),
+    rung=st.sampled_from(list(RUNGS)),
+)
+def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, heads, layers, rung):
+    config = ModelConfig(77, 8 * hidden, 8 * inner, layers, *heads, 16)
+    check(*tokens_of(config, rung, ctas))
+
+
+@pytest.mark.parametrize(("rung", "name"), sorted(set(WAITING)))
+def test_no_edge_can_be_left_out(rung, name):
+    plan = plan_for(TINY, rung, 5)
+    bare = without_edge(plan, name)
+    needless = plan.phases()[0].name if rung == "eight_barriers" else ""  # one CTA reads what the edge behind the head orders too
+    if name == needless:
+        assert bare != plan
+    with pytest.raises(PlanError, match=r"before CTA|nobody|may still read|old use|overtake"):
+        check(bare)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), rung=st.sampled_from([name for name, facts in RUNGS.items() if "data" in (facts.heads, facts.others)]))
+def test_no_writer_can_go_without_being_waited_for(data, rung):
+    """The words of one CTA, among those that another polls."""
+    plan = plan_for(TINY, rung, data.draw(st.integers(2, 9)))
+    phase = data.draw(st.sampled_from([phase for phase in plan.phases() if any(share.polls for share in phase.shares)]))
+    cta = data.draw(st.sampled_from([cta for cta, share in enumerate(phase.shares) if share.polls]))
+    polls = phase.shares[cta].polls
+    wrote = {other: writer_pieces(plan, other) for other in range(plan.ctas) if other != cta}
+    waited = [other for other, pieces in wrote.items() if any(overlap(a, b) for a in polls for b in pieces)]
+    assume(waited)
+    left = polls
+    for piece in wrote[data.draw(st.sampled_from(waited))]:
+        left = tuple(part for each in left for part in without(each, piece))
+    with pytest.raises(PlanError):
+        check(changed_share(plan, phase, cta, replace(phase.shares[cta], polls=left)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), rung=st.sampled_from(["head_local", "fused_phases"]), change=st.sampled_from(["count", "wait", "arrival"]))
+def test_no_flag_can_be_left_out_or_counted_short(data, rung, change):
+    plan = plan_for(TINY, rung, data.draw(st.integers(2, 9)))
+    wanted = (lambda share: share.arrives) if change == "arrival" else (lambda share: share.awaits)
+    phase = data.draw(st.sampled_from([phase for phase in plan.layer if any(map(wanted, phase.shares))]))
+    cta = data.draw(st.sampled_from([cta for cta, share in enumerate(phase.shares) if wanted(share)]))
+    share = phase.shares[cta]
+    if change == "count":
+        share = replace(share, awaits=(Wait(share.awaits[0].counter, share.awaits[0].arrivals - 1), *share.awaits[1:]))
+    elif change == "wait":
+        arrivers = [
+            other for each in plan.layer for other, its in enumerate(each.shares) if share.awaits[0].counter in its.arrives
+        ]
+        assume(arrivers != [cta])
+        share = replace(share, awaits=share.awaits[1:])
+    else:
+        share = replace(share, arrives=share.arrives[1:])
+    with pytest.raises(PlanError):
+        check(changed_share(plan, phase, cta, share))
+
+
+def changed_share(plan, phase, cta, share):
+    shares = (*phase.shares[:cta], share, *phase.shares[cta + 1 :])
+
+    def changed(each):
+        return replace(each, shares=shares) if each is phase else each
+
+    return replace(
+        plan, layer=tuple(map(changed, plan.layer)), closing=changed(plan.closing), tail=tuple(map(changed, plan.tail))
+    )
+
+
+def writer_pieces(plan, cta):
+    return [piece for phase in plan.phases() for piece in phase.shares[cta].writes]
+
+
+def overlap(a, b):
+    return a.buffer == b.buffer and a.begin < b.end and b.begin < a.end
+
+
+def without(piece, taken):
+    if not overlap(piece, taken):
+        return [piece]
+    ends = [(piece.begin, max(piece.begin, taken.begin)), (min(piece.end, taken.end), piece.end)]
+    return [Piece(piece.buffer, *each) for each in ends if each[0] < each[1]]
+
+
+@pytest.mark.parametrize(
+    ("room", "reason"),
+    [
+        ({"processors": 100}, "only 100 can be resident"),
+        ({"shared_bytes": 240_000}, "240000 bytes of shared memory"),
+        ({"registers": 240}, "registers; a processor has 65536"),
+    ],
+)
+def test_ctas_that_cannot_all_be_resident_are_refused(room, reason):
+    plan = plan_for(QWEN, "streaming", 132)
+    facts = {"threads": THREADS, "registers": 168, "shared_bytes": 200_000, "processors": 132} | room
+    with pytest.raises(PlanError, match=reason):
+        check(plan, room=Room(**facts))
+
+
+def test_what_the_kernels_do_not_take_is_said():
+    assert unsupported(QWEN) is None
+    assert "biases" in unsupported(replace(QWEN, attention_bias=True))
+    assert "float16" in unsupported(replace(QWEN, dtype=torch.float16))
+    assert "heads of" in unsupported(replace(QWEN, head_dim=80))
+
+
+def test_barriers_are_those_of_the_ladder():
+    """Two more for a token: before the head, and before the next token is known."""
+    counted = {rung: plan_for(QWEN, rung, 132).barriers() for rung in RUNGS}
+    assert counted == {
+        "eight_barriers": 226, "redundant_norm": 170, "head_local": 114, "fused_phases": 114, "streaming": 0, "graph": 0,
+    }  # fmt: skip
+
+
+# The stream
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_weight_is_in_the_stream_once(model):
+    config = MODELS[model]
+    weights, _, _, _ = text(config, 1)
+    plan = plan_for(config, "streaming", 7)
+    stream = pack(weights, plan)
+    layers = weights.layers
+    work = [(layer, op) for layer in layers for op in ("qkv", "o", "gate_up", "down")] + [(None, "lm_head")]
+    wanted = torch.cat([in_tiles(matrix(weights, *each), row_order(config, each[1])).flatten() for each in work])
+    assert torch.equal(stream.data.sort().values, wanted.sort().values)
+    assert stream.data.numel() * 2 == sum(run_granules(plan, cta) for cta in range(7)) * GRANULE
+    for layer, op in work:  # and none is lost on the way to the tiles
+        tiles, values = in_tiles(matrix(weights, layer, op), row_order(config, op)), matrix(weights, layer, op)
+        rows = tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op)))
+        kept = row_order(config, op).flatten()
+        assert torch.equal(rows[kept >= 0][:, : values.shape[1]], values[kept[kept >= 0]])
+
+
+# The interpreter
+
+
+IN_ORDERS = [*((rung, "tied") for rung in RUNGS), *(("streaming", model) for model in MODELS if model != "tied")]
+
+
+@pytest.mark.parametrize(("rung", "model"), [*IN_ORDERS, ("eight_barriers", "odd sizes")])
+def test_in_any_order_the_logits_are_the_models(rung, model):
+    config = MODELS[model]
+    weights, _, exact, cache = text(config, 70)
+    plan = plan_for(config, rung, 5)
+    plan = plan_for(config, rung, 5, used_splits(plan.splits, 71))
+    check(plan)
+    stream = packed(weights, plan, double=True)
+    expected, reference = [], cache.map(torch.clone)
+    token = torch.tensor([7])
+    for _ in range(2):
+        logits, reference = prefill(exact, token, reference)
+        token = logits.argmax()[None]
+        expected.append(logits)
+    for seed in range(2):
+        mine = cache.map(torch.clone)
+        found = Interpreter(plan, exact, stream, mine, seed).run(7, 2)
+        torch.testing.assert_close(found, expected[-1], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(mine.keys[:, :, 71], reference.keys[:, :, 71])
+
+
+@pytest.mark.parametrize("name", ["qkv", "attention", "o", "gate_up", "down", "next"])
+def test_without_an_edge_some_order_gives_other_numbers(name):
+    weights, _, exact, cache = text(TINY, 70)
+    plan = without_edge(plan_for(TINY, "streaming", 5), name)
+    stream = packed(weights, plan, double=True)
+    expected, _ = prefill(exact, torch.tensor([7]), cache.map(torch.clone))
+
+    def wrong(seed):
+        try:
+            found = Interpreter(plan, exact, stream, cache.map(torch.clone), seed).run(7)
+        except PlanError:
+            return True
+        return not torch.allclose(found, expected, rtol=1e-6)
+
+    assert any(wrong(seed) for seed in range(5))
