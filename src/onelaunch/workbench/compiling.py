@@ -56,21 +56,17 @@ def compile_ahead(
     if not waiting:
         return failed
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    with ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context) as pool:
+    pool = ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context)
+    try:
         calls = {pool.submit(call_once, study, place, device): place for place in waiting}
-        try:
-            for done, call in enumerate(as_completed(calls), 1):
-                place = calls[call]
-                try:
-                    problem = call.result()
-                except BrokenProcessPool:
-                    problem = "a process ended while it compiled"
-                if problem:
-                    failed.append(f"{place.variant} at {place.shape}: {problem}")
-                tell(place, done, len(calls))
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for done, call in enumerate(as_completed(calls), 1):
+            if problem := call.result():
+                failed.append(f"{calls[call].variant} at {calls[call].shape}: {problem}")
+            tell(calls[call], done, len(calls))
+    except BrokenProcessPool:
+        failed.append("A process ended while it compiled; what it and the others had left is compiled where it is measured.")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no compiler
     return failed
 
 

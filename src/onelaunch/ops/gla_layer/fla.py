@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from onelaunch.ops.gla_layer.variants import Results, segments_of
 
 PLACES = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0")
 """fla's names for what the rows of ``in_proj_weight`` are, in their order."""
+
+ONE_AT_A_TIME = threading.Lock()
+"""Threads share a layer of the same sizes, which holds one call's tensors at a time."""
 
 
 @gla_layer.variant("fla", launches=None, fuses=(), parts=("unfused", "fla", "norm_gate"), maker="fla", requires="fla", tunes=True)
@@ -31,13 +35,14 @@ def fla(call: GlaLayerCall) -> Results:
     given |= {"g_norm_swish_gate.weight": call.norm_weight, "o_proj.weight": call.w_out}
     # torch.func.functional_call would do the same, and cost as much host time as a tenth of a step of decoding
     places = [(vars(layer.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in given]
-    for (module, name), tensor in zip(places, given.values(), strict=True):
-        module[name] = tensor
-    try:
-        out, _, _ = layer(call.x)
-    finally:
-        for module, name in places:
-            del module[name]
+    with ONE_AT_A_TIME:
+        for (module, name), tensor in zip(places, given.values(), strict=True):
+            module[name] = tensor
+        try:
+            out, _, _ = layer(call.x)
+        finally:
+            for module, name in places:
+                del module[name]
     return out, None
 
 

@@ -27,8 +27,8 @@ LONGEST_HEAD = 256
 MOST_TILES = 2**31 - 1
 """Of a launch: they are counted in 32 bits."""
 
-MOST_ROWS = MOST_TILES - 128
-"""Of x, and those of a tile beside them."""
+MOST_ROWS = MOST_TILES - 256
+"""Of x, and those of a cluster's two tiles beside them."""
 
 SHARED: dict[str, Shared] = {"epilogue_persistent": "nothing", "cluster": "x", "cluster_weight": "weight"}
 """What the programs of a cluster have in common, by variant."""
