@@ -9,7 +9,7 @@ from onelaunch.errors import ArgumentError
 from onelaunch.nn import inputs
 from onelaunch.nn.gated import GatedLayer, Projected
 from onelaunch.ops import Segment
-from onelaunch.ops.gla_layer.variants import project
+from onelaunch.ops.gla_layer.composition import project
 
 
 class GatedLinearAttention(GatedLayer):

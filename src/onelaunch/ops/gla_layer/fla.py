@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from onelaunch.operation import Query
+from onelaunch.ops.gla_layer.composition import Results, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
-from onelaunch.ops.gla_layer.variants import Results, segments_of
 
 PLACES = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0")
 """fla's names for what the rows of ``in_proj_weight`` are, in their order."""

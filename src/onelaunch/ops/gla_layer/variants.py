@@ -6,70 +6,16 @@ The tag ``parts`` names them: of both calls of ``projections``, of ``gla``, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from onelaunch.dispatch import AUTO
-from onelaunch.operation import Query, remembered
+from onelaunch.operation import Query
 from onelaunch.ops.gated_scan.torch_variants import compile_static, compiler_missing
-from onelaunch.ops.gla import gla
 from onelaunch.ops.gla.torch_variants import no_steps, short_enough
+from onelaunch.ops.gla_layer.composition import Parts, Results, Tensors, compose
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
-from onelaunch.ops.output_chain import output_chain
-from onelaunch.ops.projections import Segment, projections
-
-Results = tuple[torch.Tensor, torch.Tensor | None]
-Parts = tuple[str, str, str]
-
-Tensor = torch.Tensor
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state."""
-
-
-def project(
-    x: torch.Tensor,
-    in_proj_weight: torch.Tensor,
-    segments: Sequence[Segment],
-    gk_weight: torch.Tensor,
-    gk_bias: torch.Tensor,
-    decay_segments: Sequence[Segment],
-    variant: str = AUTO,
-) -> tuple[torch.Tensor, ...]:
-    """All that is projected of ``x [B, T, D]``, the log-decays last: of the last segment, the columns that they are made of.
-
-    One packed weight means that x has one gradient, and not a sum of several.
-    """
-    *projected, low_rank = projections(x, in_proj_weight, segments, variant=variant)
-    return *projected, *projections(low_rank, gk_weight, decay_segments, bias=gk_bias, variant=variant)
-
-
-@remembered
-def segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
-    """What the rows of ``in_proj_weight`` are."""
-    return (
-        Segment("q", sizes.heads, sizes.keys),
-        Segment("k", sizes.heads, sizes.keys),
-        Segment("v", sizes.heads, sizes.values),
-        Segment("gate", sizes.heads, sizes.values),  # before SiLU, see the page of output_chain
-        Segment("low_rank", sizes.rank, 1),
-    )
-
-
-@remembered
-def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
-    """What the rows of ``gk_weight`` are."""
-    return (Segment("gk", sizes.heads, sizes.keys, "logsigmoid", sizes.normalizer, bias=True),)
-
-
-def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Results:
-    """The layer by four calls of operations."""
-    x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state = tensors
-    way_in, recurrence, way_out = parts
-    segments, decay_segments = segments_of(sizes), decay_segments_of(sizes)
-    q, k, v, gate, gk = project(x, in_proj_weight, segments, gk_weight, gk_bias, decay_segments, variant=way_in)
-    o, final_state = gla(q, k, v, gk, initial_state=initial_state, output_final_state=output_final_state, variant=recurrence)
-    return output_chain(o, gate, norm_weight, w_out, eps=eps, variant=way_out), final_state
 
 
 @functools.lru_cache(maxsize=256)
