@@ -268,6 +268,8 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
     monkeypatch.setattr(decode_step, "variants", without)
     faster = decode_step.variant("faster", engine=Script)(lambda call: None)
     faster.supports(lambda query: "needs a GPU of compute capability 9")
+    slower = decode_step.variant("slower", engine=Script)(lambda call: None)
+    slower.supports(lambda query: "needs two GPUs")
     weights = random_weights(SMALL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -275,6 +277,10 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
     key = engine_file.key_of
     monkeypatch.setattr(engine_file, "key_of", lambda config, position, device: key(config, position, "cuda:0"))
     monkeypatch.setattr(dispatch, "pick", lambda variant, query: decode_step.get("eager"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_engine(weights)  # what ranks behind the chosen one is not missed
+    monkeypatch.setattr(decode_step, "_preference", lambda query: ("faster",))
     with pytest.warns(FallbackNotice, match="faster cannot run here: it needs a GPU of compute capability 9; eager runs instead"):
         assert isinstance(make_engine(weights), TorchEngine)
     dispatch.choose.cache_clear()
@@ -291,8 +297,8 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
         raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(KVCache, "grown", exhausted)
-    with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 3 positions"):
-        Model(TorchEngine(random_weights(SMALL))).generate([1, 2, 3])
+    with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 300 positions"):
+        TorchEngine(random_weights(SMALL))._room(KVCache.empty(SMALL), 300)
 
 
 # What is refused
