@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 
 from onelaunch import dispatch
-from onelaunch.decode import KVCache, decode_step, launch, random_weights, torch_variants
+from onelaunch.decode import KVCache, decode_step, launch, megakernel, random_weights, torch_variants
+from onelaunch.decode.contract import key_of
 from onelaunch.decode.engine import Arriving, Request, TorchEngine
 from onelaunch.decode.megakernel import BATCH, KernelEngine
 from onelaunch.decode.memory import ERROR
 from onelaunch.decode.model import prefill
+from onelaunch.decode.rungs import RUNGS
 from onelaunch.errors import DecodeStalled, DeviceMemoryError
 from tests.decode.models import SMALL
 
@@ -181,6 +185,43 @@ def test_graphs_are_captured_on_the_weights_device_beside_other_threads(captures
     (named,) = [named for _, named in seen if named]
     assert named["stream"].device == weights.device
     assert named["capture_error_mode"] == "thread_local"
+
+
+# What a start costs, and needs
+
+
+def query_of(config, device="cuda:0"):
+    return key_of(replace(config, dtype=torch.bfloat16, attention_bias=False), 100, device)
+
+
+def test_only_the_rung_that_is_asked_for_is_checked_and_once_in_a_process(weights, played, monkeypatch):
+    checked = []
+    launch._check.cache_clear()
+    monkeypatch.setattr(launch, "check", lambda *plans, room: checked.append(plans[0].rung))
+    monkeypatch.setattr(megakernel, "processors", lambda device: 132)
+    for rung in RUNGS:
+        assert megakernel.has_a_plan(rung, query_of(weights.config)) is None
+    assert checked == []
+    for config in (weights.config, replace(weights.config, rope_theta=5e5, max_position_embeddings=64)):
+        launch.Kernels(random_weights(config), "streaming")
+    assert checked == ["streaming"]
+    launch._check.cache_clear()
+
+
+def test_ctas_that_cannot_all_be_resident_are_a_reason(monkeypatch):
+    monkeypatch.setattr(megakernel, "processors", lambda device: 132)
+    wide = replace(SMALL, intermediate_size=200_000)
+    assert "sound plan here: a CTA needs" in (megakernel.has_a_plan("streaming", query_of(wide)) or "")
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_without_numpy_kernels_say_so(rung, monkeypatch):
+    """In a process that has not loaded what imports it."""
+    monkeypatch.setattr(decode_step.get(rung), "_supports", decode_step.get(rung)._supports[1:])  # as on a Hopper GPU
+    for name in ("numpy", "onelaunch.decode.check", "onelaunch.decode.launch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert decode_step.get(rung).why_not(query_of(SMALL)) == "needs numpy: pip install 'onelaunch[decode]'"
 
 
 # What is kept

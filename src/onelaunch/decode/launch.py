@@ -13,7 +13,7 @@ import torch
 from onelaunch import nvrtc
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.check import Room, check
-from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.config import SIZES, ModelConfig
 from onelaunch.decode.emit import KINDS, PRODUCTS, THREADS, Tuning, launch_of, layout_of, source
 from onelaunch.decode.engine import Arriving
 from onelaunch.decode.memory import ERROR, Constants, Memory
@@ -31,14 +31,25 @@ GRAPHS = 4
 """Captured steps that are kept for each model: caches that lie elsewhere."""
 
 
-@functools.lru_cache(maxsize=64)
 def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> Plan:
     """A rung's plan for a device with so many processors; raises :class:`onelaunch.errors.PlanError` if it is not sound there."""
-    plan = plan_for(config, rung, ctas)
-    room = Room(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
-    short = plan_for(config, rung, ctas, 1)
-    check(*((plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)), room=room)
-    return plan
+    _check(ModelConfig(**{name: getattr(config, name) for name in PLANNED}), rung, ctas, tuning)
+    return plan_for(config, rung, ctas)
+
+
+PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
+"""What plans look at of a configuration."""
+
+
+@functools.lru_cache(maxsize=64)
+def _check(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> None:
+    plan, short = plan_for(config, rung, ctas), plan_for(config, rung, ctas, 1)
+    check(*((plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)), room=room_of(plan, tuning, ctas))
+
+
+def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:
+    """What a plan's launch needs, on a device with so many processors."""
+    return Room(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
 
 
 class Kernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
@@ -98,22 +99,32 @@ def config_in(query: Query) -> ModelConfig:
 
 
 @functools.lru_cache(maxsize=256)
-def what_plans_hold(rung: str, config: ModelConfig, ctas: int) -> str | None:
-    """Why a rung has no sound plan for a model on a device with so many processors."""
-    from onelaunch.decode.emit import Tuning
-    from onelaunch.decode.launch import checked_plan
+def not_resident(rung: str, config: ModelConfig, ctas: int) -> str | None:
+    """Why a rung's CTAs cannot run all at once on a device with so many processors.
 
+    That alone depends on the device; order is proved when a rung is asked for, at the making of its kernels, and not of all six.
+    """
+    from onelaunch.decode.check import check_room
+    from onelaunch.decode.emit import Tuning
+    from onelaunch.decode.launch import room_of
+
+    plan = plan_for(config, rung, ctas)
     try:
-        checked_plan(config, rung, ctas, Tuning())
+        check_room(plan, room_of(plan, Tuning(), ctas))
     except PlanError as error:
         return f"has no sound plan here: {error.problem}"
     return None
 
 
+def needs_numpy(_: Query) -> str | None:
+    """The check of plans is made of it; PyTorch comes without."""
+    return None if importlib.util.find_spec("numpy") else "needs numpy: pip install 'onelaunch[decode]'"
+
+
 def has_a_plan(rung: str, query: Query) -> str | None:
     """Sizes that the kernels are written for, and CTAs that can all be resident."""
     config = config_in(query)
-    return unsupported(config) or what_plans_hold(rung, config, processors(torch.device(query.device)))
+    return unsupported(config) or not_resident(rung, config, processors(torch.device(query.device)))
 
 
 MODELS = {
@@ -152,5 +163,6 @@ for name, rung in RUNGS.items():
     )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
     variant.summary = rung.summary
     variant.supports(needs_hopper)
+    variant.supports(needs_numpy)
     variant.supports(functools.partial(has_a_plan, name))
     variant.kernels(functools.partial(builds, name))
