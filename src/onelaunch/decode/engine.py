@@ -137,6 +137,12 @@ def typical_query(config: ModelConfig, device: torch.device) -> Query:
     return key_of(config, min(TYPICAL_POSITION, config.max_position_embeddings - 1), str(device))
 
 
+def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO) -> int:
+    """Bytes that the engine of a variant keeps on the device beside the weights: as its tag ``engine_bytes`` says."""
+    tags = dispatch.pick(variant, typical_query(config, device)).tags
+    return tags["engine_bytes"](config) if "engine_bytes" in tags else 0
+
+
 def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
     """The engine of a variant of ``decode_step``: the callable in its tag ``engine`` applied to the weights, else PyTorch's.
 

@@ -14,6 +14,7 @@ from onelaunch import nvrtc
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
 from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine
+from onelaunch.decode.packing import stream_bytes
 from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import PlanError
@@ -159,7 +160,7 @@ for name, rung in RUNGS.items():
     variant = decode_step.variant(
         name, launches=None if rung.separate else 1, fuses=() if rung.separate else ("token",), backward=False,
         architectures=ARCHITECTURES, barriers=plan_for(MODELS["Qwen3-0.6B"], name, PROCESSORS).barriers(),
-        engine=functools.partial(make_engine, name),
+        engine=functools.partial(make_engine, name), engine_bytes=stream_bytes,
     )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
     variant.summary = rung.summary
     variant.supports(needs_hopper)
