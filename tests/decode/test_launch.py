@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,6 +20,7 @@ from onelaunch.decode.megakernel import BATCH, KernelEngine
 from onelaunch.decode.memory import ERROR
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
+from onelaunch.decode.sampling import Sampling
 from onelaunch.errors import DecodeStalled, DeviceMemoryError
 from tests.decode.models import SMALL
 
@@ -102,6 +105,17 @@ def test_a_text_that_nobody_disturbs_is_placed_once(weights, played, monkeypatch
     monkeypatch.setattr(kernels, "place", lambda *given: places.append(given) or place(*given))
     assert list(KernelEngine(weights, "streaming").run(GREEDY["first"])) == alone(weights, GREEDY["first"])
     assert len(places) == 1
+
+
+def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch):
+    pack, packed = launch.pack, []
+    monkeypatch.setattr(launch, "pack", lambda *given: time.sleep(0.02) or packed.append(given) or pack(*given))
+    engine = KernelEngine(weights, "streaming")
+    requests = [GREEDY["first"], replace(SAMPLED, sampling=Sampling(temperature=1.0)), GREEDY["second"]]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda request: list(engine.run(request)), requests))
+    assert found == [alone(weights, request) for request in requests]
+    assert len(packed) == 1, "weights are repacked once"
 
 
 # Stalls

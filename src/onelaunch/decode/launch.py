@@ -201,6 +201,9 @@ class _Made:
 
 _MADE: WeakKeyDictionary[Weights, _Made] = WeakKeyDictionary()
 
+_MAKING = threading.Lock()
+"""Two threads that begin at once would repack a model twice."""
+
 
 def _made(weights: Weights) -> _Made:
     """Of these weights as they are now."""
@@ -223,7 +226,8 @@ def _constants(weights: Weights, plan: Plan) -> Constants:
 
 def kernels_for(weights: Weights, rung: str) -> Kernels:
     """The kernels of a rung for a model, kept as long as the model, and made anew once its weights were written to."""
-    kept = _made(weights).kernels
-    if rung not in kept:
-        kept[rung] = Kernels(weights, rung)
-    return kept[rung]
+    with _MAKING:
+        kept = _made(weights).kernels
+        if rung not in kept:
+            kept[rung] = Kernels(weights, rung)
+        return kept[rung]
