@@ -186,6 +186,7 @@ class DeviceMemoryError(OneLaunchError, RuntimeError):
     def __init__(self, what: str, *, device: object, need: int | None = None, free: int | None = None) -> None:
         numbers = "" if need is None or free is None else f" It takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free."
         super().__init__(f"There is no room on {device} for {what}.{numbers} Free memory there, or use another device.")
+        self.need, self.free = need, free
 
 
 # Devices and tools

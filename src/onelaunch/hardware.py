@@ -13,14 +13,15 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
-from onelaunch.errors import NoDeviceError
+from onelaunch.errors import DeviceMemoryError, NoDeviceError
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,20 @@ def is_hopper(device: torch.device) -> bool:
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a GPU: the driver's, and those that PyTorch's allocator keeps for later."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def room_for(what: str, device: torch.device) -> Iterator[None]:
+    """Where something is allocated: :class:`DeviceMemoryError`, which names it, when there is no room."""
+    try:
+        yield
+    except torch.OutOfMemoryError as problem:
+        raise DeviceMemoryError(what, device=device) from problem
 
 
 @functools.cache

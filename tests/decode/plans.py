@@ -14,7 +14,7 @@ MODELS = {
     "tied": TINY,
     "untied, a key head": replace(TINY, tie_word_embeddings=False, num_key_value_heads=1, head_dim=32, num_hidden_layers=1),
     "odd sizes": replace(TINY, vocab_size=101, hidden_size=264, intermediate_size=520, head_dim=64),
-    "a key head each": replace(TINY, num_key_value_heads=4, rope_theta=1e6, head_dim=8),
+    "three layers": replace(TINY, num_key_value_heads=4, rope_theta=1e6, head_dim=8, num_hidden_layers=3),
 }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import warnings
 from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from onelaunch.decode import hub as hub_file
 from onelaunch.decode.engine import Request, TorchEngine, make_engine
 from onelaunch.decode.generate import Model
 from onelaunch.decode.hub import find_model
+from onelaunch.decode.packing import pack
+from onelaunch.decode.rungs import plan_for
 from onelaunch.errors import (
     ArgumentError,
     CheckpointError,
@@ -268,6 +271,8 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
     monkeypatch.setattr(decode_step, "variants", without)
     faster = decode_step.variant("faster", engine=Script)(lambda call: None)
     faster.supports(lambda query: "needs a GPU of compute capability 9")
+    slower = decode_step.variant("slower", engine=Script)(lambda call: None)
+    slower.supports(lambda query: "needs two GPUs")
     weights = random_weights(SMALL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -275,6 +280,10 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
     key = engine_file.key_of
     monkeypatch.setattr(engine_file, "key_of", lambda config, position, device: key(config, position, "cuda:0"))
     monkeypatch.setattr(dispatch, "pick", lambda variant, query: decode_step.get("eager"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_engine(weights)  # what ranks behind the chosen one is not missed
+    monkeypatch.setattr(decode_step, "_preference", lambda query: ("faster",))
     with pytest.warns(FallbackNotice, match="faster cannot run here: it needs a GPU of compute capability 9; eager runs instead"):
         assert isinstance(make_engine(weights), TorchEngine)
     dispatch.choose.cache_clear()
@@ -283,16 +292,24 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
 def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
     folder = write(tmp_path, random_weights(SMALL))
     monkeypatch.setattr(generate_file, "resolve", lambda device: torch.device("cuda:0"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
-    with pytest.raises(DeviceMemoryError, match=r"no room on cuda:0 for the weights of .* It takes 0\.00 GB, 0\.00 GB are free"):
-        Model.from_pretrained(folder, device="cuda")
+    # 80 free at the driver; PyTorch holds 100, of which it uses 40
+    for name, number in {"mem_get_info": (80, 10**9), "memory_reserved": 100, "memory_allocated": 40}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
+    taken, weights = [], random_weights(SMALL)
+    stream = pack(weights, plan_for(SMALL, "streaming", 5)).data.numel() * 2  # there, words of 16 bits
+    for variant in ("eager", "streaming"):
+        monkeypatch.setattr(dispatch, "pick", lambda name, query: decode_step.get(name))
+        with pytest.raises(DeviceMemoryError, match=r"no room on cuda:0 for the weights of .* GB are free") as caught:
+            Model.from_pretrained(folder, device="cuda", variant=variant)
+        taken.append((caught.value.need, caught.value.free))
+    assert taken == [(weights.nbytes, 140), (weights.nbytes + stream, 140)]
 
     def exhausted(self, config, positions):
         raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(KVCache, "grown", exhausted)
-    with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 3 positions"):
-        Model(TorchEngine(random_weights(SMALL))).generate([1, 2, 3])
+    with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 300 positions"):
+        TorchEngine(random_weights(SMALL))._room(KVCache.empty(SMALL), 300)
 
 
 # What is refused
@@ -309,6 +326,14 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
         ([1, "2"], {}, ValueRangeError, "prompt holds '2'"),
         (torch.tensor([[1], [2]]), {}, ArgumentError, r"prompt is a tensor \(2, 1\) of torch.int64; .* one text at a time"),
         (torch.tensor([1.0]), {}, ArgumentError, "of torch.float32"),
+        (torch.tensor([True]), {}, ArgumentError, "of torch.bool; it must be .* of integers"),
+        (torch.tensor([1j]), {}, ArgumentError, "of torch.complex64"),
+        ([True], {}, ValueRangeError, "prompt holds True"),
+        ([1.5], {}, ValueRangeError, "prompt holds 1.5"),
+        (None, {}, ArgumentError, "prompt is NoneType; it must be text, or token ids"),
+        (5, {}, ArgumentError, "prompt is int"),
+        ("hi", {"stop": 5}, ArgumentError, "stop is 5; it must be a string, or several"),
+        ("hi", {"stop": None}, ArgumentError, "stop is None"),
         ("hi", {"stop": ["a", ""]}, ArgumentError, "stop is .*none of them empty"),
         ("hi", {"stop": [3]}, ArgumentError, r"stop is \[3\]"),
         ("hi", {"temperature": -1}, ArgumentError, "temperature is -1"),
@@ -321,6 +346,14 @@ def test_what_is_wrong_is_named_before_anything_runs(prompt, options, error, mes
         with pytest.raises(error, match=message):
             ask(prompt, **options)
     assert not model.engine.requests
+
+
+def test_integers_of_any_class_are_tokens():
+    numpy = pytest.importorskip("numpy")
+    for prompt in (numpy.array([8, 9]), [numpy.int32(8), torch.tensor(9)], range(8, 10)):
+        found = model_of("ab.").generate(prompt)
+        assert found.prompt == (8, 9)
+        assert {type(token) for token in found.prompt} == {int}
 
 
 def test_a_prompt_that_just_fits():
@@ -344,6 +377,14 @@ def test_without_a_tokenizer_there_are_tokens_but_no_text():
 
 
 # Where models are
+
+
+def test_the_bundled_model_is_meant_by_its_name_beside_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / hub_file.BUNDLED).mkdir()
+    assert (find_model(hub_file.BUNDLED) / "model.safetensors").is_file()
+    for name in (f"./{hub_file.BUNDLED}", Path(hub_file.BUNDLED)):
+        assert find_model(name).resolve() == tmp_path / hub_file.BUNDLED
 
 
 def test_names_of_models(tmp_path, monkeypatch):

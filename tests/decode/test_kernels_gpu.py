@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -98,38 +97,3 @@ def test_streaming_does_not_hang(device):
         for _ in range(20):
             kernels.tokens(cache, 100)
         kernels.check()
-
-
-@pytest.mark.parametrize("rung", RUNGS)
-def test_how_long_a_token_takes(rung, device, capsys):
-    """Says the microseconds of a token of a model as large as Qwen3-0.6B; the only bound is PyTorch's 19 ms."""
-    from onelaunch.decode.launch import kernels_for
-
-    config = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True, max_position_embeddings=4352)
-    weights = _weights(config, device)
-    kernels = kernels_for(weights, rung)
-    found = {}
-    for position in (1, 200, 1000, 4000):
-        cache = KVCache.empty(config, position + 200, device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        kernels.place(position, torch.tensor([7], device=device))
-        kernels.tokens(cache, 20)
-        kernels.place(position, torch.tensor([7], device=device))
-        begin.record()
-        for _ in range(4):
-            kernels.tokens(cache, 32)
-        end.record()
-        kernels.check()
-        found[position] = begin.elapsed_time(end) * 1e3 / 128
-    with capsys.disabled():
-        sys.stdout.write(f"\n{rung}: " + ", ".join(f"{time:.1f} us at {position}" for position, time in found.items()) + "\n")
-    assert found[1] < 19_000
-
-
-_KEPT: dict[ModelConfig, object] = {}
-
-
-def _weights(config, device):
-    if config not in _KEPT:
-        _KEPT[config] = random_weights(config, 1, device)
-    return _KEPT[config]

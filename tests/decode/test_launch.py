@@ -1,11 +1,244 @@
-"""What is kept for a model: repacked weights hold as long as nobody writes to the weights."""
+"""What surrounds the kernels' launches, with a launch played by PyTorch: texts that take turns, stalls, memory, what is kept."""
 
 from __future__ import annotations
 
-import pytest
+import importlib.util
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 
-from onelaunch.decode import launch, random_weights
+import pytest
+import torch
+
+from onelaunch import dispatch
+from onelaunch.decode import KVCache, decode_step, launch, megakernel, random_weights, torch_variants
+from onelaunch.decode.contract import key_of
+from onelaunch.decode.engine import Arriving, Request, TorchEngine
+from onelaunch.decode.megakernel import BATCH, KernelEngine
+from onelaunch.decode.memory import ERROR
+from onelaunch.decode.model import prefill
+from onelaunch.decode.rungs import RUNGS
+from onelaunch.decode.sampling import Sampling
+from onelaunch.errors import DecodeStalled, DeviceMemoryError
 from tests.decode.models import SMALL
+
+MODEL = replace(SMALL, eos_token_ids=())
+GREEDY = {"first": Request((3, 4, 5), 3 * BATCH + 5), "second": Request(tuple(range(10, 50)), 2 * BATCH + 1)}
+SAMPLED = Request((9, 8), 20)
+
+
+class Launch:
+    """What a launch of one kernel does to its arguments, in PyTorch; the one whose number is ``stalls`` gives up."""
+
+    def __init__(self, weights) -> None:
+        self.weights, self.launches, self.stalls = weights, 0, -1
+
+    def __call__(self, grid, *arguments) -> None:
+        *_, keys, values, first, tokens, _, _, _, state, logits, capacity, count, position, _ = arguments
+        self.launches += 1
+        if self.launches == self.stalls:
+            state[ERROR] = 1
+        if state[ERROR]:
+            logits.fill_(torch.nan)
+            return
+        at = int(state[0]) if position < 0 else position
+        token = tokens[at : at + 1].long() if first is None else first
+        for _ in range(count):
+            assert at < capacity == keys.shape[2]
+            found, _ = prefill(self.weights, token, KVCache(keys, values, at))
+            token, at = found.argmax()[None], at + 1
+            tokens[at] = int(token)
+        logits.copy_(found)
+        state[0] = at
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights(MODEL, 4)
+
+
+@pytest.fixture
+def played(weights, monkeypatch):
+    """The kernels of ``streaming`` on this machine; they are made anew for each test."""
+    played = Launch(weights)
+    monkeypatch.setattr(launch, "processors", lambda device: 5)
+    monkeypatch.setattr(launch.nvrtc, "load", lambda *_, **__: played)
+    monkeypatch.setattr(decode_step.get("streaming"), "_supports", [])
+    launch._MADE.pop(weights, None)
+    yield played
+    dispatch._checked.cache_clear()
+    dispatch.choose.cache_clear()
+
+
+def alone(weights, request):
+    return list(TorchEngine(weights, "eager").run(request))
+
+
+# Texts that take turns
+
+
+def test_texts_that_take_turns_are_those_that_come_alone(weights, played):
+    engine = KernelEngine(weights, "streaming")
+    texts = [engine.run(request) for request in GREEDY.values()]
+    found = [[], []]
+    for _ in range(3 * BATCH + 5):
+        for text, tokens in zip(texts, found, strict=True):
+            tokens += [token for token in (next(text, None),) if token is not None]
+    assert found == [alone(weights, request) for request in GREEDY.values()]
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_step_of_another_text_disturbs_none(every, weights, played):
+    other, tokens = KVCache.empty(MODEL, 300).with_length(200), []
+    for number, token in enumerate(KernelEngine(weights, "streaming").run(GREEDY["first"])):
+        tokens.append(token)
+        if number % every == 0:
+            decode_step(torch.tensor([7]), weights, other, variant="streaming")
+    assert tokens == alone(weights, GREEDY["first"])
+
+
+def test_a_text_that_nobody_disturbs_is_placed_once(weights, played, monkeypatch):
+    kernels, places = launch.kernels_for(weights, "streaming"), []
+    place = kernels.place
+    monkeypatch.setattr(kernels, "place", lambda *given: places.append(given) or place(*given))
+    assert list(KernelEngine(weights, "streaming").run(GREEDY["first"])) == alone(weights, GREEDY["first"])
+    assert len(places) == 1
+
+
+def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch):
+    pack, packed = launch.pack, []
+    monkeypatch.setattr(launch, "pack", lambda *given: time.sleep(0.02) or packed.append(given) or pack(*given))
+    engine = KernelEngine(weights, "streaming")
+    requests = [GREEDY["first"], replace(SAMPLED, sampling=Sampling(temperature=1.0)), GREEDY["second"]]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda request: list(engine.run(request)), requests))
+    assert found == [alone(weights, request) for request in requests]
+    assert len(packed) == 1, "weights are repacked once"
+
+
+# Stalls
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_launch_that_gave_up_is_said_and_the_next_text_is_whole(temperature, weights, played, monkeypatch):
+    monkeypatch.setattr(Arriving, "arrived", lambda _: False)  # the host is ahead: no step finds the news of the one before
+    request = replace(GREEDY["first"], sampling=replace(GREEDY["first"].sampling, temperature=temperature))
+    engine, expected = KernelEngine(weights, "streaming"), alone(weights, request)
+    assert list(engine.run(request)) == expected
+    played.stalls, got = played.launches + 2, []
+    with pytest.raises(DecodeStalled, match="'streaming' waited for seconds and gave up"):
+        got.extend(token for token in engine.run(request))
+    assert 0 < len(got) < len(expected)
+    assert got == expected[: len(got)]
+    assert list(engine.run(request)) == expected
+
+
+def test_a_step_that_gave_up_is_said_by_the_next_and_cleared(weights, played):
+    cache = prefill(weights, torch.tensor([1, 2, 3]), KVCache.empty(MODEL))[1]
+    step = {"token": torch.tensor([5]), "weights": weights, "cache": cache}
+    played.stalls = 1
+    assert decode_step(**step, variant="streaming")[0].isnan().all()
+    with pytest.raises(DecodeStalled):
+        decode_step(**step, variant="streaming")
+    assert torch.allclose(decode_step(**step, variant="streaming")[0], decode_step(**step, variant="eager")[0])
+
+
+# Memory
+
+
+def test_no_room_for_the_weights_a_second_time_or_for_a_prompt(weights, played, monkeypatch):
+    def exhausted(*_, **__):
+        raise torch.OutOfMemoryError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "pack", exhausted)
+        with pytest.raises(DeviceMemoryError, match="no room on cpu for the weights in the order of their use"):
+            list(KernelEngine(weights, "streaming").run(SAMPLED))
+    for place, what in ((KVCache, "a cache of 3 positions"), (None, "the activations of a prompt of 3 tokens")):
+        with monkeypatch.context() as patched:
+            patched.setattr(*((KVCache, "empty") if place else ("onelaunch.decode.engine.prefill",)), exhausted)
+            for engine in (TorchEngine(weights), KernelEngine(weights, "streaming")):
+                with pytest.raises(DeviceMemoryError, match=f"no room on cpu for {what}"):
+                    list(engine.run(GREEDY["first"]))
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("captures", ["rung", "captured"])
+def test_graphs_are_captured_on_the_weights_device_beside_other_threads(captures, weights, played, monkeypatch):
+    """With what PyTorch does for a GPU played: a second one has streams of its own."""
+    seen = []
+
+    @contextmanager
+    def entered(*given, **named):
+        seen.append((given, named))
+        yield
+
+    class Stream:
+        def __init__(self, device=None):
+            self.device = device
+
+        def wait_stream(self, other):
+            pass
+
+    for name, value in {
+        "graph": entered, "device": entered, "stream": entered, "Stream": Stream, "current_stream": Stream, "CUDAGraph": object,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    cache = KVCache.empty(MODEL)
+    if captures == "rung":
+        monkeypatch.setattr(launch.Kernels, "_launch", lambda *_: None)
+        launch.Kernels(weights, "graph")._captured(cache)
+    else:
+        call = decode_step.bind(torch.tensor([1]), weights, cache)
+        torch_variants._Captured.of(call, torch_variants.layer_step, torch_variants.head_step, 256)
+    assert ((weights.device,), {}) in seen
+    (named,) = [named for _, named in seen if named]
+    assert named["stream"].device == weights.device
+    assert named["capture_error_mode"] == "thread_local"
+
+
+# What a start costs, and needs
+
+
+def query_of(config, device="cuda:0"):
+    return key_of(replace(config, dtype=torch.bfloat16, attention_bias=False), 100, device)
+
+
+def test_only_the_rung_that_is_asked_for_is_checked_and_once_in_a_process(weights, played, monkeypatch):
+    checked = []
+    launch._check.cache_clear()
+    monkeypatch.setattr(launch, "check", lambda *plans, room: checked.append(plans[0].rung))
+    monkeypatch.setattr(megakernel, "processors", lambda device: 132)
+    for rung in RUNGS:
+        assert megakernel.has_a_plan(rung, query_of(weights.config)) is None
+    assert checked == []
+    for config in (weights.config, replace(weights.config, rope_theta=5e5, max_position_embeddings=64)):
+        launch.Kernels(random_weights(config), "streaming")
+    assert checked == ["streaming"]
+    launch._check.cache_clear()
+
+
+def test_ctas_that_cannot_all_be_resident_are_a_reason(monkeypatch):
+    monkeypatch.setattr(megakernel, "processors", lambda device: 132)
+    wide = replace(SMALL, intermediate_size=200_000)
+    assert "sound plan here: a CTA needs" in (megakernel.has_a_plan("streaming", query_of(wide)) or "")
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_without_numpy_kernels_say_so(rung, monkeypatch):
+    """In a process that has not loaded what imports it."""
+    monkeypatch.setattr(decode_step.get(rung), "_supports", decode_step.get(rung)._supports[1:])  # as on a Hopper GPU
+    for name in ("numpy", "onelaunch.decode.check", "onelaunch.decode.launch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert decode_step.get(rung).why_not(query_of(SMALL)) == "needs numpy: pip install 'onelaunch[decode]'"
+
+
+# What is kept
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "layers.1.q_norm", "norm"])

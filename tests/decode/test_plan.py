@@ -10,13 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onelaunch.decode import ModelConfig
-from onelaunch.decode.check import Room, check, without_edge
+from onelaunch.decode.check import Room, check
 from onelaunch.decode.emit import THREADS, Tuning, layout_of
 from onelaunch.decode.interpret import Interpreter
 from onelaunch.decode.model import prefill
 from onelaunch.decode.packing import columns, in_tiles, matrix, pack, row_order, run_granules
 from onelaunch.decode.plan import GRANULE, Piece, Wait, padded
-from onelaunch.decode.rungs import RUNGS, plan_for, unsupported, used_splits
+from onelaunch.decode.rungs import POSITIONS, RUNGS, layer_ctas, plan_for, unsupported
 from onelaunch.errors import PlanError
 from tests.decode.plans import MODELS, TINY, packed, text
 
@@ -56,7 +56,7 @@ def test_so_is_that_of_a_model_of_4B():
     hidden=st.integers(1, 20),
     inner=st.integers(1, 20),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (8, 1)]),
-    layers=st.integers(1, 3),
+    layers=st.integers(1, 4),
     rung=st.sampled_from(list(RUNGS)),
 )
 def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, heads, layers, rung):
@@ -68,11 +68,30 @@ def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, hea
 def test_no_edge_can_be_left_out(rung, name):
     plan = plan_for(TINY, rung, 5)
     bare = without_edge(plan, name)
-    needless = plan.phases()[0].name if rung == "eight_barriers" else ""  # one CTA reads what the edge behind the head orders too
-    if name == needless:
-        assert bare != plan
     with pytest.raises(PlanError, match=r"before CTA|nobody|may still read|old use|overtake"):
         check(bare)
+
+
+def without_edge(plan, name):
+    """The same without what a phase waits for."""
+
+    def bare(phase):
+        if phase.name != name:
+            return phase
+        return replace(phase, edge="none", shares=tuple(replace(share, polls=(), awaits=()) for share in phase.shares))
+
+    return replace(plan, layer=tuple(map(bare, plan.layer)), closing=bare(plan.closing), tail=tuple(map(bare, plan.tail)))
+
+
+def test_a_layer_between_two_others_is_followed():
+    """A CTA without a part in the layers reads the residual stream, and nobody waits for it until the head."""
+    ctas = 7
+    plan = plan_for(replace(TINY, num_hidden_layers=3), "streaming", ctas)
+    assert layer_ctas(TINY, ctas) < ctas
+    qkv, hidden = plan.layer[0], (Piece("hidden", 0, TINY.hidden_size),)
+    check(plan)
+    with pytest.raises(PlanError, match=rf"phase down overwrites words of hidden that CTA {ctas - 1} may still read"):
+        check(changed_share(plan, qkv, ctas - 1, replace(qkv.shares[-1], reads=hidden, polls=hidden)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -203,7 +222,7 @@ def test_in_any_order_the_logits_are_the_models(rung, model):
     config = MODELS[model]
     weights, _, exact, cache = text(config, 70)
     plan = plan_for(config, rung, 5)
-    plan = plan_for(config, rung, 5, used_splits(plan.splits, 71))
+    plan = plan_for(config, rung, 5, min(plan.splits, -(-71 // POSITIONS)))
     check(plan)
     stream = packed(weights, plan, double=True)
     expected, reference = [], cache.map(torch.clone)

@@ -55,7 +55,7 @@ def test_what_stays_is_what_the_definition_says(name, seed):
     expected = torch.tensor(plainly_warped(logits.tolist(), CHOICES[name]))
     found = warp(logits, CHOICES[name])
     assert torch.equal(found.isinf(), expected.isinf())
-    assert torch.allclose(found, expected)
+    assert torch.allclose(found, expected - expected.max())
 
 
 @pytest.mark.parametrize("name", [name for name in CHOICES if name != "hardly_any"])
@@ -70,7 +70,15 @@ def test_what_stays_is_what_stays_in_transformers(name, seed):
     expected = logits
     for each in warpers:
         expected = each(torch.zeros(1, 1, dtype=torch.int64), expected)
-    assert torch.allclose(warp(logits[0], sampling), expected[0])
+    assert torch.allclose(warp(logits[0], sampling), expected[0] - expected.max())
+
+
+@pytest.mark.parametrize("temperature", [1e-20, 1e-40, 1e-300])
+def test_however_low_the_temperature_is_the_likeliest_is_drawn(temperature):
+    logits = drawn_logits(1) - 50
+    for kept in ({}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}):
+        drawn = Sampler(Sampling(temperature=temperature, seed=3, **kept), torch.tensor([0]), 100)(logits, 7)
+        assert drawn.tolist() == [int(logits.argmax())]
 
 
 def test_the_penalty_is_that_of_transformers():

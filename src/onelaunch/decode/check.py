@@ -6,16 +6,15 @@ An edge that does not hold for certain gives no knowledge. Source: Fidge (1988),
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from onelaunch.decode.plan import Buffer, Phase, Piece, Plan, Share
 from onelaunch.errors import PlanError
 
-LAYERS = 2
-"""Of a token that is followed: a layer, and the next one after it. All layers are alike."""
+LAYERS = 3
+"""Of a token that is followed: the first, which reads the embedding, the last, which closes, and one that has both neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ def check(*tokens: Plan, room: Room | None = None) -> None:
     """
     plan = tokens[0]
     if room is not None:
-        _check_room(plan, room)
+        check_room(plan, room)
     for each in dict.fromkeys(tokens):
         _check_shares(each)
     if plan.separate:
@@ -55,7 +54,8 @@ def check(*tokens: Plan, room: Room | None = None) -> None:
             clocks.follow(phase, layer, f"token {number}, layer {layer}")
 
 
-def _check_room(plan: Plan, room: Room) -> None:
+def check_room(plan: Plan, room: Room) -> None:
+    """The part of :func:`check` that depends on the device: whether all CTAs can be resident."""
     if room.shared_bytes > room.shared_limit:
         raise PlanError(plan.rung, f"a CTA needs {room.shared_bytes} bytes of shared memory; there are {room.shared_limit}")
     if room.threads * room.registers > room.registers_limit:
@@ -113,6 +113,18 @@ class _State:
         self.read = np.zeros((ctas, words), np.int32)
 
 
+@dataclass(slots=True)
+class _Past:
+    """Writers and times of a piece's words, now and before, once for each run of words that have the same."""
+
+    writer: np.ndarray
+    written: np.ndarray
+    writer_before: np.ndarray
+    written_before: np.ndarray
+    knew: np.ndarray | None = None
+    """What the writers, taken together, knew when they had finished."""
+
+
 class _Clocks:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -122,12 +134,15 @@ class _Clocks:
         self.history: list[np.ndarray] = [self.known.copy()]
         """What each CTA knew when it had finished, at each time."""
         self.states: dict[tuple[str, int, int], _State] = {}
+        self.found: dict[tuple[str, int, int], _Past] = {}
+        """Of pieces that several CTAs read in the phase at hand."""
         self.arrivals: dict[int, tuple[int, list[int]]] = {}
         """Of each counter: when it was last bumped, and by whom."""
 
     def follow(self, phase: Phase, layer: int, where: str) -> None:
         """One phase: what is known at its begin, its reads, its writes, what is known at its end."""
         self.time += 1
+        self.found.clear()
         if phase.edge == "grid":
             self.known[:] = np.maximum(self.known, self.known.max(axis=0))
         else:
@@ -174,30 +189,30 @@ class _Clocks:
         buffer, state = _buffer(self.plan, piece), self._state(piece, layer)
         if not buffer.tagged:
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer}, which has no tags ({where})")
-        learnt = np.zeros(self.plan.ctas, np.int32)
-        for writer, written, writer_before, written_before in self._distinct(state, piece):
-            if written == 0:
-                raise PlanError(
-                    self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer} that nobody writes ({where})"
-                )
-            if written_before and self.known[cta, writer_before] < written_before:
-                stale = f"may take a word of {piece.buffer} of an old use for a new one: it does not follow every use"
-                raise PlanError(self.plan.rung, f"{_who(phase, cta)} {stale} ({where})")
-            learnt = np.maximum(learnt, self.history[written][writer])
-        return learnt
+        past = self._past(state, piece)
+        if not past.written.all():
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer} that nobody writes ({where})")
+        if (self.known[cta, past.writer_before] < past.written_before).any():
+            stale = f"may take a word of {piece.buffer} of an old use for a new one: it does not follow every use"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {stale} ({where})")
+        if past.knew is None:
+            knew = [self.history[time][writer] for writer, time in zip(past.writer, past.written, strict=True)]
+            past.knew = np.max([np.zeros(self.plan.ctas, np.int32), *knew], axis=0)
+        return past.knew
 
     def _read(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
         state = self._state(piece, layer)
         if _embedded(phase, piece, layer):
             return
-        for writer, written, _, _ in self._distinct(state, piece):
-            if written == 0 and piece.buffer != "cache":  # the cache's first words are the caller's
-                raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that nobody writes ({where})")
-            if self.known[cta, writer] < written:
-                problem = (
-                    f"reads words {piece.begin} to {piece.end} of {piece.buffer} before CTA {writer} has written them for certain"
-                )
-                raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        past = self._past(state, piece)
+        if not past.written.all() and piece.buffer != "cache":  # the cache's first words are the caller's
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that nobody writes ({where})")
+        if (early := self.known[cta, past.writer] < past.written).any():
+            writer = int(past.writer[early.argmax()])
+            problem = (
+                f"reads words {piece.begin} to {piece.end} of {piece.buffer} before CTA {writer} has written them for certain"
+            )
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
         state.read[cta, piece.begin : piece.end] = self.time
 
     def _write(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
@@ -210,10 +225,10 @@ class _Clocks:
         if (late := self.known[cta] < last).any():
             problem = f"overwrites words of {piece.buffer} that CTA {int(late.argmax())} may still read"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
-        for writer, written, _, _ in self._distinct(state, piece):
-            if writer != cta and self.known[cta, writer] < written:
-                problem = f"may overtake CTA {writer}, which writes the same words of {piece.buffer} before"
-                raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        writer, written = state.writer[at], state.written[at]
+        if (late := (writer != cta) & (self.known[cta, writer] < written)).any():
+            problem = f"may overtake CTA {int(writer[late.argmax()])}, which writes the same words of {piece.buffer} before"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
         read[read != self.time] = 0
         state.writer_before[at], state.written_before[at] = state.writer[at], state.written[at]
         state.writer[at], state.written[at] = cta, self.time
@@ -225,28 +240,12 @@ class _Clocks:
             self.states[key] = _State(buffer.words, self.plan.ctas)
         return self.states[key]
 
-    @staticmethod
-    def _distinct(state: _State, piece: Piece) -> Sequence[tuple[int, int, int, int]]:
-        """Writers and times of a piece's words, now and before, each once."""
-        at = slice(piece.begin, piece.end)
-        columns = [state.writer[at], state.written[at], state.writer_before[at], state.written_before[at]]
-        return _runs(columns)
-
-
-def _runs(columns: Iterable[np.ndarray]) -> list[tuple[int, int, int, int]]:
-    table = np.stack(list(columns))
-    if table.shape[1] == 0:
-        return []
-    changes = np.flatnonzero((table[:, 1:] != table[:, :-1]).any(axis=0)) + 1
-    return list(dict.fromkeys(tuple(table[:, at].tolist()) for at in (0, *changes.tolist())))  # pyrefly: ignore[bad-return]
-
-
-def without_edge(plan: Plan, name: str) -> Plan:
-    """The same without what a phase waits for: to see that the check refuses it."""
-
-    def bare(phase: Phase) -> Phase:
-        if phase.name != name:
-            return phase
-        return replace(phase, edge="none", shares=tuple(replace(share, polls=(), awaits=()) for share in phase.shares))
-
-    return replace(plan, layer=tuple(map(bare, plan.layer)), closing=bare(plan.closing), tail=tuple(map(bare, plan.tail)))
+    def _past(self, state: _State, piece: Piece) -> _Past:
+        """Of a piece that is read; kept within a phase, whose CTAs often read the same."""
+        if piece not in self.found:
+            at = slice(piece.begin, piece.end)
+            table = np.stack([state.writer[at], state.written[at], state.writer_before[at], state.written_before[at]])
+            new = np.ones(table.shape[1], np.bool_)
+            new[1:] = (table[:, 1:] != table[:, :-1]).any(axis=0)
+            self.found[piece] = _Past(*table[:, new])
+        return self.found[piece]

@@ -96,11 +96,15 @@ class ModelConfig:
             raise ModelConfigError("num_key_value_heads", got=self.num_key_value_heads, want=want)
         if self.head_dim % 2:
             raise ModelConfigError("head_dim", got=self.head_dim, want="even, since rotary embeddings turn pairs of channels")
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ModelConfigError(name, got=getattr(self, name), want="true or false")
         if self.dtype not in DTYPES.values():
             raise ModelConfigError("dtype", got=self.dtype, want=f"one of {listing(DTYPES)}")
         for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
-            if not 0 <= token < self.vocab_size:
-                raise ModelConfigError("eos_token_id or bos_token_id", got=token, want=f"within 0..{self.vocab_size - 1}")
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                want = f"within 0..{self.vocab_size - 1}, an integer"
+                raise ModelConfigError("eos_token_id or bos_token_id", got=token, want=want)
 
     @property
     def query_size(self) -> int:
@@ -131,7 +135,11 @@ class ModelConfig:
         known.setdefault("head_dim", 128)  # the family's, for files that leave it out
         if missing := [name for name in SIZES if name not in known and name not in DEFAULTED]:
             raise ModelConfigError(missing[0], got="missing", want="given in the configuration")
-        rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+        name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+        rope = values.get(name) or {}
+        if not isinstance(rope, Mapping):
+            raise ModelConfigError(name, got=rope, want="an object")
+        rope = dict(rope)
         if theta := rope.pop("rope_theta", None):
             known["rope_theta"] = theta
         for name in ("rms_norm_eps", "rope_theta"):
@@ -166,7 +174,9 @@ SIZES = (
 DEFAULTED = ("max_position_embeddings",)
 """Those of them that a file may leave out."""
 
-PLAIN = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias", "bos_token_id")
+FLAGS = ("tie_word_embeddings", "attention_bias")
+
+PLAIN = ("rms_norm_eps", "rope_theta", *FLAGS, "bos_token_id")
 """Fields that a file gives as they are."""
 
 Value = TypeVar("Value", int, float)
@@ -182,24 +192,32 @@ def _check(name: str, value: object, kind: type[Value], *, at_least: float, with
 
 def _check_architecture(values: Mapping[str, Any]) -> None:
     """Raise unless this is a dense Qwen3 with full attention and plain weights."""
-    names, kind = values.get("architectures") or (), values.get("model_type")
+    names, kind = _names(values, "architectures"), values.get("model_type")
     if (names and names[0] not in ARCHITECTURES) or (not names and kind not in ARCHITECTURES.values()):
         raise UnsupportedModel(f"architecture {(names[0] if names else kind)!r}", supported=ARCHITECTURES)
     if values.get("quantization_config"):
         raise UnsupportedModel("quantized weights", supported=DTYPES)
     if values.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {values['hidden_act']!r}", supported=("silu",))
-    sliding = values.get("use_sliding_window") and values.get("max_window_layers", 0) < values.get("num_hidden_layers", 0)
-    layers = set(values.get("layer_types") or ())
+    counts = [values.get(name) or 0 for name in ("max_window_layers", "num_hidden_layers")]
+    sliding = values.get("use_sliding_window") and not (all(isinstance(each, int) for each in counts) and counts[0] >= counts[1])
+    layers = set(_names(values, "layer_types"))
     if layers - {"full_attention"} or (not layers and sliding):
         raise UnsupportedModel("attention over a sliding window", supported=("full attention",))
+
+
+def _names(values: Mapping[str, Any], field: str) -> list[str]:
+    names = values.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelConfigError(field, got=names, want="a list of names")
+    return names
 
 
 def _scaling(values: Mapping[str, Any], context: int) -> RopeScaling | None:
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ModelConfigError("rope_scaling.rope_type", got=kind, want=f"one of {listing(('default', *KINDS))}")
     made = KINDS[kind]
     fields = made.__dataclass_fields__
@@ -207,7 +225,10 @@ def _scaling(values: Mapping[str, Any], context: int) -> RopeScaling | None:
     if "original_max_position_embeddings" in fields:
         given.setdefault("original_max_position_embeddings", context)
     for name, value in given.items():
-        if name != "truncate":
+        if name == "truncate":
+            if not isinstance(value, bool):
+                raise ModelConfigError("rope_scaling.truncate", got=value, want="true or false")
+        else:
             _check(f"rope_scaling.{name}", value, float, at_least=0, without_end=True)
     if given.get("factor", 1) < 1:
         raise ModelConfigError("rope_scaling.factor", got=given["factor"], want="a number of at least 1")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +18,9 @@ from onelaunch.decode.model import prefill
 from onelaunch.decode.sampling import Sampler, Sampling
 from onelaunch.decode.weights import Weights
 from onelaunch.dispatch import AUTO
-from onelaunch.errors import DeviceMemoryError, FallbackNotice
+from onelaunch.errors import FallbackNotice
+from onelaunch.hardware import room_for
+from onelaunch.operation import Query
 
 TYPICAL_POSITION = 256
 """Where the variant is chosen that decides which engine runs a text."""
@@ -37,7 +40,7 @@ class Request:
 
 
 class Engine(Protocol):
-    """Makes tokens. One text at a time: a second :meth:`run` before the first is closed may disturb it."""
+    """Makes tokens. Several texts may be under way at once, by turns or from several threads."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -72,44 +75,72 @@ class TorchEngine:
         """See :class:`Engine`."""
         device = self.weights.device
         prompt = torch.tensor(request.prompt, device=device)
-        cache = self._room(KVCache.empty(self.config, len(prompt), device), len(prompt))
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
-        logits, cache = prefill(self.weights, prompt, cache)
-        token = sampler(logits, cache.length)
+        logits, cache = self._read(prompt)
+        token, went_well = sampler(logits, cache.length), None
         for made in range(1, request.max_new_tokens + 1):
-            arriving = _Arriving(token)
+            arriving, heed = Arriving(token), went_well
             if made < request.max_new_tokens:
                 cache = self._room(cache, cache.length + 1)
                 logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
                 cache = cache.with_length(cache.length + 1)
-                token = sampler(logits, cache.length)
-            known = arriving.wait()
+                token, went_well = sampler(logits, cache.length), self._note()
+            known = int(arriving.wait()[0])
+            if heed is not None:
+                heed()
             yield known
             if known in request.ends:
                 return
 
+    def _read(self, prompt: torch.Tensor) -> tuple[torch.Tensor, KVCache]:
+        """Logits ``[V]`` after a prompt ``[T]``, and its cache."""
+        with room_for(f"a cache of {len(prompt)} positions", self.weights.device):
+            cache = KVCache.empty(self.config, len(prompt), self.weights.device)
+        with room_for(f"the activations of a prompt of {len(prompt)} tokens", self.weights.device):
+            return prefill(self.weights, prompt, cache)
+
     def _room(self, cache: KVCache, positions: int) -> KVCache:
-        try:
+        with room_for(f"a cache of {positions} positions", self.weights.device):
             return cache.grown(self.config, positions)
-        except torch.OutOfMemoryError as problem:
-            raise DeviceMemoryError(f"a cache of {positions} positions", device=self.weights.device) from problem
+
+    def _note(self) -> Callable[[], None] | None:
+        """What raises, once the last step is done, if it went wrong; ``None`` where steps cannot."""
+        return None
 
 
-class _Arriving:
-    """A token on its way to the host, behind what was enqueued before it and not what comes after."""
+class Arriving:
+    """Copies of tensors on their way to the host, behind what was enqueued before and not what comes after."""
 
-    def __init__(self, token: torch.Tensor) -> None:
-        self._copy, self._there = token, None
-        if token.device.type == "cuda":
-            self._copy = torch.empty(1, dtype=token.dtype, pin_memory=True)
-            self._copy.copy_(token, non_blocking=True)
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        device, self._there = tensors[0].device, None
+        self.copies = tuple(
+            torch.empty(each.shape, dtype=each.dtype, pin_memory=device.type == "cuda").copy_(each, non_blocking=True)
+            for each in tensors
+        )
+        if device.type == "cuda":
             self._there = torch.cuda.Event()
-            self._there.record(torch.cuda.current_stream(token.device))
+            self._there.record(torch.cuda.current_stream(device))
 
-    def wait(self) -> int:
+    def arrived(self) -> bool:
+        """Whether they are there."""
+        return self._there is None or self._there.query()
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The copies, once they are there."""
         if self._there is not None:
             self._there.synchronize()
-        return int(self._copy)
+        return self.copies
+
+
+def typical_query(config: ModelConfig, device: torch.device) -> Query:
+    """The step that decides which engine runs a model's texts."""
+    return key_of(config, min(TYPICAL_POSITION, config.max_position_embeddings - 1), str(device))
+
+
+def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO) -> int:
+    """Bytes that the engine of a variant keeps on the device beside the weights: as its tag ``engine_bytes`` says."""
+    tags = dispatch.pick(variant, typical_query(config, device)).tags
+    return tags["engine_bytes"](config) if "engine_bytes" in tags else 0
 
 
 def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
@@ -120,12 +151,14 @@ def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
     Raises:
         UnknownVariant, VariantUnsupported: as :func:`decode_step`.
     """
-    query = key_of(weights.config, min(TYPICAL_POSITION, weights.config.max_position_embeddings - 1), str(weights.device))
+    query = typical_query(weights.config, weights.device)
     chosen = dispatch.pick(variant, query)
     if (maker := chosen.tags.get("engine")) is not None:
         return maker(weights)
     if variant == AUTO and query.device_type != "cpu":
-        wanted = next((name for name in decode_step.preference(query) if "engine" in decode_step.variants[name].tags), None)
-        if wanted is not None and (reason := decode_step.variants[wanted].why_not(query)) is not None:
-            warnings.warn(f"{wanted} cannot run here: it {reason}; {chosen.name} runs instead.", FallbackNotice, stacklevel=3)
+        for name in itertools.takewhile(lambda name: name != chosen.name, decode_step.preference(query)):
+            preferred = decode_step.variants[name]
+            if "engine" in preferred.tags and (reason := preferred.why_not(query)) is not None:
+                warnings.warn(f"{name} cannot run here: it {reason}; {chosen.name} runs instead.", FallbackNotice, stacklevel=3)
+                break
     return TorchEngine(weights, variant)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import operator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import torch
 
 from onelaunch.decode.config import ModelConfig, read_generation
-from onelaunch.decode.engine import Engine, Request, make_engine
+from onelaunch.decode.engine import Engine, Request, engine_bytes, make_engine
 from onelaunch.decode.hub import find_model
 from onelaunch.decode.sampling import Choices, Sampling, recommended
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
 from onelaunch.decode.weights import load_weights, parts
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import ArgumentError, ContextExceeded, DeviceMemoryError, TokenizerMissing, ValueRangeError
-from onelaunch.hardware import resolve
+from onelaunch.hardware import free_memory, resolve
 from onelaunch.operation import parse_dtype
 
 if TYPE_CHECKING:
@@ -186,9 +187,11 @@ class Model:
         if dtype is not None:
             config = replace(config, dtype=parse_dtype(dtype))
         where = resolve(device)
-        need = sum(math.prod(shape) for _, _, shape in parts(config)) * config.dtype.itemsize
-        if where.type == "cuda" and need > (free := torch.cuda.mem_get_info(where)[0]):
-            raise DeviceMemoryError(f"the weights of {name}", device=where, need=need, free=free)
+        if where.type == "cuda":
+            need = sum(math.prod(shape) for _, _, shape in parts(config)) * config.dtype.itemsize
+            need += engine_bytes(config, where, variant)
+            if need > (free := free_memory(where)):
+                raise DeviceMemoryError(f"the weights of {name}", device=where, need=need, free=free)
         engine = make_engine(load_weights(folder, config, where), variant)
         try:
             codec = TextCodec(folder)
@@ -254,7 +257,7 @@ class Model:
         """
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ArgumentError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer of at least 1.")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else ("",)
         if not all(isinstance(each, str) and each for each in stops):
             raise ArgumentError(f"stop is {stop!r}; it must be a string, or several, none of them empty.")
         if stops:
@@ -299,22 +302,31 @@ class Model:
         if isinstance(prompt, str):
             tokens = self._text("a prompt of text").encode(prompt)
         elif isinstance(prompt, torch.Tensor):
-            if prompt.is_floating_point() or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
+            integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype is torch.bool)
+            if not integers or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
                 got = f"{tuple(prompt.shape)} of {prompt.dtype}"
                 raise ArgumentError(f"prompt is a tensor {got}; it must be [T] or [1, T] of integers: one text at a time.")
             tokens = tuple(prompt.flatten().tolist())
+        elif isinstance(prompt, Iterable):
+            tokens = tuple(map(self._token, prompt))
         else:
-            tokens = tuple(prompt)
+            raise ArgumentError(f"prompt is {type(prompt).__name__}; it must be text, or token ids in a sequence or a tensor.")
         if not tokens and self.config.bos_token_id is not None:
             tokens = (self.config.bos_token_id,)
         if not tokens:
             raise ArgumentError("prompt has no tokens; it must have at least one.")
-        for token in tokens:
-            if not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
-                raise ValueRangeError(
-                    "prompt", got=f"holds {token!r}", want=f"a token is an integer within 0..{self.config.vocab_size - 1}"
-                )
-        return tokens
+        return tuple(map(self._token, tokens))
+
+    def _token(self, value: object) -> int:
+        """A token as an integer, whatever class it came in."""
+        try:
+            token = -1 if isinstance(value, bool) else operator.index(value)  # pyrefly: ignore[bad-argument-type]
+        except TypeError:
+            token = -1
+        if not 0 <= token < self.config.vocab_size:
+            want = f"a token is an integer within 0..{self.config.vocab_size - 1}"
+            raise ValueRangeError("prompt", got=f"holds {value!r}", want=want)
+        return token
 
     def _text(self, what: str) -> TextCodec:
         if self.codec is None:

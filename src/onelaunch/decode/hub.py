@@ -17,16 +17,18 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_model(name: str | Path) -> Path:
-    """The folder of a model: itself, the bundled one's for ``"tiny"``, or where the hub's files were put for ``"owner/name"``.
+    """The folder of a model: the bundled one's for ``"tiny"``, itself, or where the hub's files were put for ``"owner/name"``.
+
+    A folder of the bundled model's name is meant by ``"./tiny"``, or as a ``Path``.
 
     Raises:
         CheckpointError: there is no such folder, and no such repository or no way to reach it.
     """
+    if name == BUNDLED:
+        return Path(__file__).parent / BUNDLED
     folder = Path(name)
     if folder.is_dir():
         return folder
-    if str(name) == BUNDLED:
-        return Path(__file__).parent / BUNDLED
     if not REPOSITORY.fullmatch(str(name)):
         raise CheckpointError(f"there is no folder {name}, and it is no name of the hub, such as Qwen/Qwen3-0.6B")
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,15 +13,16 @@ import torch
 from onelaunch import nvrtc
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.check import Room, check
-from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.config import SIZES, ModelConfig
 from onelaunch.decode.emit import KINDS, PRODUCTS, THREADS, Tuning, launch_of, layout_of, source
+from onelaunch.decode.engine import Arriving
 from onelaunch.decode.memory import ERROR, Constants, Memory
 from onelaunch.decode.packing import pack
 from onelaunch.decode.plan import Phase, Plan
 from onelaunch.decode.rungs import plan_for
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import DecodeStalled
-from onelaunch.hardware import processors
+from onelaunch.hardware import processors, room_for
 
 REGISTERS = 168
 """Of a thread, at most: nine warps share the registers of four partitions."""
@@ -28,20 +31,36 @@ GRAPHS = 4
 """Captured steps that are kept for each model: caches that lie elsewhere."""
 
 
-@functools.lru_cache(maxsize=64)
 def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> Plan:
     """A rung's plan for a device with so many processors; raises :class:`onelaunch.errors.PlanError` if it is not sound there."""
-    plan = plan_for(config, rung, ctas)
-    room = Room(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
-    short = plan_for(config, rung, ctas, 1)
-    check(*((plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)), room=room)
-    return plan
+    _check(ModelConfig(**{name: getattr(config, name) for name in PLANNED}), rung, ctas, tuning)
+    return plan_for(config, rung, ctas)
+
+
+PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
+"""What plans look at of a configuration."""
+
+
+@functools.lru_cache(maxsize=64)
+def _check(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> None:
+    plan, short = plan_for(config, rung, ctas), plan_for(config, rung, ctas, 1)
+    check(*((plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)), room=room_of(plan, tuning, ctas))
+
+
+def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:
+    """What a plan's launch needs, on a device with so many processors."""
+    return Room(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
 
 
 class Kernels:
     """A model, ready to be run by one rung of the ladder: weights repacked, kernel compiled and loaded.
 
-    Launches on one stream follow each other; two streams at once would disturb one another.
+    Launches on one stream follow each other; two streams at once would disturb one another. Texts may take turns: each looks,
+    with :attr:`lock` held, whether it is still the :attr:`owner`, and places itself again where it is not.
+
+    Attributes:
+        owner: whose text the last launch or :meth:`place` left; ``None`` for nobody's, such as after a :meth:`step`.
+        lock: held from that look until what the launch made is on its way.
 
     Args:
         weights: on an NVIDIA GPU.
@@ -50,6 +69,7 @@ class Kernels:
 
     Raises:
         PlanError: the plan cannot run on this device.
+        DeviceMemoryError: there is no room for the weights a second time.
         CompilerMissing, CompileError, DriverError: as :func:`onelaunch.nvrtc.load`.
     """
 
@@ -58,7 +78,9 @@ class Kernels:
         self.weights = weights.map(lambda tensor: tensor)  # another object: what is kept by a model must not keep it alive
         self.device = weights.device
         self.plan = checked_plan(weights.config, rung, processors(weights.device), tuning)
-        self.memory = Memory(self.plan, _constants(weights, self.plan), weights.config.max_position_embeddings)
+        constants = _constants(weights, self.plan)
+        with room_for("what the CTAs of a launch tell each other", self.device):
+            self.memory = Memory(self.plan, constants, weights.config.max_position_embeddings)
         alone: tuple[Phase | None, ...] = self.plan.phases() if self.plan.separate else (None,)
         self._functions = {
             phase and phase.op: nvrtc.load(
@@ -67,21 +89,50 @@ class Kernels:
             )
             for phase in alone
         }  # fmt: skip
+        self.owner: object = None
+        self.lock = threading.RLock()
+        self._noted: Arriving | None = None
         self._graphs: OrderedDict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = OrderedDict()
 
     def step(self, token: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Logits ``[V]`` float32 after a token ``[1]`` int64 at position ``cache.length``, whose row of the cache is written."""
-        if not self.plan.separate or torch.cuda.is_current_stream_capturing():
-            logits = torch.empty(self.weights.config.vocab_size, device=self.device)
-            self._launch(self.memory.arguments(cache, logits, token), cache, 1, cache.length)
-            return logits
-        self.place(cache.length, token)
-        return self.tokens(cache, 1).clone()
+        """Logits ``[V]`` float32 after a token ``[1]`` int64 at position ``cache.length``, whose row of the cache is written.
 
-    def place(self, position: int, token: torch.Tensor) -> None:
-        """Says where a text stands: its position, and the token ``[1]`` there."""
+        The text that was placed is nobody's afterwards. Nothing here waits for the device: a launch that gave up is seen by
+        :meth:`note`, or by the first step that finds the news there.
+
+        Raises:
+            DecodeStalled: an earlier step gave up.
+        """
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        with self.lock:
+            if self._noted is not None and not capturing and self._noted.arrived():
+                self.note()()
+            self.owner = None
+            if not self.plan.separate or capturing:
+                logits = torch.empty(self.weights.config.vocab_size, device=self.device)
+                self._launch(self.memory.arguments(cache, logits, token), cache, 1, cache.length)
+            else:
+                self.place(cache.length, token)
+                logits = self.tokens(cache, 1).clone()
+            if not capturing:
+                self._noted = Arriving(self.memory.state)
+            return logits
+
+    def note(self) -> Callable[[], None]:
+        """What waits until the last step is done, and raises :class:`DecodeStalled` if it gave up."""
+        noted = self._noted
+
+        def heed() -> None:
+            if noted is not None:
+                self.check(*noted.wait())
+
+        return heed
+
+    def place(self, position: int, token: torch.Tensor, owner: object = None) -> None:
+        """Says where a text stands, and whose it is: its position, and the token ``[1]`` there."""
         self.memory.state[:1].fill_(position)
-        self.memory.tokens[position : position + 1].copy_(token)
+        self.memory.tokens[position : position + 1].copy_(token, non_blocking=True)
+        self.owner = owner
 
     def tokens(self, cache: KVCache, count: int) -> torch.Tensor:
         """Makes so many tokens, always the likeliest, from where the last launch or :meth:`place` left the text.
@@ -104,7 +155,9 @@ class Kernels:
             state: a copy of ``memory.state`` on the host; by default what the device has once all is done.
         """
         if int((self.memory.state if state is None else state)[ERROR]):
-            self.memory.reset()
+            with self.lock:
+                self.memory.reset()
+                self.owner = self._noted = None
             raise DecodeStalled(self.plan.rung)
 
     def _launch(self, arguments: list[torch.Tensor | None], cache: KVCache, count: int, position: int) -> None:
@@ -121,7 +174,9 @@ class Kernels:
         if key not in self._graphs:
             logits = torch.empty(self.weights.config.vocab_size, device=self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # by default, a stream of the device that captured first, and an error for what any other thread does meanwhile
+            stream = torch.cuda.Stream(self.device)
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._launch(self.memory.arguments(cache, logits), cache, 1, -1)
             self._graphs[key] = graph, logits
             while len(self._graphs) > GRAPHS:
@@ -146,6 +201,9 @@ class _Made:
 
 _MADE: WeakKeyDictionary[Weights, _Made] = WeakKeyDictionary()
 
+_MAKING = threading.Lock()
+"""Two threads that begin at once would repack a model twice."""
+
 
 def _made(weights: Weights) -> _Made:
     """Of these weights as they are now."""
@@ -160,13 +218,16 @@ def _constants(weights: Weights, plan: Plan) -> Constants:
     key = (plan.ctas, *(phase.shares[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS))
     kept = _made(weights).constants
     if key not in kept:
-        kept[key] = Constants.of(weights.map(lambda tensor: tensor), pack(weights, plan), weights.config.max_position_embeddings)
+        with room_for("the weights in the order of their use", weights.device):
+            stream = pack(weights, plan)
+            kept[key] = Constants.of(weights.map(lambda tensor: tensor), stream, weights.config.max_position_embeddings)
     return kept[key]
 
 
 def kernels_for(weights: Weights, rung: str) -> Kernels:
     """The kernels of a rung for a model, kept as long as the model, and made anew once its weights were written to."""
-    kept = _made(weights).kernels
-    if rung not in kept:
-        kept[rung] = Kernels(weights, rung)
-    return kept[rung]
+    with _MAKING:
+        kept = _made(weights).kernels
+        if rung not in kept:
+            kept[rung] = Kernels(weights, rung)
+        return kept[rung]

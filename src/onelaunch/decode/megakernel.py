@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 import torch
 
 from onelaunch import nvrtc
-from onelaunch.decode.cache import KVCache
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
-from onelaunch.decode.engine import Engine, Request, TorchEngine
-from onelaunch.decode.model import prefill
+from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine
+from onelaunch.decode.packing import stream_bytes
 from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import PlanError
@@ -46,45 +46,36 @@ class KernelEngine(TorchEngine):
         if not request.sampling.greedy or request.sampling.repetition_penalty != 1:
             yield from super().run(request)
             return
-        from onelaunch.decode.launch import kernels_for
-
-        kernels = kernels_for(self.weights, self.variant)
-        prompt = torch.tensor(request.prompt, device=self.weights.device)
-        cache = self._room(KVCache.empty(self.config, len(prompt), self.weights.device), len(prompt))
-        logits, cache = prefill(self.weights, prompt, cache)
-        token = logits.argmax()[None]
-        kernels.place(cache.length, token)
-        batches, made = deque([_Batch(kernels, cache.length, 1)]), 1
+        kernels, text = self._kernels(), object()
+        logits, cache = self._read(torch.tensor(request.prompt, device=self.weights.device))
+        last, made = logits.argmax()[None], 1
+        batches = deque([Arriving(last, torch.zeros_like(kernels.memory.state))])  # no launch has made it
         while batches:
             while len(batches) < 2 and made < request.max_new_tokens:  # the device makes some while the host hands out others
                 count = min(BATCH, request.max_new_tokens - made)
                 cache = self._room(cache, cache.length + count)
-                kernels.tokens(cache, count)
-                cache, made = cache.with_length(cache.length + count), made + count
-                batches.append(_Batch(kernels, cache.length + 1 - count, count))
-            for known in batches.popleft().wait():
+                with kernels.lock:
+                    if kernels.owner is not text:  # at first, or because another text came between
+                        kernels.place(cache.length, last, text)
+                    kernels.tokens(cache, count)
+                    cache, made = cache.with_length(cache.length + count), made + count
+                    new = kernels.memory.tokens[cache.length + 1 - count : cache.length + 1]
+                    batches.append(Arriving(new, kernels.memory.state))
+                last = batches[-1].copies[0][-1:]  # may be still on its way; whatever reads it on the device comes behind
+            tokens, state = batches.popleft().wait()
+            kernels.check(state)
+            for known in tokens.tolist():
                 yield known
                 if known in request.ends:
                     return
 
+    def _kernels(self) -> Kernels:
+        from onelaunch.decode import launch  # with NumPy
 
-class _Batch:
-    """Tokens on their way to the host, with the kernel's word whether all went well."""
+        return launch.kernels_for(self.weights, self.variant)
 
-    def __init__(self, kernels: Kernels, position: int, count: int) -> None:
-        found = (kernels.memory.tokens[position : position + count], kernels.memory.state)
-        self._kernels = kernels
-        self._tokens, self._state = (torch.empty(len(each), dtype=each.dtype, pin_memory=True) for each in found)
-        self._tokens.copy_(found[0], non_blocking=True)
-        self._state.copy_(found[1], non_blocking=True)
-        self._there = torch.cuda.Event()
-        self._there.record(torch.cuda.current_stream(kernels.device))
-
-    def wait(self) -> list[int]:
-        """Raises :class:`onelaunch.errors.DecodeStalled`."""
-        self._there.synchronize()
-        self._kernels.check(self._state)
-        return self._tokens.tolist()
+    def _note(self) -> Callable[[], None] | None:
+        return self._kernels().note()
 
 
 def make_engine(rung: str, weights: Weights) -> Engine:
@@ -109,22 +100,32 @@ def config_in(query: Query) -> ModelConfig:
 
 
 @functools.lru_cache(maxsize=256)
-def what_plans_hold(rung: str, config: ModelConfig, ctas: int) -> str | None:
-    """Why a rung has no sound plan for a model on a device with so many processors."""
-    from onelaunch.decode.emit import Tuning
-    from onelaunch.decode.launch import checked_plan
+def not_resident(rung: str, config: ModelConfig, ctas: int) -> str | None:
+    """Why a rung's CTAs cannot run all at once on a device with so many processors.
 
+    That alone depends on the device; order is proved when a rung is asked for, at the making of its kernels, and not of all six.
+    """
+    from onelaunch.decode.check import check_room
+    from onelaunch.decode.emit import Tuning
+    from onelaunch.decode.launch import room_of
+
+    plan = plan_for(config, rung, ctas)
     try:
-        checked_plan(config, rung, ctas, Tuning())
+        check_room(plan, room_of(plan, Tuning(), ctas))
     except PlanError as error:
         return f"has no sound plan here: {error.problem}"
     return None
 
 
+def needs_numpy(_: Query) -> str | None:
+    """The check of plans is made of it; PyTorch comes without."""
+    return None if importlib.util.find_spec("numpy") else "needs numpy: pip install 'onelaunch[decode]'"
+
+
 def has_a_plan(rung: str, query: Query) -> str | None:
     """Sizes that the kernels are written for, and CTAs that can all be resident."""
     config = config_in(query)
-    return unsupported(config) or what_plans_hold(rung, config, processors(torch.device(query.device)))
+    return unsupported(config) or not_resident(rung, config, processors(torch.device(query.device)))
 
 
 MODELS = {
@@ -159,9 +160,10 @@ for name, rung in RUNGS.items():
     variant = decode_step.variant(
         name, launches=None if rung.separate else 1, fuses=() if rung.separate else ("token",), backward=False,
         architectures=ARCHITECTURES, barriers=plan_for(MODELS["Qwen3-0.6B"], name, PROCESSORS).barriers(),
-        engine=functools.partial(make_engine, name),
+        engine=functools.partial(make_engine, name), engine_bytes=stream_bytes,
     )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
     variant.summary = rung.summary
     variant.supports(needs_hopper)
+    variant.supports(needs_numpy)
     variant.supports(functools.partial(has_a_plan, name))
     variant.kernels(functools.partial(builds, name))

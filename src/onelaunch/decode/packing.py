@@ -14,6 +14,7 @@ import torch
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.emit import PRODUCTS, WARPS, depth
 from onelaunch.decode.plan import GRANULE, STEP, TILE, Op, Plan, padded, passes
+from onelaunch.decode.rungs import tiles
 from onelaunch.decode.weights import LayerWeights, Weights
 
 CHANNELS = STEP // WARPS
@@ -86,6 +87,12 @@ def run_granules(plan: Plan, cta: int) -> int:
     return layer * plan.config.num_hidden_layers + granules(plan, "lm_head", cta)
 
 
+def stream_bytes(config: ModelConfig) -> int:
+    """Of a model's stream, however it is cut."""
+    sizes = {op: tiles(config, op) * (padded(columns(config, op)) // STEP) * GRANULE for op in PRODUCTS}
+    return sizes.pop("lm_head") + config.num_hidden_layers * sum(sizes.values())
+
+
 def pack(weights: Weights, plan: Plan) -> Stream:
     """A model's weights for the CTAs of a plan. Plans with the same number of CTAs share a stream."""
     sizes = [run_granules(plan, cta) for cta in range(plan.ctas)]
@@ -96,10 +103,10 @@ def pack(weights: Weights, plan: Plan) -> Stream:
     deep = depth(plan.config)
     work: list[tuple[LayerWeights | None, Op]] = [(layer, op) for layer in weights.layers for op in PRODUCTS[:-1]]
     for layer, op in [*work, (None, PRODUCTS[-1])]:
-        tiles = in_tiles(matrix(weights, layer, op), row_order(plan.config, op))
+        found = in_tiles(matrix(weights, layer, op), row_order(plan.config, op))
         for cta, share in enumerate(plan.phase(op).shares):
             for begin, end in passes(share.units):
-                part = tiles[share.begin + begin : share.begin + end]
+                part = found[share.begin + begin : share.begin + end]
                 part = part.unflatten(1, (-1, deep)).transpose(0, 1)  # [steps / depth, tiles, depth, warps, 8, 32]
                 data[at[cta] : at[cta] + part.numel()].view(part.shape).copy_(part)
                 at[cta] += part.numel()

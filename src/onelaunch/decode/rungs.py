@@ -55,11 +55,6 @@ RUNGS = {
 }
 
 
-def used_splits(plan_splits: int, positions: int) -> int:
-    """CTAs that share so many positions of a key head."""
-    return max(1, min(plan_splits, -(-positions // POSITIONS)))
-
-
 def unsupported(config: ModelConfig) -> str | None:
     """Why there are no kernels for a model, in words that complete "it ...", or ``None``."""
     if config.attention_bias:

@@ -1,7 +1,7 @@
 """From logits to a token, in tensors on their device: nothing here waits for the device.
 
-The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state: any device, and a
-kernel that never asks the host, draws the same ones.
+The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state: any device draws the
+same ones. Kernels of our own take the likeliest token only; what is drawn here goes step by step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 from onelaunch.errors import ArgumentError
 
 LARGEST_SEED = 2**63 - 1
+
+COLDEST = 1e-30
+"""Temperature below which nothing changes: 1 over it is still a number in float32, and only the likeliest is left."""
 
 Word = TypeVar("Word", int, torch.Tensor)
 """A number on the host, or integers on a device."""
@@ -115,8 +118,11 @@ def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.
 
 
 def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits ``[V]`` over the temperature, ``-inf`` where top-k, top-p or min-p leave a token out; the likeliest always stays."""
-    logits = logits / sampling.temperature
+    """Logits ``[V]`` over the temperature, ``-inf`` where top-k, top-p or min-p leave a token out; the likeliest always stays.
+
+    The largest is taken from all first, so that none of them overflows however low the temperature is.
+    """
+    logits = (logits - logits.max()) / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
     if sampling.top_p < 1:

@@ -7,6 +7,7 @@ holds the position, and a mask hides the rest. What is captured reads and writes
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -131,13 +132,14 @@ class _Captured:
     def of(cls, call: DecodeCall, layer: Part, head: Part, window: int) -> _Captured:
         with torch.cuda.device(call.token.device):
             token, position = call.token.clone(), torch.full_like(call.token, call.position)
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream(call.token.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles, and asks for all workspaces, outside of the graph
                 step(layer, head, call.weights, token, position, call, window)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # by default, a stream of the device that captured first, and an error for what any other thread does meanwhile
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 logits = step(layer, head, call.weights, token, position, call, window)
         return cls(graph, token, position, logits)
 
@@ -151,17 +153,21 @@ class _Captured:
 _GRAPHS: WeakKeyDictionary[Weights, OrderedDict[tuple[object, ...], _Captured]] = WeakKeyDictionary()
 """Per model; a cache that lies where another lay, in the same shape, is served by the same graph."""
 
+_LOCK = threading.Lock()
+"""Texts that threads read share a graph's memory."""
+
 
 def _replay(call: DecodeCall, layer: Part, head: Part) -> torch.Tensor:
     """Logits of a call by a captured step; without CUDA, or while somebody else captures, by the step itself."""
     window = window_of(call.position, call.cache.capacity)
     if call.token.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return step(layer, head, call.weights, call.token, torch.full_like(call.token, call.position), call, window)
-    kept = _GRAPHS.setdefault(call.weights, OrderedDict())
-    key = (layer, window, call.cache.capacity, call.cache.keys.data_ptr(), call.cache.values.data_ptr())
-    if key not in kept:
-        kept[key] = _Captured.of(call, layer, head, window)
-        while len(kept) > GRAPHS:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key].replay(call)
+    with _LOCK:
+        kept = _GRAPHS.setdefault(call.weights, OrderedDict())
+        key = (layer, window, call.cache.capacity, call.cache.keys.data_ptr(), call.cache.values.data_ptr())
+        if key not in kept:
+            kept[key] = _Captured.of(call, layer, head, window)
+            while len(kept) > GRAPHS:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return kept[key].replay(call)
