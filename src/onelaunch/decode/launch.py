@@ -58,7 +58,9 @@ class Kernels:
         self.weights = weights.map(lambda tensor: tensor)  # another object: what is kept by a model must not keep it alive
         self.device = weights.device
         self.plan = checked_plan(weights.config, rung, processors(weights.device), tuning)
-        self.memory = Memory(self.plan, _constants(weights, self.plan), weights.config.max_position_embeddings)
+        self.memory = Memory(
+            self.plan, _constants(weights, self.plan), weights.config.max_position_embeddings, stamps=tuning.stamps
+        )
         alone: tuple[Phase | None, ...] = self.plan.phases() if self.plan.separate else (None,)
         self._functions = {
             phase and phase.op: nvrtc.load(

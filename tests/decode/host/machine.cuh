@@ -145,6 +145,7 @@ DEVICE char* shared_memory() {
 DEVICE int cta_index() { return host::now->cta; }
 DEVICE int thread_index() { return host::now->thread; }
 DEVICE long long ticks() { return host::clock << 16; }
+DEVICE u64 nanoseconds() { return host::clock << 15; }
 DEVICE void breathe() { host::yield(); }
 
 DEVICE void ring_init(u64* bar, u32 count) { *(host::Bar*)bar = {0, count, count, 0}; }

@@ -214,6 +214,7 @@ DEVICE void attend(Worker& w) {
       turn_heads(w, queries, key_value);
       if (newest) cache_key_value(w, head, key_value);
     }
+    w.mark(ATTENTION, READY);
     float query[GROUP][8];
 #pragma unroll
     for (int g = 0; g < GROUP; ++g)
@@ -233,6 +234,7 @@ DEVICE void attend(Worker& w) {
       }
     }
     combine(w, f, unit);
+    w.mark(ATTENTION, DONE);
     w.meet();  // shared memory is free again
   }
 }
@@ -242,11 +244,13 @@ DEVICE void turn(Worker& w) {
   float *queries = w.s.heads + HEAD_WORDS, *key_value = queries + GROUP * HEAD;
   for (int head = w.begin(ROPE); head < w.end(ROPE); ++head) {
     gather_heads(w, head);
+    w.mark(ROPE, READY);
     turn_heads(w, queries, key_value);
     cache_key_value(w, head, key_value);
     for (int at = w.thread; at < GROUP * HEAD; at += WORKERS_THREADS)
       put(w.a.words + QUERIES + head * GROUP * HEAD + at, queries[at], w.use);
     w.meet();
+    w.mark(ROPE, DONE);
   }
 }
 

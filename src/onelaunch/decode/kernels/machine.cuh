@@ -10,6 +10,11 @@ DEVICE char* shared_memory() { return dynamic_shared; }
 DEVICE int cta_index() { return blockIdx.x; }
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE long long ticks() { return clock64(); }
+DEVICE u64 nanoseconds() {
+  u64 v;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+  return v;
+}
 DEVICE void breathe() {}
 
 // Barriers in shared memory, by pointer. A wait gives up now and then, to look whether all is well.

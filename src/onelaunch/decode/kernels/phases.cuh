@@ -143,6 +143,7 @@ DEVICE void next_token(Worker& w) {
   }
   w.meet();
   w.here = *w.s.token;
+  w.mark(SHARES, READY), w.mark(SHARES, DONE);
 }
 
 #include "order.cuh"

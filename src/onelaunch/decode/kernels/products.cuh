@@ -54,6 +54,7 @@ DEVICE float sum_of_row(const Worker& w, int row) {
 template <int COLUMNS, int TILES, class Apply>
 DEVICE void product_of(Worker& w, int phase, Apply apply) {
   const int begin = w.begin(phase), count = w.end(phase) - begin, groups = groups_of(count);
+  w.mark(phase, READY);
   for (int group = 0; group < groups; ++group) {
     const int first = group * count / groups, tiles = (group + 1) * count / groups - first;
     multiply<COLUMNS, TILES>(w, tiles);
@@ -61,4 +62,5 @@ DEVICE void product_of(Worker& w, int phase, Apply apply) {
     if (w.thread < tiles * TILE) apply((begin + first) * TILE + w.thread, first * TILE + w.thread, w.thread);
     w.parity ^= 1;  // so that sums are read while others already multiply
   }
+  w.mark(phase, DONE);
 }

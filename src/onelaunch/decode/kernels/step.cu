@@ -22,6 +22,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 enum { QKV, O, GATE_UP, DOWN, LM_HEAD, ATTENTION, ROPE, NORM, SHARES };       // rows of the table of shares
 enum { POSITION, USES, TOKENS, BARRIERS, ERROR, STATE_WORDS };                // words of state
+enum { TICKS_BEGIN, TIME_BEGIN, TICKS_END, TIME_END, MARKS };                 // behind them if STAMPED, for each CTA: of a token; then
+enum { READY, DONE, MARKS_OF_A_PHASE };                                       // [LAYERS + 1][SHARES + 1] of these, in ticks
 
 typedef unsigned short u16;
 

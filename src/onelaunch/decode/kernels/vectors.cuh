@@ -26,6 +26,17 @@ struct Worker {
   DEVICE void meet() const { workers_meet(WORKERS_THREADS); }
   DEVICE int begin(int what) const { return share[2 * what]; }
   DEVICE int end(int what) const { return share[2 * what + 1]; }
+  // When the last token came where, if the kernel was asked to say so. Thread 0's clock; the next token has the phase SHARES.
+  DEVICE void stamp(int at, u32 v) const {
+    if constexpr (STAMPED)
+      if (thread == 0) a.state[STATE_WORDS + cta * (MARKS + (LAYERS + 1) * (SHARES + 1) * MARKS_OF_A_PHASE) + at] = v;
+  }
+  DEVICE void mark(int phase, int what) const {
+    if constexpr (STAMPED) stamp(MARKS + (layer * (SHARES + 1) + phase) * MARKS_OF_A_PHASE + what, (u32)ticks());
+  }
+  DEVICE void mark_token(int at) const {
+    if constexpr (STAMPED) stamp(at, (u32)ticks()), stamp(at + 1, (u32)nanoseconds());
+  }
   // CTAs that share the positions of a key head.
   DEVICE int used() const {
     const int wanted = (position + POSITIONS) / POSITIONS;
@@ -37,6 +48,7 @@ struct Worker {
 
   // The part of the residual stream that is this CTA's, kept over the layers.
   DEVICE void begin_token() {
+    mark_token(TICKS_BEGIN);
     const int first = begin(O) * TILE, rows = (end(O) - begin(O)) * TILE;
     for (int row = thread; row < rows; row += WORKERS_THREADS) s.own[row] = as_float((u32)embedded()[first + row] << 16);
     passed = 0;
@@ -45,6 +57,7 @@ struct Worker {
     ++position, ++token, ++made;
     if (left) drop();
     meet();
+    mark_token(TICKS_END);
   }
   DEVICE void end_launch() {  // all have long read what they began with
     if (cta || thread) return;
