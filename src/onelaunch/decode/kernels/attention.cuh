@@ -254,50 +254,73 @@ DEVICE void turn(Worker& w) {
   }
 }
 
-// What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums.
+// What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 8 channels
+// of a head, those of PARTS parts on their way at once: there are no registers for more.
+constexpr int PARTS = SPLITS < 4 ? SPLITS : 4;
+
 DEVICE void gather_found(Worker& w) {
   const int used = w.used();
 #pragma unroll 1
-  for (int column = 4 * w.thread; column < padded(QUERY); column += 4 * WORKERS_THREADS) {
-    float4 v = {0, 0, 0, 0};
+  for (int column = 8 * afresh(w.thread); column < padded(QUERY); column += 8 * WORKERS_THREADS) {
+    float4 sums[2] = {};
     if (column < QUERY) {
       const int head = column / HEAD, g = head % GROUP;
       const float* slot = w.a.words + PARTIAL + head / GROUP * SPLITS * SLOT;
-      const float *values = slot + g * HEAD + column % HEAD, *logs = slot + GROUP * HEAD + g;
-      float4 parts[SPLITS];
-      float weights[SPLITS], most = NOTHING, sum = 0;
-      auto fetch = [&] {  // all at once
-        bool there = true;
+      float most = NOTHING, sum = 0;
+#pragma unroll 1
+      for (int first = 0; first < used; first += PARTS, slot += PARTS * SLOT) {
+        uint4 parts[PARTS][2];
+        float weights[PARTS];
+        auto fetch = [&] {
+          u32 logs[PARTS];
+          bool there = true;
 #pragma unroll
-        for (int part = 0; part < SPLITS; ++part) {
-          if (part >= used) continue;
-          uint4 value;
-          u32 log;
-          if constexpr (TAGGED) {
-            value = load_relaxed((const uint4*)(values + part * SLOT)), log = load_relaxed((const u32*)(logs + part * SLOT));
-            there &= tagged(value, tag_of(w.use)) && ((log ^ w.use) & 3) == 0;
-          } else {
-            value = load_plain((const uint4*)(values + part * SLOT)), log = as_bits(logs[part * SLOT]);
+          for (int part = 0; part < PARTS; ++part) {
+            if (first + part >= used) continue;
+            const uint4* values = (const uint4*)(slot + part * SLOT + g * HEAD + column % HEAD);
+            const float* log = slot + part * SLOT + GROUP * HEAD + g;
+            parts[part][0] = TAGGED ? load_relaxed(values) : load_plain(values);
+            parts[part][1] = TAGGED ? load_relaxed(values + 1) : load_plain(values + 1);
+            logs[part] = TAGGED ? load_relaxed((const u32*)log) : as_bits(*log);
           }
-          parts[part] = bare(value), weights[part] = bare(log);
+#pragma unroll
+          for (int part = 0; part < PARTS; ++part) {
+            if (first + part >= used) continue;
+            there &= tagged(parts[part][0], tag_of(w.use)) && tagged(parts[part][1], tag_of(w.use)) && ((logs[part] ^ w.use) & 3) == 0;
+            weights[part] = bare(logs[part]);
+          }
+          return there;
+        };
+        if constexpr (TAGGED)
+          await(w.a, w.s, fetch);
+        else
+          fetch();
+        float larger = most;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+          if (first + part < used) larger = fmaxf(larger, weights[part]);
+        const float by = exp2f(most - larger);
+        most = larger, sum *= by;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * by, sums[i].y * by, sums[i].z * by, sums[i].w * by};
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+          if (first + part >= used) continue;
+          const float weight = exp2f(weights[part] - most);
+          sum += weight;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float4 p = bare(parts[part][i]);
+            sums[i] = {sums[i].x + weight * p.x, sums[i].y + weight * p.y, sums[i].z + weight * p.z, sums[i].w + weight * p.w};
+          }
         }
-        return there;
-      };
-      await(w.a, w.s, fetch);
-#pragma unroll
-      for (int part = 0; part < SPLITS; ++part)
-        if (part < used) most = fmaxf(most, weights[part]);
-#pragma unroll
-      for (int part = 0; part < SPLITS; ++part) {
-        if (part >= used) continue;
-        const float weight = exp2f(weights[part] - most);
-        const float4 p = parts[part];
-        sum += weight;
-        v = {v.x + weight * p.x, v.y + weight * p.y, v.z + weight * p.z, v.w + weight * p.w};
       }
-      v = {v.x / sum, v.y / sum, v.z / sum, v.w / sum};
+      const float whole = 1.0f / sum;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * whole, sums[i].y * whole, sums[i].z * whole, sums[i].w * whole};
     }
-    lay(w, column, v);
+    lay(w, column, sums[0]);
+    lay(w, column + 4, sums[1]);
   }
   w.scale = 1.0f;
   w.meet();

@@ -90,6 +90,11 @@ DEVICE void let_next_launch_begin() { let_later_launches_begin(); }
 
 // Numbers.
 
+// The same, of which the compiler knows nothing: what is made of it is made here, and not kept in registers from layer to layer.
+DEVICE int afresh(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 DEVICE float as_float(u32 v) { return __uint_as_float(v); }
 DEVICE u32 as_bits(float v) { return __float_as_uint(v); }
 // Two numbers rounded to bfloat16, the first in the lower half.

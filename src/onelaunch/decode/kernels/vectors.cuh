@@ -111,6 +111,29 @@ DEVICE bool tagged(const uint4& v, u32 tag) {
 // Without their tags: results must not depend on how often the kernel has run.
 DEVICE float bare(u32 v) { return as_float(TAGGED ? v & ~3u : v); }
 DEVICE float4 bare(const uint4& v) { return {bare(v.x), bare(v.y), bare(v.z), bare(v.w)}; }
+// Quads of words, at(i) each or nowhere: all on their way at once, and only those asked for again that are not there yet.
+template <int COUNT, class At>
+DEVICE void take(Worker& w, uint4 (&v)[COUNT], u32 use, At at) {
+  bool missing[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) missing[i] = at(i) != nullptr;
+  auto all_there = [&] {
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (missing[i]) v[i] = TAGGED ? load_relaxed((const uint4*)at(i)) : load_plain((const uint4*)at(i));
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      if constexpr (TAGGED) missing[i] = missing[i] && !tagged(v[i], tag_of(use));
+      there &= !missing[i];
+    }
+    return there;
+  };
+  if constexpr (TAGGED)
+    await(w.a, w.s, all_there);
+  else
+    all_there();
+}
 DEVICE float4 take(Worker& w, const float* at, u32 use) {
   uint4 v;
   if constexpr (TAGGED)
@@ -131,11 +154,35 @@ DEVICE void lay(Worker& w, int column, float4 v) {
 }
 DEVICE constexpr int padded(int columns) { return (columns + STEP - 1) / STEP * STEP; }
 
+// apply(column, 4 numbers, their factors) over a vector of words, or a row of bfloat16 if there is one, and zeros up to a whole step.
+template <int COLUMNS, class Use>
+DEVICE void for_columns(Worker& w, const float* from, const u16* row, const u16* factors, u32 use, Use apply) {
+  constexpr int AT_ONCE = 4 * WORKERS_THREADS, QUADS = (padded(COLUMNS) + AT_ONCE - 1) / AT_ONCE, TOGETHER = QUADS < 8 ? QUADS : 8;
+#pragma unroll 1
+  for (int first = 4 * afresh(w.thread); first < padded(COLUMNS); first += TOGETHER * AT_ONCE) {
+    uint4 v[TOGETHER];
+    uint2 f[TOGETHER];
+    auto inside = [&](int i) { return COLUMNS % (TOGETHER * AT_ONCE) == 0 || first + i * AT_ONCE < COLUMNS; };
+    if (factors) {
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+        if (inside(i)) f[i] = *(const uint2*)(factors + first + i * AT_ONCE);
+    }
+    if (!row) take(w, v, use, [&](int i) { return inside(i) ? from + first + i * AT_ONCE : nullptr; });
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+      const int column = first + i * AT_ONCE;
+      if (inside(i))
+        apply(column, row ? load_bf16(row + column) : bare(v[i]), factors ? widen(f[i]) : float4{1, 1, 1, 1});
+      else if (column < padded(COLUMNS))
+        apply(column, float4{0, 0, 0, 0}, float4{0, 0, 0, 0});
+    }
+  }
+}
 // As it is.
 template <int COLUMNS>
 DEVICE void gather(Worker& w, const float* from, u32 use) {
-  for (int column = 4 * w.thread; column < padded(COLUMNS); column += 4 * WORKERS_THREADS)
-    lay(w, column, column < COLUMNS ? take(w, from + column, use) : float4{0, 0, 0, 0});
+  for_columns<COLUMNS>(w, from, nullptr, nullptr, use, [&](int column, float4 v, float4) { lay(w, column, v); });
   w.scale = 1.0f;
   w.meet();
 }
@@ -157,16 +204,10 @@ DEVICE float sum_of_all(Worker& w, float v) {
 template <class Use>
 DEVICE void for_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use, Use apply) {
   float squares = 0;
-  for (int column = 4 * w.thread; column < padded(HIDDEN); column += 4 * WORKERS_THREADS) {
-    float4 v = {0, 0, 0, 0};
-    if (column < HIDDEN) {
-      const float4 f = load_bf16(factors + column);
-      v = row ? load_bf16(row + column) : take(w, from + column, use);
-      squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-      v = {v.x * f.x, v.y * f.y, v.z * f.z, v.w * f.w};
-    }
-    apply(column, v);
-  }
+  for_columns<HIDDEN>(w, from, row, factors, use, [&](int column, float4 v, float4 f) {
+    squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    apply(column, {v.x * f.x, v.y * f.y, v.z * f.z, v.w * f.w});
+  });
   w.scale = rsqrtf(sum_of_all(w, squares) / HIDDEN + EPS);
 }
 DEVICE void gather_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use) {
