@@ -107,6 +107,6 @@ def test_stamps_say_where_a_token_waits_and_change_nothing_else(rung, libraries)
     total = sum(passes[name] * (time.waits + time.works) for name, time in times.items())
     assert 0.5 * span < total < 1.5 * span, "phases make up the token"
     with pytest.raises(ValueError, match="without Tuning"):
-        phase_times(plan, memory.state[:5])
+        phase_times(plan, memory.state[:4])
     with pytest.raises(ValueError, match="a launch for each phase"):
         phase_times(plan_for(TINY, "graph", 4), memory.state)

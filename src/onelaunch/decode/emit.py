@@ -69,9 +69,9 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         "SUMS": 2 * WARPS * MOST_TILES * TILE * 4,
         "OWN": own * 4,
         "SQUARES": WARPS * 4,
-        "HEADS": ((group + 2) * head + group * head + 2 * head) * 4,
-        "TURNS": 3 * head * 4,
-        "FOUND": WARPS * group * (head + 2) * 4,
+        "ROTATION": head * 4,
+        "FOUND": WARPS * group * (head + 4) * 4,
+        "NEWEST": 2 * head * 4,
         "WINNERS": WARPS * 8,
     }
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256

@@ -14,8 +14,8 @@ from onelaunch.decode.rope import rotation
 from onelaunch.decode.stamps import stamp_words
 from onelaunch.decode.weights import Weights
 
-STATE_WORDS, ERROR = 5, 4
-"""Position, uses, tokens, barriers, error: as the kernel counts them."""
+STATE_WORDS, ERROR = 4, 3
+"""Position, tokens, barriers, error: as the kernel counts them."""
 
 COUNTER_WORDS = 32
 """A counter stands alone in 128 bytes."""

@@ -5,13 +5,10 @@ struct Worker {
   const Arguments& a;
   Shared& s;
   const int* share;
-  const int thread, warp, lane, cta;
+  int thread, warp, lane;
   int layer = 0, position;
-  u32 use;       // of the buffers of layers, counted on over launches: LAYERS in a token
-  u32 token;     // likewise, of those of the tail
+  u32 token;     // use of the tail's buffers, counted on over launches
   u32 met;       // barriers over the grid
-  int here;      // the token that is processed
-  int made = 0;  // tokens, in this launch
   float scale = 1.0f;  // of the products: one over the vector's norm
   Ring ring;
   int left = 0;     // granules of the chunk at hand
@@ -19,17 +16,20 @@ struct Worker {
   int parity = 0;   // of sums
 
   DEVICE Worker(const Arguments& a, Shared& s, const int* share)
-      : a(a), s(s), share(share), thread(thread_index()), warp(thread_index() / 32), lane(thread_index() % 32), cta(cta_index()),
-        position(a.position < 0 ? (int)a.state[POSITION] : a.position), use(a.state[USES] + 1), token(a.state[TOKENS] + 1), met(a.state[BARRIERS]) {
-    here = a.first ? (int)*a.first : a.tokens[position];
+      : a(a), s(s), share(share), thread(thread_index()), warp(thread_index() / 32), lane(thread_index() % 32),
+        position(a.position < 0 ? (int)a.state[POSITION] : a.position), token(a.state[TOKENS] + 1), met(a.state[BARRIERS]) {
+    *s.token = a.first ? (int)*a.first : a.tokens[position];  // the token that is processed; all threads say the same
   }
+  // Before each phase, and within attention: addresses made of these are then made in it, and not kept in registers from layer to layer.
+  DEVICE void refresh() { thread = afresh(thread), warp = thread / 32, lane = thread % 32; }
   DEVICE void meet() const { workers_meet(WORKERS_THREADS); }
+  DEVICE u32 use() const { return (token - 1) * LAYERS + layer + 1; }  // of the buffers of layers
   DEVICE int begin(int what) const { return share[2 * what]; }
   DEVICE int end(int what) const { return share[2 * what + 1]; }
   // When the last token came where, if the kernel was asked to say so. Thread 0's clock; the next token has the phase SHARES.
   DEVICE void stamp(int at, u32 v) const {
     if constexpr (STAMPED)
-      if (thread == 0) a.state[STATE_WORDS + cta * (MARKS + (LAYERS + 1) * (SHARES + 1) * MARKS_OF_A_PHASE) + at] = v;
+      if (thread == 0) a.state[STATE_WORDS + cta_index() * (MARKS + (LAYERS + 1) * (SHARES + 1) * MARKS_OF_A_PHASE) + at] = v;
   }
   DEVICE void mark(int phase, int what) const {
     if constexpr (STAMPED) stamp(MARKS + (layer * (SHARES + 1) + phase) * MARKS_OF_A_PHASE + what, (u32)ticks());
@@ -42,29 +42,30 @@ struct Worker {
     const int wanted = (position + POSITIONS) / POSITIONS;
     return wanted < SPLITS ? wanted : SPLITS;
   }
-  DEVICE const u16* layer_norms() const { return a.norms + (long long)layer * (2 * HIDDEN + 2 * HEAD); }
-  DEVICE const u16* embedded() const { return a.embedding + (long long)here * HIDDEN; }
-  DEVICE long long cached(int head) const { return ((long long)layer * HEADS + head) * a.capacity * HEAD; }
+  DEVICE const u16* layer_norms() const { return a.norms + (long long)afresh(layer) * (2 * HIDDEN + 2 * HEAD); }
+  DEVICE const u16* embedded() const { return a.embedding + (long long)*s.token * HIDDEN; }
+  DEVICE long long cached(int head) const { return (long long)(afresh(layer) * HEADS + head) * a.capacity * HEAD; }
 
   // The part of the residual stream that is this CTA's, kept over the layers.
   DEVICE void begin_token() {
     mark_token(TICKS_BEGIN);
     const int first = begin(O) * TILE, rows = (end(O) - begin(O)) * TILE;
     for (int row = thread; row < rows; row += WORKERS_THREADS) s.own[row] = as_float((u32)embedded()[first + row] << 16);
+    for (int at = thread; at < HEAD; at += WORKERS_THREADS) s.rotation[at] = a.rotations[(long long)position * HEAD + at];
     passed = 0;
   }
   DEVICE void end_token() {
-    ++position, ++token, ++made;
+    ++position, ++token;
+    if (thread == 0) ++*s.made;
     if (left) drop();
     meet();
     mark_token(TICKS_END);
   }
   DEVICE void end_launch() {  // all have long read what they began with
-    if (cta || thread) return;
+    if (cta_index() || thread) return;
     a.state[POSITION] = position + SEPARATE;
-    a.state[USES] = use - 1;
     a.state[TOKENS] = token - 1;
-    a.state[BARRIERS] = met;
+    if constexpr (!STREAMS) a.state[BARRIERS] = met;
   }
   // The ring: granules that belong to one tile, DEPTH of them.
   DEVICE const char* next_granules() {
@@ -105,28 +106,30 @@ DEVICE void put(float* at, float v, u32 use) {
   else
     *at = v;
 }
+DEVICE void put(float* at, float4 v, u32 use) {
+  auto word = [&](float each) { return (as_bits(each) & ~3u) | tag_of(use); };
+  if constexpr (TAGGED)
+    store_relaxed((uint4*)at, {word(v.x), word(v.y), word(v.z), word(v.w)});
+  else
+    *(float4*)at = v;
+}
 DEVICE bool tagged(const uint4& v, u32 tag) {
   return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 3) == 0;
 }
 // Without their tags: results must not depend on how often the kernel has run.
 DEVICE float bare(u32 v) { return as_float(TAGGED ? v & ~3u : v); }
 DEVICE float4 bare(const uint4& v) { return {bare(v.x), bare(v.y), bare(v.z), bare(v.w)}; }
-// Quads of words, at(i) each or nowhere: all on their way at once, and only those asked for again that are not there yet.
+// Quads of words, at(i) each or nowhere: all on their way at once, until all are there.
 template <int COUNT, class At>
 DEVICE void take(Worker& w, uint4 (&v)[COUNT], u32 use, At at) {
-  bool missing[COUNT];
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) missing[i] = at(i) != nullptr;
   auto all_there = [&] {
     bool there = true;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
-      if (missing[i]) v[i] = TAGGED ? load_relaxed((const uint4*)at(i)) : load_plain((const uint4*)at(i));
+      if (at(i)) v[i] = TAGGED ? load_relaxed((const uint4*)at(i)) : load_plain((const uint4*)at(i));
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      if constexpr (TAGGED) missing[i] = missing[i] && !tagged(v[i], tag_of(use));
-      there &= !missing[i];
-    }
+    for (int i = 0; i < COUNT; ++i)
+      if (TAGGED && at(i)) there &= tagged(v[i], tag_of(use));
     return there;
   };
   if constexpr (TAGGED)
@@ -159,7 +162,7 @@ template <int COLUMNS, class Use>
 DEVICE void for_columns(Worker& w, const float* from, const u16* row, const u16* factors, u32 use, Use apply) {
   constexpr int AT_ONCE = 4 * WORKERS_THREADS, QUADS = (padded(COLUMNS) + AT_ONCE - 1) / AT_ONCE, TOGETHER = QUADS < 8 ? QUADS : 8;
 #pragma unroll 1
-  for (int first = 4 * afresh(w.thread); first < padded(COLUMNS); first += TOGETHER * AT_ONCE) {
+  for (int first = 4 * w.thread; first < padded(COLUMNS); first += TOGETHER * AT_ONCE) {
     uint4 v[TOGETHER];
     uint2 f[TOGETHER];
     auto inside = [&](int i) { return COLUMNS % (TOGETHER * AT_ONCE) == 0 || first + i * AT_ONCE < COLUMNS; };
