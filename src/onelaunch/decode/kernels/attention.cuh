@@ -333,7 +333,7 @@ DEVICE void turn(Worker& w) {
 
 // What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 8 channels
 // of a head, those of PARTS parts on their way at once: there are no registers for more.
-constexpr int PARTS = SPLITS < 4 ? SPLITS : 4;
+constexpr int PARTS = SPLITS < 3 ? SPLITS : 3;
 
 DEVICE void gather_found(Worker& w) {
   const int used = w.used();

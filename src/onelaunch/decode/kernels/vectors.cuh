@@ -67,16 +67,20 @@ struct Worker {
     a.state[TOKENS] = token - 1;
     if constexpr (!STREAMS) a.state[BARRIERS] = met;
   }
-  // The ring: granules that belong to one tile, DEPTH of them.
-  DEVICE const char* next_granules() {
+  // The ring: a thread's part of granules that belong to one tile, DEPTH of them. They are on their way to registers when this returns;
+  // release() gives back what the chunk had, if those were its last.
+  DEVICE void fetch(uint4 (&v)[DEPTH]) {
     if (left == 0) {
       await_ring(a, s, s.full + ring.stage, ring.phase);
       left = 4;
     }
-    return s.stages + ring.stage * CHUNK + (4 - left) * GRANULE;
+    const char* at = s.stages + ring.stage * CHUNK + (4 - left) * GRANULE + warp * (GRANULE / WARPS) + lane * 16;
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) v[i] = *(const uint4*)(at + i * GRANULE);
+    left -= DEPTH;
   }
-  DEVICE void used_granules() {
-    if ((left -= DEPTH) == 0) drop();
+  DEVICE void release() {
+    if (left == 0) drop();
   }
   DEVICE void drop() {
     warp_meets();
