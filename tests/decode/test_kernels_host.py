@@ -9,6 +9,7 @@ from onelaunch.decode.emit import Tuning
 from onelaunch.decode.memory import ERROR, Constants, Memory
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS, plan_for
+from onelaunch.decode.stamps import phase_times, stamp_words
 from tests.decode.host_machine import HostKernel, needs_compiler, place
 from tests.decode.plans import MODELS, TINY, packed, text
 
@@ -24,7 +25,8 @@ def libraries(tmp_path_factory):
 
 
 def kernel_and_memory(weights, plan, libraries, tuning=None):
-    return HostKernel(plan, libraries, tuning), Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512)
+    kernel = HostKernel(plan, libraries, tuning)
+    return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, stamps=kernel.tuning.stamps)
 
 
 @pytest.mark.parametrize(("rung", "model", "ctas"), CASES)
@@ -83,3 +85,29 @@ def test_a_wait_without_end_is_given_up_and_said(libraries):
     assert logits.isnan().any()
     memory.reset()
     assert torch.isfinite(kernel(memory, cache, token=torch.tensor([1]), position=3)).all()
+
+
+@pytest.mark.parametrize("rung", ["redundant_norm", "streaming"])
+def test_stamps_say_where_a_token_waits_and_change_nothing_else(rung, libraries):
+    weights, cache, _, _ = text(TINY, 20)
+    plan, found = plan_for(TINY, rung, 4), []
+    for stamps in (False, True):
+        kernel, memory = kernel_and_memory(weights, plan, libraries, Tuning(stages=3, flight=2, stamps=stamps))
+        place(memory, 20, 5)
+        found.append(kernel(memory, cache.map(torch.clone), 3))
+    assert torch.equal(*found)
+    times = phase_times(plan, memory.state)
+    assert list(times) == list(dict.fromkeys(phase.name for _, phase in plan.instances()))
+    assert all(time.waits >= 0 and time.works >= 0 for time in times.values())
+    assert times["qkv"].waits > 0
+    assert times["qkv"].works > 0
+    span = (
+        memory.state[-stamp_words(plan) + 2] - memory.state[-stamp_words(plan)]
+    ) / 2000  # the host's clock: two ticks a nanosecond
+    passes = {phase.name: TINY.num_hidden_layers for phase in plan.layer} | {phase.name: 1 for phase in plan.tail}
+    total = sum(passes[name] * (time.waits + time.works) for name, time in times.items())
+    assert 0.5 * span < total < 1.5 * span, "phases make up the token"
+    with pytest.raises(ValueError, match="without Tuning"):
+        phase_times(plan, memory.state[:4])
+    with pytest.raises(ValueError, match="a launch for each phase"):
+        phase_times(plan_for(TINY, "graph", 4), memory.state)

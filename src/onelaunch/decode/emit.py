@@ -38,6 +38,8 @@ class Tuning:
     """Of them, those on their way at once where there are hand-offs: 48 KB keep 95 % of the bandwidth, at half the price that a
     hand-off has beside 192 KB.
     """
+    stamps: bool = False
+    """Whether the kernel notes when each CTA came where: :mod:`onelaunch.decode.stamps`."""
 
 
 def depth(config: ModelConfig) -> int:
@@ -67,9 +69,9 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         "SUMS": 2 * WARPS * MOST_TILES * TILE * 4,
         "OWN": own * 4,
         "SQUARES": WARPS * 4,
-        "HEADS": ((group + 2) * head + group * head + 2 * head) * 4,
-        "TURNS": 3 * head * 4,
-        "FOUND": WARPS * group * (head + 2) * 4,
+        "ROTATION": head * 4,
+        "FOUND": WARPS * group * (head + 4) * 4,
+        "NEWEST": 2 * head * 4,
         "WINNERS": WARPS * 8,
     }
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256
@@ -118,7 +120,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
         numbers[f"MOST_{op.upper()}"] = max(end - begin for share in plan.phase(op).shares for begin, end in passes(share.units))
     flags = {
         "STREAMS": plan.streams, "SEPARATE": plan.separate, "TAGGED": any(buffer.tagged for buffer in plan.buffers),
-        "ROPE_APART": "rope" in ops, "NORM_APART": "norm" in ops,
+        "ROPE_APART": "rope" in ops, "NORM_APART": "norm" in ops, "STAMPED": tuning.stamps,
     }  # fmt: skip
     lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]

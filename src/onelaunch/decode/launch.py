@@ -80,7 +80,7 @@ class Kernels:
         self.plan = checked_plan(weights.config, rung, processors(weights.device), tuning)
         constants = _constants(weights, self.plan)
         with room_for("what the CTAs of a launch tell each other", self.device):
-            self.memory = Memory(self.plan, constants, weights.config.max_position_embeddings)
+            self.memory = Memory(self.plan, constants, weights.config.max_position_embeddings, stamps=tuning.stamps)
         alone: tuple[Phase | None, ...] = self.plan.phases() if self.plan.separate else (None,)
         self._functions = {
             phase and phase.op: nvrtc.load(

@@ -11,10 +11,11 @@ from onelaunch.decode.emit import arrivals_table, shares_table, word_offsets
 from onelaunch.decode.packing import Stream
 from onelaunch.decode.plan import Plan
 from onelaunch.decode.rope import rotation
+from onelaunch.decode.stamps import stamp_words
 from onelaunch.decode.weights import Weights
 
-STATE_WORDS, ERROR = 5, 4
-"""Position, uses, tokens, barriers, error: as the kernel counts them."""
+STATE_WORDS, ERROR = 4, 3
+"""Position, tokens, barriers, error: as the kernel counts them."""
 
 COUNTER_WORDS = 32
 """A counter stands alone in 128 bytes."""
@@ -53,7 +54,7 @@ class Constants:
 class Memory:
     """The rest, for one plan and one text at a time."""
 
-    def __init__(self, plan: Plan, constants: Constants, context: int) -> None:
+    def __init__(self, plan: Plan, constants: Constants, context: int, *, stamps: bool = False) -> None:
         device = constants.weights.device
         arrivals = arrivals_table(plan)
         self.plan, self.constants, self.context = plan, constants, context
@@ -64,7 +65,7 @@ class Memory:
         self.words = torch.zeros(word_offsets(plan)["end"], dtype=torch.float32, device=device)
         self.best = torch.zeros(2 * plan.ctas, dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
-        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        self.state = torch.zeros(STATE_WORDS + stamps * plan.ctas * stamp_words(plan), dtype=torch.int32, device=device)
 
     def reset(self) -> None:
         """As when made, after an error: what counts on over launches begins anew."""

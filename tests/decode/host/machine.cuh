@@ -145,6 +145,7 @@ DEVICE char* shared_memory() {
 DEVICE int cta_index() { return host::now->cta; }
 DEVICE int thread_index() { return host::now->thread; }
 DEVICE long long ticks() { return host::clock << 16; }
+DEVICE u64 nanoseconds() { return host::clock << 15; }
 DEVICE void breathe() { host::yield(); }
 
 DEVICE void ring_init(u64* bar, u32 count) { *(host::Bar*)bar = {0, count, count, 0}; }
@@ -190,6 +191,7 @@ DEVICE void workers_meet(int threads) { host::meet(host::now->block->workers, th
 
 DEVICE uint4 load_relaxed(const uint4* at) { return *(const volatile u64*)at, *at; }
 DEVICE u32 load_relaxed(const u32* at) { return *(const volatile u32*)at; }
+DEVICE void store_relaxed(uint4* at, const uint4& v) { *at = v; }
 DEVICE void store_relaxed(u32* at, u32 v) { *(volatile u32*)at = v; }
 DEVICE void store_release(u64* at, u64 v) { *(volatile u64*)at = v; }
 DEVICE void bump(u32* counter) { ++*counter; }
@@ -199,8 +201,10 @@ DEVICE uint4 load_plain(const uint4* at) { return *at; }
 DEVICE void begin_after_earlier_launches() {}
 DEVICE void let_next_launch_begin() {}
 
+DEVICE int afresh(int v) { return v; }
 DEVICE float as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 DEVICE u32 as_bits(float v) { u32 b; memcpy(&b, &v, 4); return b; }
+DEVICE float power(float v) { return v < -126.0f ? 0.0f : exp2f(v); }
 DEVICE float rsqrtf(float v) { return 1.0f / sqrtf(v); }
 DEVICE u32 round_one(float v) {
   u32 b = as_bits(v);

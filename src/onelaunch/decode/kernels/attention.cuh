@@ -1,65 +1,115 @@
 // Attention of a key head's queries over a part of the positions, norm and rotation of heads.
 #pragma once
 
+constexpr int FOUND_WORDS = HEAD + 4;  // results, maximum, sum
 constexpr int LANES = HEAD / 8;    // of a position: 8 channels each
 constexpr int AT_ONCE = 32 / LANES;  // positions of a warp
-constexpr int DEEP = GROUP > 2 ? 1 : 2;  // of a lane: keys and values that are looked at together; as many are on their way
+constexpr int DEEP = GROUP > 2 ? 1 : 2;  // of a lane: keys and values that are looked at together
 constexpr float NOTHING = -1e30f;  // a maximum before the first position
 
 DEVICE void unpack(const uint4& v, float (&x)[8]) {
   const float4 a = widen({v.x, v.y}), b = widen({v.z, v.w});
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
-DEVICE u16 rounded(float v) { return (u16)round_pair(v, 0.0f); }
+DEVICE uint4 rounded(const float (&x)[8]) {
+  return {round_pair(x[0], x[1]), round_pair(x[2], x[3]), round_pair(x[4], x[5]), round_pair(x[6], x[7])};
+}
+DEVICE int channel_of(const Worker& w) { return w.lane % LANES * 8; }
 
-// Heads of a key head as they were projected, into shared memory: queries, key, value. What turns them is on its way meanwhile.
-DEVICE void gather_heads(Worker& w, int head) {
-  const float* from = w.a.words + RAW + head * HEAD_WORDS;
-  const u16* factors = w.layer_norms() + 2 * HIDDEN;
-  const int t = w.thread;
-  static_assert(HEAD <= WORKERS_THREADS, "a factor of either norm for each thread");
-  const float rotation = t < HEAD ? w.a.rotations[(long long)w.position * HEAD + t] : 0;
-  const u16 of_queries = t < HEAD ? factors[t] : 0, of_key = t < HEAD ? factors[HEAD + t] : 0;
-  for (int at = 4 * t; at < HEAD_WORDS; at += 4 * WORKERS_THREADS) *(float4*)(w.s.heads + at) = take(w, from + at, w.use);
-  if (t < HEAD) {
-    w.s.turns[t] = rotation;
-    w.s.turns[HEAD + t] = as_float((u32)of_queries << 16), w.s.turns[2 * HEAD + t] = as_float((u32)of_key << 16);
+// What turns a lane's 8 channels of a head, its factors read before the head is there. A channel's other is half a head away.
+struct Turn {
+  const float* rotation;
+  uint4 queries_factors, keys_factors;
+  DEVICE explicit Turn(const Worker& w) : rotation(SEPARATE ? w.a.rotations + (long long)w.position * HEAD : w.s.rotation) {
+    const u16* factors = w.layer_norms() + 2 * HIDDEN + channel_of(w);
+    queries_factors = *(const uint4*)factors, keys_factors = *(const uint4*)(factors + HEAD);
   }
-  w.meet();
-}
-// Queries normalised, turned and scaled for powers of two; key and value rounded as the cache holds them. A warp for each head.
-DEVICE void turn_heads(Worker& w, float* queries, float* key_value) {
-  const float* rotation = w.s.turns;
-  for (int head = w.warp; head < GROUP + 2; head += WARPS) {
-    const float* raw = w.s.heads + head * HEAD;
-    if (head == GROUP + 1) {
-      for (int at = w.lane; at < HEAD; at += 32) key_value[HEAD + at] = as_float((u32)rounded(raw[at]) << 16);
-      continue;
-    }
-    const float* factor = rotation + (head == GROUP ? 2 * HEAD : HEAD);
-    float squares = 0;
-    for (int at = w.lane; at < HEAD; at += 32) squares += raw[at] * raw[at];
-    const float scale = rsqrtf(sum_of_warp(squares) / HEAD + EPS);
-    for (int at = w.lane; at < HEAD; at += 32) {
-      const int pair = at % (HEAD / 2), other = at < HEAD / 2 ? at + HEAD / 2 : at - HEAD / 2;
-      const float mine = raw[at] * scale * factor[at], its = raw[other] * scale * factor[other];
-      const float cosine = rotation[pair], sine = rotation[HEAD / 2 + pair];
-      const float turned = at < HEAD / 2 ? mine * cosine - its * sine : mine * cosine + its * sine;
-      if (head == GROUP)
-        key_value[at] = as_float((u32)rounded(turned) << 16);
-      else
-        queries[head * HEAD + at] = turned * (LOG2E * rsqrtf((float)HEAD));
+  // Normalised, turned, and scaled; by all lanes of a warp.
+  DEVICE void apply(const Worker& w, float (&x)[8], const uint4 factors, float by) const {
+    float squares = 0, factor[8];
+    unpack(factors, factor);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
+#pragma unroll
+    for (int mask = LANES / 2; mask; mask /= 2) squares += from_lane_xor(squares, mask);
+    const float scale = by * rsqrtf(squares / HEAD + EPS);
+    float other[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] *= scale * factor[i];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) other[i] = LANES > 1 ? from_lane_xor(x[i], LANES / 2) : x[i ^ 4];
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const int pair = (channel_of(w) + i) % (HEAD / 2);
+      const bool lower = channel_of(w) + i < HEAD / 2;
+      const float4 c = *(const float4*)(rotation + pair), s = *(const float4*)(rotation + HEAD / 2 + pair);
+      const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[i + j] = x[i + j] * cosine[j] + (lower ? -other[i + j] : other[i + j]) * sine[j];
     }
   }
-  w.meet();
-}
-// Written by one CTA.
-DEVICE void cache_key_value(Worker& w, int head, const float* key_value) {
-  const long long at = w.cached(head) + (long long)w.position * HEAD;
-  for (int i = w.thread; i < HEAD; i += WORKERS_THREADS) {
-    w.a.keys[at + i] = (u16)(as_bits(key_value[i]) >> 16);
-    w.a.values[at + i] = (u16)(as_bits(key_value[HEAD + i]) >> 16);
+};
+// A lane's channels of some heads that follow each other; those from limit on are left out.
+template <int COUNT>
+DEVICE void take_heads(Worker& w, const float* from, int limit, float (&x)[COUNT][8]) {
+  uint4 v[2 * COUNT];
+  const float* mine = from + channel_of(w);
+  take(w, v, w.use(), [&](int i) { return i / 2 < limit ? mine + i / 2 * HEAD + i % 2 * 4 : nullptr; });
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const float4 a = bare(v[2 * i]), b = bare(v[2 * i + 1]);
+    x[i][0] = a.x, x[i][1] = a.y, x[i][2] = a.z, x[i][3] = a.w, x[i][4] = b.x, x[i][5] = b.y, x[i][6] = b.z, x[i][7] = b.w;
   }
+}
+// A lane's channels in a row of keys or values of the cache.
+DEVICE void cache(const Worker& w, u16* rows, int head, const uint4& row) {
+  *(uint4*)(rows + w.cached(head) + (long long)w.position * HEAD + channel_of(w)) = row;
+}
+DEVICE void read(const float* from, float (&x)[8]) {
+  const float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
+  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+DEVICE void write(float* to, const float (&x)[8]) {
+  *(float4*)to = {x[0], x[1], x[2], x[3]}, *(float4*)(to + 4) = {x[4], x[5], x[6], x[7]};
+}
+constexpr float QUERY_SCALE = LOG2E;  // and one over the root of HEAD: scores are exponents of two
+
+// Queries of a key head, normalised and turned, by each warp for itself: LANES lanes a head, then through the warp's part of shared memory
+// to all lanes. The warp that has the newest position turns its key too, and keeps key and value.
+DEVICE void turn_heads(Worker& w, int head, bool newest, float (&queries)[GROUP][8]) {
+  constexpr int PASSES = (GROUP + 2 + AT_ONCE - 1) / AT_ONCE;
+  const int mine = w.lane / LANES, limit = newest ? GROUP + 2 : GROUP;
+  const float* from = w.a.words + RAW + head * HEAD_WORDS + channel_of(w);
+  float* to = w.s.found + w.warp * GROUP * FOUND_WORDS;
+  const Turn turn(w);
+  uint4 v[2 * PASSES];
+  take(w, v, w.use(), [&](int i) {
+    const int which = i / 2 * AT_ONCE + mine;
+    return which < limit ? from + which * HEAD + i % 2 * 4 : nullptr;
+  });
+  w.mark(ATTENTION, READY);
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int which = pass * AT_ONCE + mine;
+    if (pass * AT_ONCE >= limit) continue;
+    const float4 a = bare(v[2 * pass]), b = bare(v[2 * pass + 1]);
+    float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    uint4 row = rounded(x);
+    turn.apply(w, x, which < GROUP ? turn.queries_factors : turn.keys_factors, which < GROUP ? QUERY_SCALE * rsqrtf((float)HEAD) : 1.0f);
+    if (which < GROUP) {
+      write(to + which * HEAD + channel_of(w), x);
+    } else if (which < limit) {
+      if (which == GROUP) row = rounded(x);
+      cache(w, which == GROUP ? w.a.keys : w.a.values, head, row);
+      unpack(row, x);
+      write(w.s.newest + (which - GROUP) * HEAD + channel_of(w), x);
+    }
+  }
+  warp_meets();
+  w.refresh();
+#pragma unroll
+  for (int g = 0; g < GROUP; ++g) read(to + g * HEAD + channel_of(w), queries[g]);
+  warp_meets();  // before what was found takes their place
 }
 
 // Running results of a lane's 8 channels: sums of values by powers of two of what the keys gave, over the largest so far.
@@ -74,14 +124,14 @@ struct Found {
     }
   }
   DEVICE void rescale(int g, float larger) {
-    const float by = exp2f(most[g] - larger);
+    const float by = power(most[g] - larger);
     sum[g] *= by;
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[g][i] *= by;
     most[g] = larger;
   }
   DEVICE void add(int g, float score, const float (&value)[8]) {
-    const float weight = exp2f(score - most[g]);
+    const float weight = power(score - most[g]);
     sum[g] += weight;
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[g][i] += weight * value[i];
@@ -98,41 +148,44 @@ DEVICE float score(const Query& query, const float (&key)[8]) {
   return sum;
 }
 
-// Keys and values of a warp's next positions, DEEP of each lane's.
-struct Batch {
-  uint4 keys[DEEP], values[DEEP];
-  DEVICE Batch(const Worker& w, int head, int first, int end) {
-    const long long base = w.cached(head) + (w.lane % LANES) * 8;
+// Keys or values of a warp's next positions, DEEP of each lane's.
+struct Rows {
+  uint4 row[DEEP];
+  DEVICE Rows(const Worker& w, const u16* rows, int head, int first, int end) {
+    const u16* base = rows + w.cached(head) + channel_of(w);
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) {
       const int at = first + i * WARPS * AT_ONCE + w.lane / LANES;
-      keys[i] = values[i] = {0, 0, 0, 0};
-      if (at < end) {
-        keys[i] = load_plain((const uint4*)(w.a.keys + base + (long long)at * HEAD));
-        values[i] = load_plain((const uint4*)(w.a.values + base + (long long)at * HEAD));
-      }
+      row[i] = {0, 0, 0, 0};
+      if (at < end) row[i] = load_plain((const uint4*)(base + (long long)at * HEAD));
     }
   }
 };
+struct Batch {
+  Rows keys, values;
+  DEVICE Batch(const Worker& w, int head, int first, int end)
+      : keys(w, w.a.keys, head, first, end), values(w, w.a.values, head, first, end) {}
+};
 
-// Positions up to end of the cache; the first ones are on their way.
-DEVICE void attend_cached(const Worker& w, int head, int first, int end, Batch batch, const float (&query)[GROUP][8], Found& f) {
+// Positions up to end of the cache; the first ones are on their way. Once keys or values have been used, the next ones follow.
+DEVICE void attend_cached(Worker& w, int head, int first, int end, Batch batch, const float (&query)[GROUP][8], Found& f) {
 #pragma unroll 1
   while (first < end) {
+    w.refresh();
     const int next = first + WARPS * AT_ONCE * DEEP;
-    const Batch later(w, head, next, end);
     float scores[GROUP][DEEP];
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) {
       const bool valid = first + i * WARPS * AT_ONCE + w.lane / LANES < end;
       float key[8];
-      unpack(batch.keys[i], key);
+      unpack(batch.keys.row[i], key);
 #pragma unroll
       for (int g = 0; g < GROUP; ++g) {
         const float found = score(query[g], key);
         scores[g][i] = valid ? found : 2 * NOTHING;
       }
     }
+    batch.keys = Rows(w, w.a.keys, head, next, end);
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
       float larger = f.most[g];
@@ -143,18 +196,18 @@ DEVICE void attend_cached(const Worker& w, int head, int first, int end, Batch b
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) {
       float value[8];
-      unpack(batch.values[i], value);
+      unpack(batch.values.row[i], value);
 #pragma unroll
       for (int g = 0; g < GROUP; ++g) f.add(g, scores[g][i], value);
     }
-    batch = later;
+    batch.values = Rows(w, w.a.values, head, next, end);
     first = next;
   }
 }
 
-// Of the lanes that have the same channels, then of all warps: results and the logarithm of their sums to the slot.
-DEVICE void combine(Worker& w, Found& f, int unit) {
-  float* found = w.s.found;  // [WARPS][GROUP][HEAD + 2]
+// What a warp found, of the lanes that have the same channels: to the slot, or, where other warps had positions too, to be combined.
+DEVICE void combine_lanes(Worker& w, Found& f, float* slot, int sharing) {
+  w.refresh();
 #pragma unroll
   for (int g = 0; g < GROUP; ++g) {
     float larger = f.most[g];
@@ -167,133 +220,185 @@ DEVICE void combine(Worker& w, Found& f, int unit) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) f.values[g][i] += from_lane_xor(f.values[g][i], mask);
     }
-    float* mine = found + (w.warp * GROUP + g) * (HEAD + 2);
+    const float(&x)[8] = f.values[g];
+    if (sharing == 1) {  // as with few positions: no need of the others
+      const float whole = 1.0f / f.sum[g];
+      if (w.lane / LANES == g % AT_ONCE) {
+        float* at = slot + g * HEAD + channel_of(w);
+        put(at, float4{x[0] * whole, x[1] * whole, x[2] * whole, x[3] * whole}, w.use());
+        put(at + 4, float4{x[4] * whole, x[5] * whole, x[6] * whole, x[7] * whole}, w.use());
+      }
+      if (w.lane == 0) put(slot + GROUP * HEAD + g, larger + log2f(f.sum[g]), w.use());
+      continue;
+    }
+    float* mine = w.s.found + (w.warp * GROUP + g) * FOUND_WORDS;
     if (w.lane < LANES) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) mine[w.lane * 8 + i] = f.values[g][i];
+      for (int i = 0; i < 8; ++i) mine[w.lane * 8 + i] = x[i];
     }
     if (w.lane == 0) mine[HEAD] = larger, mine[HEAD + 1] = f.sum[g];
   }
+}
+// Of all warps that had positions: results and the logarithm of their sums.
+DEVICE void combine_warps(Worker& w, float* slot, int sharing) {
+  w.refresh();
+  const float* found = w.s.found;  // [WARPS][GROUP][FOUND_WORDS]
   w.meet();
-  float* slot = w.a.words + PARTIAL + unit * SLOT;
   for (int at = w.thread; at < GROUP * HEAD; at += WORKERS_THREADS) {
     const int g = at / HEAD, channel = at % HEAD;
     float most = NOTHING, sum = 0, value = 0;
-    for (int warp = 0; warp < WARPS; ++warp) most = fmaxf(most, found[(warp * GROUP + g) * (HEAD + 2) + HEAD]);
-    for (int warp = 0; warp < WARPS; ++warp) {
-      const float* its = found + (warp * GROUP + g) * (HEAD + 2);
+    for (int warp = 0; warp < sharing; ++warp) most = fmaxf(most, found[(warp * GROUP + g) * FOUND_WORDS + HEAD]);
+    for (int warp = 0; warp < sharing; ++warp) {
+      const float* its = found + (warp * GROUP + g) * FOUND_WORDS;
       const float weight = exp2f(its[HEAD] - most);
       sum += weight * its[HEAD + 1];
       value += weight * its[channel];
     }
-    put(slot + at, value / sum, w.use);
-    if (channel == 0) put(slot + GROUP * HEAD + g, most + log2f(sum), w.use);
+    put(slot + at, value / sum, w.use());
+    if (channel == 0) put(slot + GROUP * HEAD + g, most + log2f(sum), w.use());
   }
 }
 
+// Each warp turns the queries for itself, and works alone until all have found something: positions are dealt out AT_ONCE to a warp.
+// The newest position's key and value are turned, used and kept by the warp whose turn it is.
 DEVICE void attend(Worker& w) {
-  float *queries = w.s.heads + HEAD_WORDS, *key_value = queries + GROUP * HEAD;
+  w.refresh();
   const int positions = w.position + 1, used = w.used(), size = (positions + used - 1) / used;
   for (int unit = w.begin(ATTENTION); unit < w.end(ATTENTION); ++unit) {
     const int head = unit / SPLITS, part = unit % SPLITS;
     if (part >= used) {  // nothing to add, but each word is written in every use
       if constexpr (TAGGED)
-        for (int at = w.thread; at < SLOT; at += WORKERS_THREADS) put(w.a.words + PARTIAL + unit * SLOT + at, 0.0f, w.use);
+        for (int at = 4 * w.thread; at < SLOT; at += 4 * WORKERS_THREADS)
+          put(w.a.words + PARTIAL + unit * SLOT + at, float4{0, 0, 0, 0}, w.use());
       continue;
     }
-    const int begin = part * size, end = begin + size < positions ? begin + size : positions;
-    const bool newest = !ROPE_APART && end == positions;
-    const int first = begin + w.warp * AT_ONCE, cached = newest ? end - 1 : end;
-    const Batch batch(w, head, first, ROPE_APART ? 0 : cached);  // of earlier tokens: no need to wait
-    if constexpr (ROPE_APART) {
-      for (int at = 4 * w.thread; at < GROUP * HEAD; at += 4 * WORKERS_THREADS)
-        *(float4*)(queries + at) = take(w, w.a.words + QUERIES + head * GROUP * HEAD + at, w.use);
-      w.meet();
-    } else {
-      gather_heads(w, head);
-      turn_heads(w, queries, key_value);
-      if (newest) cache_key_value(w, head, key_value);
-    }
-    float query[GROUP][8];
+    if (unit > w.begin(ATTENTION)) w.meet();  // what all have found has been read
+    const int begin = part * size, end = begin + size < positions ? begin + size : positions, all = (end - begin + AT_ONCE - 1) / AT_ONCE;
+    const bool last = !ROPE_APART && end == positions, newest = last && (all - 1) % WARPS == w.warp;
+    const int first = begin + w.warp * AT_ONCE, cached = last ? end - 1 : end;
+    const int sharing = all < WARPS ? all : WARPS;
+    float* slot = w.a.words + PARTIAL + unit * SLOT;
+    if (first < end) {
+      Found f;
+      if constexpr (ROPE_APART) {
+        float queries[GROUP][8];
+        take_heads(w, w.a.words + QUERIES + head * GROUP * HEAD, GROUP, queries);
+        w.mark(ATTENTION, READY);
+        attend_cached(w, head, first, cached, Batch(w, head, first, cached), queries, f);
+      } else {
+        const Batch batch(w, head, first, cached);  // of earlier tokens: no need to wait
+        float queries[GROUP][8];
+        turn_heads(w, head, newest, queries);
+        if (newest) {  // all lanes of the warp for their shuffles, one position of it counts
+          float key[8], value[8];
+          read(w.s.newest + channel_of(w), key);
+          read(w.s.newest + HEAD + channel_of(w), value);
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) query[g][i] = queries[g * HEAD + (w.lane % LANES) * 8 + i];
-    Found f;
-    attend_cached(w, head, first, cached, ROPE_APART ? Batch(w, head, first, cached) : batch, query, f);
-    if (newest && w.warp == 0) {  // its key and value are here; all lanes of the warp for their shuffles, one position of it counts
-      float key[8], value[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) key[i] = key_value[(w.lane % LANES) * 8 + i], value[i] = key_value[HEAD + (w.lane % LANES) * 8 + i];
-#pragma unroll
-      for (int g = 0; g < GROUP; ++g) {
-        const float found = score(query[g], key), counted = w.lane < LANES ? found : 2 * NOTHING;
-        f.rescale(g, fmaxf(f.most[g], counted));
-        f.add(g, counted, value);
+          for (int g = 0; g < GROUP; ++g) {
+            const float found = score(queries[g], key), counted = w.lane < LANES ? found : 2 * NOTHING;
+            f.rescale(g, fmaxf(f.most[g], counted));
+            f.add(g, counted, value);
+          }
+        }
+        attend_cached(w, head, first, cached, batch, queries, f);
       }
+      combine_lanes(w, f, slot, sharing);
     }
-    combine(w, f, unit);
-    w.meet();  // shared memory is free again
+    if (sharing > 1) combine_warps(w, slot, sharing);
+    w.mark(ATTENTION, DONE);
   }
 }
 
-// Norm and rotation as a phase of their own.
+// Norm and rotation as a phase of their own: a warp for each query head, the key and the value.
 DEVICE void turn(Worker& w) {
-  float *queries = w.s.heads + HEAD_WORDS, *key_value = queries + GROUP * HEAD;
-  for (int head = w.begin(ROPE); head < w.end(ROPE); ++head) {
-    gather_heads(w, head);
-    turn_heads(w, queries, key_value);
-    cache_key_value(w, head, key_value);
-    for (int at = w.thread; at < GROUP * HEAD; at += WORKERS_THREADS)
-      put(w.a.words + QUERIES + head * GROUP * HEAD + at, queries[at], w.use);
-    w.meet();
+  w.refresh();
+  for (int unit = w.begin(ROPE) * (GROUP + 2) + w.warp; unit < w.end(ROPE) * (GROUP + 2); unit += WARPS) {
+    const int head = unit / (GROUP + 2), which = unit % (GROUP + 2);
+    const Turn turn(w);
+    float x[1][8];
+    take_heads(w, w.a.words + RAW + unit * HEAD, 1, x);
+    w.mark(ROPE, READY);
+    const float scale = which == GROUP ? 1.0f : QUERY_SCALE * rsqrtf((float)HEAD);
+    if (which <= GROUP) turn.apply(w, x[0], which == GROUP ? turn.keys_factors : turn.queries_factors, scale);
+    if (which >= GROUP) {
+      if (w.lane < LANES) cache(w, which == GROUP ? w.a.keys : w.a.values, head, rounded(x[0]));
+    } else if (w.lane < LANES) {
+      float* at = w.a.words + QUERIES + (head * GROUP + which) * HEAD + channel_of(w);
+      put(at, float4{x[0][0], x[0][1], x[0][2], x[0][3]}, w.use());
+      put(at + 4, float4{x[0][4], x[0][5], x[0][6], x[0][7]}, w.use());
+    }
   }
+  w.mark(ROPE, DONE);
 }
 
-// What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums.
+// What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 8 channels
+// of a head, those of PARTS parts on their way at once: there are no registers for more.
+constexpr int PARTS = SPLITS < 3 ? SPLITS : 3;
+
 DEVICE void gather_found(Worker& w) {
   const int used = w.used();
 #pragma unroll 1
-  for (int column = 4 * w.thread; column < padded(QUERY); column += 4 * WORKERS_THREADS) {
-    float4 v = {0, 0, 0, 0};
+  for (int column = 8 * w.thread; column < padded(QUERY); column += 8 * WORKERS_THREADS) {
+    float4 sums[2] = {};
     if (column < QUERY) {
       const int head = column / HEAD, g = head % GROUP;
       const float* slot = w.a.words + PARTIAL + head / GROUP * SPLITS * SLOT;
-      const float *values = slot + g * HEAD + column % HEAD, *logs = slot + GROUP * HEAD + g;
-      float4 parts[SPLITS];
-      float weights[SPLITS], most = NOTHING, sum = 0;
-      auto fetch = [&] {  // all at once
-        bool there = true;
+      float most = NOTHING, sum = 0;
+#pragma unroll 1
+      for (int first = 0; first < used; first += PARTS, slot += PARTS * SLOT) {
+        uint4 parts[PARTS][2];
+        float weights[PARTS];
+        auto fetch = [&] {
+          u32 logs[PARTS];
+          bool there = true;
 #pragma unroll
-        for (int part = 0; part < SPLITS; ++part) {
-          if (part >= used) continue;
-          uint4 value;
-          u32 log;
-          if constexpr (TAGGED) {
-            value = load_relaxed((const uint4*)(values + part * SLOT)), log = load_relaxed((const u32*)(logs + part * SLOT));
-            there &= tagged(value, tag_of(w.use)) && ((log ^ w.use) & 3) == 0;
-          } else {
-            value = load_plain((const uint4*)(values + part * SLOT)), log = as_bits(logs[part * SLOT]);
+          for (int part = 0; part < PARTS; ++part) {
+            if (first + part >= used) continue;
+            const uint4* values = (const uint4*)(slot + part * SLOT + g * HEAD + column % HEAD);
+            const float* log = slot + part * SLOT + GROUP * HEAD + g;
+            parts[part][0] = TAGGED ? load_relaxed(values) : load_plain(values);
+            parts[part][1] = TAGGED ? load_relaxed(values + 1) : load_plain(values + 1);
+            logs[part] = TAGGED ? load_relaxed((const u32*)log) : as_bits(*log);
           }
-          parts[part] = bare(value), weights[part] = bare(log);
+#pragma unroll
+          for (int part = 0; part < PARTS; ++part) {
+            if (first + part >= used) continue;
+            for (int i = 0; i < 2; ++i) there &= tagged(parts[part][i], tag_of(w.use()));
+            there &= ((logs[part] ^ w.use()) & 3) == 0;
+            weights[part] = bare(logs[part]);
+          }
+          return there;
+        };
+        if constexpr (TAGGED)
+          await(w.a, w.s, fetch);
+        else
+          fetch();
+        float larger = most;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+          if (first + part < used) larger = fmaxf(larger, weights[part]);
+        const float by = exp2f(most - larger);
+        most = larger, sum *= by;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * by, sums[i].y * by, sums[i].z * by, sums[i].w * by};
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+          if (first + part >= used) continue;
+          const float weight = exp2f(weights[part] - most);
+          sum += weight;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float4 p = bare(parts[part][i]);
+            sums[i] = {sums[i].x + weight * p.x, sums[i].y + weight * p.y, sums[i].z + weight * p.z, sums[i].w + weight * p.w};
+          }
         }
-        return there;
-      };
-      await(w.a, w.s, fetch);
-#pragma unroll
-      for (int part = 0; part < SPLITS; ++part)
-        if (part < used) most = fmaxf(most, weights[part]);
-#pragma unroll
-      for (int part = 0; part < SPLITS; ++part) {
-        if (part >= used) continue;
-        const float weight = exp2f(weights[part] - most);
-        const float4 p = parts[part];
-        sum += weight;
-        v = {v.x + weight * p.x, v.y + weight * p.y, v.z + weight * p.z, v.w + weight * p.w};
       }
-      v = {v.x / sum, v.y / sum, v.z / sum, v.w / sum};
+      const float whole = 1.0f / sum;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * whole, sums[i].y * whole, sums[i].z * whole, sums[i].w * whole};
     }
-    lay(w, column, v);
+    lay(w, column, sums[0]);
+    lay(w, column + 4, sums[1]);
   }
   w.scale = 1.0f;
   w.meet();

@@ -10,6 +10,11 @@ DEVICE char* shared_memory() { return dynamic_shared; }
 DEVICE int cta_index() { return blockIdx.x; }
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE long long ticks() { return clock64(); }
+DEVICE u64 nanoseconds() {
+  u64 v;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+  return v;
+}
 DEVICE void breathe() {}
 
 // Barriers in shared memory, by pointer. A wait gives up now and then, to look whether all is well.
@@ -65,6 +70,9 @@ DEVICE u64 load_acquire(const u64* at) {
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
   return v;
 }
+DEVICE void store_relaxed(uint4* at, const uint4& v) {  // word by word
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 DEVICE void store_relaxed(u32* at, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
 // What this thread, and those it met before, wrote is seen by who acquires the word.
 DEVICE void store_release(u64* at, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory"); }
@@ -85,6 +93,11 @@ DEVICE void let_next_launch_begin() { let_later_launches_begin(); }
 
 // Numbers.
 
+// The same, of which the compiler knows nothing: what is made of it is made here, and not kept in registers from layer to layer.
+DEVICE int afresh(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 DEVICE float as_float(u32 v) { return __uint_as_float(v); }
 DEVICE u32 as_bits(float v) { return __float_as_uint(v); }
 // Two numbers rounded to bfloat16, the first in the lower half.
@@ -92,6 +105,12 @@ DEVICE u32 round_pair(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
+}
+// Two to the power of v, at most 0; a result below the smallest normal number is 0.
+DEVICE float power(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
 }
 // Sums of 16 rows by 8 columns over 16 channels of bfloat16, float32 sums: m16n8k16 of the PTX manual.
 DEVICE void product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

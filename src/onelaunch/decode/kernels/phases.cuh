@@ -22,7 +22,7 @@ DEVICE void arrive_heads(Worker& w, int base, int first, int last) {
 DEVICE void await_heads(Worker& w, int base, int first, int last) {
   for (int head = first + w.thread; head < last; head += WORKERS_THREADS) {
     const u32* counter = counter_of(w, base + head);
-    const u32 target = w.use * (u32)w.a.arrivals[base + head];
+    const u32 target = w.use() * (u32)w.a.arrivals[base + head];
     await(w.a, w.s, [&] { return (int)(load_acquire(counter) - target) >= 0; });
   }
   w.meet();
@@ -32,7 +32,7 @@ DEVICE void open_ring(Worker& w, int phase, int columns) {
   if constexpr (!STREAMS && !SEPARATE) {
     const int granules = layer_granules(w.share) * LAYERS + phase_granules(w.share, LM_HEAD, HIDDEN);
     w.passed += phase_granules(w.share, phase, columns);
-    if (w.thread == 0) *w.s.allowed = w.made * ((granules + 3) / 4) + (w.passed + 3) / 4;
+    if (w.thread == 0) *w.s.allowed = *w.s.made * ((granules + 3) / 4) + (w.passed + 3) / 4;
   }
 }
 
@@ -42,13 +42,14 @@ DEVICE void input_norm(Worker& w) { share_normed(w, w.a.words + RESIDUAL, first_
 DEVICE void post_norm(Worker& w) { share_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN); }
 
 DEVICE void multiply_qkv(Worker& w) {
+  w.refresh();
   if (w.begin(QKV) == w.end(QKV)) return;
   open_ring(w, QKV, HIDDEN);
   if constexpr (NORM_APART)
     gather<HIDDEN>(w, w.a.words + NORMED, 0);
   else
-    gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use - 1);
-  product_of<HIDDEN, MOST_QKV>(w, QKV, [&](int row, int, int sum) { put(w.a.words + RAW + row, sum_of_row(w, sum), w.use); });
+    gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use() - 1);
+  product_of<HIDDEN, MOST_QKV>(w, QKV, [&](int row, int, int sum) { put(w.a.words + RAW + row, sum_of_row(w, sum), w.use()); });
 }
 
 // A row of the residual stream, kept by its CTA, or by all launches in memory.
@@ -61,39 +62,42 @@ DEVICE float& own_row(Worker& w, int row, int mine, bool first) {
   return w.s.own[mine];
 }
 DEVICE void multiply_o(Worker& w) {
+  w.refresh();
   if (w.begin(O) == w.end(O)) return;
   open_ring(w, O, QUERY);
   gather_found(w);
   product_of<QUERY, MOST_O>(w, O, [&](int row, int mine, int sum) {
     float& own = own_row(w, row, mine, w.layer == 0);
-    put(w.a.words + MID + row, own += sum_of_row(w, sum), w.use);
+    put(w.a.words + MID + row, own += sum_of_row(w, sum), w.use());
   });
 }
 
 // A tile has 4 channels: their rows of the gate, then of the up projection.
 DEVICE void multiply_gate_up(Worker& w) {
+  w.refresh();
   if (w.begin(GATE_UP) == w.end(GATE_UP)) return;
   open_ring(w, GATE_UP, HIDDEN);
   if constexpr (NORM_APART)
     gather<HIDDEN>(w, w.a.words + NORMED, 0);
   else
-    gather_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN, w.use);
+    gather_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN, w.use());
   product_of<HIDDEN, MOST_GATE_UP>(w, GATE_UP, [&](int row, int, int sum) {
     if (row % TILE >= TILE / 2) return;
     const float gate = sum_of_row(w, sum), up = sum_of_row(w, sum + TILE / 2);
-    put(w.a.words + ACT + row / TILE * (TILE / 2) + row % TILE, up * gate / (1.0f + exp2f(-LOG2E * gate)), w.use);
+    put(w.a.words + ACT + row / TILE * (TILE / 2) + row % TILE, up * gate / (1.0f + exp2f(-LOG2E * gate)), w.use());
   });
 }
 
 DEVICE void multiply_down(Worker& w) {
+  w.refresh();
   if (w.begin(DOWN) == w.end(DOWN)) return;
   open_ring(w, DOWN, INNER);
-  gather<INNER>(w, w.a.words + ACT, w.use);
+  gather<INNER>(w, w.a.words + ACT, w.use());
   const bool last = w.layer + 1 == LAYERS;  // read by the head, also in CTAs that have no part in layers
   float* to = w.a.words + (last ? FINAL : RESIDUAL);
   product_of<INNER, MOST_DOWN>(w, DOWN, [&](int row, int mine, int sum) {
     float& own = own_row(w, row, mine, false);
-    put(to + row, own += sum_of_row(w, sum), last ? w.token : w.use);
+    put(to + row, own += sum_of_row(w, sum), last ? w.token : w.use());
   });
 }
 
@@ -115,6 +119,7 @@ DEVICE u64 best_of_all(Worker& w, u64 mine) {
 DEVICE u64* best_at(Worker& w) { return w.a.best + (w.token & 1) * CTAS; }
 
 DEVICE void multiply_head(Worker& w) {
+  w.refresh();
   open_ring(w, LM_HEAD, HIDDEN);
   gather_normed(w, w.a.words + FINAL, nullptr, w.a.norms + (long long)LAYERS * (2 * HIDDEN + 2 * HEAD), w.token);
   u64 mine = 0;
@@ -125,10 +130,11 @@ DEVICE void multiply_head(Worker& w) {
     mine = better(mine, candidate(logit, row));
   });
   mine = best_of_all(w, mine);
-  if (w.thread == 0) store_release(best_at(w) + w.cta, mine | (w.token & 0xFF));  // and what went to the cache, once a token
+  if (w.thread == 0) store_release(best_at(w) + cta_index(), mine | (w.token & 0xFF));  // and what went to the cache, once a token
 }
 
 DEVICE void next_token(Worker& w) {
+  w.refresh();
   u64 mine = 0;
   for (int cta = w.thread; cta < CTAS; cta += WORKERS_THREADS) {
     u64 found;
@@ -139,10 +145,10 @@ DEVICE void next_token(Worker& w) {
   if (w.thread == 0) {
     const int token = 0xFFFFFF - (int)(mine >> 8 & 0xFFFFFF);
     *w.s.token = token < VOCAB ? token : VOCAB - 1;  // after an error: a place that exists
-    if (w.cta == 0) w.a.tokens[w.position + 1] = *w.s.token;
+    if (cta_index() == 0) w.a.tokens[w.position + 1] = *w.s.token;
   }
   w.meet();
-  w.here = *w.s.token;
+  w.mark(SHARES, READY), w.mark(SHARES, DONE);
 }
 
 #include "order.cuh"

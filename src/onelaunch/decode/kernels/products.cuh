@@ -4,16 +4,18 @@
 // Tiles of a CTA in groups of at most MOST; the stream has the same.
 DEVICE int groups_of(int tiles) { return (tiles + MOST - 1) / MOST; }
 
-// Sums of up to TILES tiles over all columns, each warp its 32 of every STEP.
+// Sums of up to TILES tiles over all columns, each warp its 32 of every STEP. The first granules are on their way, and always the next
+// while those before are multiplied: a wait for the ring and a read of shared memory for each would be a third of the time.
 template <int COLUMNS, int TILES>
-DEVICE void multiply(Worker& w, int tiles) {
+DEVICE void multiply(Worker& w, int tiles, uint4 (&v)[DEPTH]) {
   constexpr int STEPS = padded(COLUMNS) / STEP;
   static_assert(STEPS % DEPTH == 0, "granules of a tile that follow each other");
-  float d[TILES][2][4];
+  constexpr int CHAINS = TILES > 4 ? 1 : 2;  // of products that wait for each other; many tiles have no registers for two
+  float d[TILES][CHAINS][4];
 #pragma unroll
   for (int t = 0; t < TILES; ++t)
 #pragma unroll
-    for (int i = 0; i < 8; ++i) d[t][i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < 4 * CHAINS; ++i) d[t][i / 4][i % 4] = 0.0f;
   const int row = w.lane / 4, quad = w.lane % 4;  // row of the tile; as a column: which half of the 32 channels, which part
   const u16* x = (row & 1 ? w.s.lower : w.s.upper) + 32 * w.warp + 8 * quad + (row & 2 ? 4 : 0);
   for (int step = 0; step < STEPS; step += DEPTH) {
@@ -23,13 +25,16 @@ DEVICE void multiply(Worker& w, int tiles) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       if (t < tiles) {
-        const char* at = w.next_granules() + w.warp * (GRANULE / WARPS) + w.lane * 16;
-        uint4 v[DEPTH];
+        uint4 next[DEPTH];
+        const bool more = t + 1 < tiles || step + DEPTH < STEPS;
+        if (more) w.fetch(next);
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i) v[i] = *(const uint4*)(at + i * GRANULE);
+        for (int i = 0; i < DEPTH; ++i) product(d[t][i % CHAINS], v[i].x, v[i].z, v[i].y, v[i].w, b[i].x, b[i].y);
+        if (more) {
+          w.release();
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i) product(d[t][i % 2], v[i].x, v[i].z, v[i].y, v[i].w, b[i].x, b[i].y);
-        w.used_granules();
+          for (int i = 0; i < DEPTH; ++i) v[i] = next[i];
+        }
       }
     }
   }
@@ -38,7 +43,9 @@ DEVICE void multiply(Worker& w, int tiles) {
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     if (t < tiles) {
-      float sum = quad == 0 ? d[t][0][0] + d[t][0][1] + d[t][1][0] + d[t][1][1] : d[t][0][2] + d[t][0][3] + d[t][1][2] + d[t][1][3];
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < CHAINS; ++i) sum += quad == 0 ? d[t][i][0] + d[t][i][1] : d[t][i][2] + d[t][i][3];
       sum += from_lane_xor(sum, 1);
       if (quad == 0) sums[t * TILE + row] = sum;
     }
@@ -54,11 +61,16 @@ DEVICE float sum_of_row(const Worker& w, int row) {
 template <int COLUMNS, int TILES, class Apply>
 DEVICE void product_of(Worker& w, int phase, Apply apply) {
   const int begin = w.begin(phase), count = w.end(phase) - begin, groups = groups_of(count);
+  w.mark(phase, READY);
   for (int group = 0; group < groups; ++group) {
     const int first = group * count / groups, tiles = (group + 1) * count / groups - first;
-    multiply<COLUMNS, TILES>(w, tiles);
+    uint4 v[DEPTH];
+    w.fetch(v);
+    w.release();
+    multiply<COLUMNS, TILES>(w, tiles, v);
     w.meet();
     if (w.thread < tiles * TILE) apply((begin + first) * TILE + w.thread, first * TILE + w.thread, w.thread);
     w.parity ^= 1;  // so that sums are read while others already multiply
   }
+  w.mark(phase, DONE);
 }

@@ -21,7 +21,9 @@ constexpr long long LIMIT = 1ll << 32;  // ticks: two seconds
 constexpr float LOG2E = 1.4426950408889634f;
 
 enum { QKV, O, GATE_UP, DOWN, LM_HEAD, ATTENTION, ROPE, NORM, SHARES };       // rows of the table of shares
-enum { POSITION, USES, TOKENS, BARRIERS, ERROR, STATE_WORDS };                // words of state
+enum { POSITION, TOKENS, BARRIERS, ERROR, STATE_WORDS };                      // words of state
+enum { TICKS_BEGIN, TIME_BEGIN, TICKS_END, TIME_END, MARKS };                 // behind them if STAMPED, for each CTA: of a token; then
+enum { READY, DONE, MARKS_OF_A_PHASE };                                       // [LAYERS + 1][SHARES + 1] of these, in ticks
 
 typedef unsigned short u16;
 
@@ -83,6 +85,7 @@ DEVICE Shared set_up(const Arguments& a) {
     }
     *s.allowed = 0;
     *s.gone = 0;
+    *s.made = 0;
     ring_fence();
   }
   block_meets();
@@ -98,9 +101,9 @@ DEVICE void decode_tokens(const Arguments& a) {
       copy_weights(a, a.stream + a.starts[cta_index()], granules, (layers + 3) / 4, a.count, s);
   } else {
     Worker w(a, s, share);
-    for (int token = 0; token < a.count; ++token) {
+    while (*s.made < a.count) {
       w.begin_token();
-      for (w.layer = 0; w.layer < LAYERS; ++w.layer, ++w.use) layer_phases(w);
+      for (w.layer = 0; w.layer < LAYERS; ++w.layer) layer_phases(w);
       tail_phases(w);
       w.end_token();
     }
@@ -137,7 +140,13 @@ DEVICE void decode_phase(const Arguments& a, int layer) {
 }
 
 #ifndef ON_HOST
-extern "C" __global__ void __launch_bounds__(THREADS, SEPARATE ? 2 : 1)
+#ifdef ALONE
+// Two launches side by side, but attention's has more registers: those beside it have few.
+constexpr int SIDE_BY_SIDE = ALONE == ATTENTION ? 1 : 2;
+#else
+constexpr int SIDE_BY_SIDE = 1;
+#endif
+extern "C" __global__ void __launch_bounds__(THREADS, SIDE_BY_SIDE)
 decode(const char* stream, const long long* starts, const int* shares, const int* arrivals, const u16* embedding, const u16* norms,
        const float* rotations, u16* keys, u16* values, const long long* first, int* tokens, float* words, u64* best, u32* counters,
        u32* state, float* logits, int capacity, int count, int position, int layer) {

@@ -5,13 +5,10 @@ struct Worker {
   const Arguments& a;
   Shared& s;
   const int* share;
-  const int thread, warp, lane, cta;
+  int thread, warp, lane;
   int layer = 0, position;
-  u32 use;       // of the buffers of layers, counted on over launches: LAYERS in a token
-  u32 token;     // likewise, of those of the tail
+  u32 token;     // use of the tail's buffers, counted on over launches
   u32 met;       // barriers over the grid
-  int here;      // the token that is processed
-  int made = 0;  // tokens, in this launch
   float scale = 1.0f;  // of the products: one over the vector's norm
   Ring ring;
   int left = 0;     // granules of the chunk at hand
@@ -19,50 +16,71 @@ struct Worker {
   int parity = 0;   // of sums
 
   DEVICE Worker(const Arguments& a, Shared& s, const int* share)
-      : a(a), s(s), share(share), thread(thread_index()), warp(thread_index() / 32), lane(thread_index() % 32), cta(cta_index()),
-        position(a.position < 0 ? (int)a.state[POSITION] : a.position), use(a.state[USES] + 1), token(a.state[TOKENS] + 1), met(a.state[BARRIERS]) {
-    here = a.first ? (int)*a.first : a.tokens[position];
+      : a(a), s(s), share(share), thread(thread_index()), warp(thread_index() / 32), lane(thread_index() % 32),
+        position(a.position < 0 ? (int)a.state[POSITION] : a.position), token(a.state[TOKENS] + 1), met(a.state[BARRIERS]) {
+    *s.token = a.first ? (int)*a.first : a.tokens[position];  // the token that is processed; all threads say the same
   }
+  // Before each phase, and within attention: addresses made of these are then made in it, and not kept in registers from layer to layer.
+  DEVICE void refresh() { thread = afresh(thread), warp = thread / 32, lane = thread % 32; }
   DEVICE void meet() const { workers_meet(WORKERS_THREADS); }
+  DEVICE u32 use() const { return (token - 1) * LAYERS + layer + 1; }  // of the buffers of layers
   DEVICE int begin(int what) const { return share[2 * what]; }
   DEVICE int end(int what) const { return share[2 * what + 1]; }
+  // When the last token came where, if the kernel was asked to say so. Thread 0's clock; the next token has the phase SHARES.
+  DEVICE void stamp(int at, u32 v) const {
+    if constexpr (STAMPED)
+      if (thread == 0) a.state[STATE_WORDS + cta_index() * (MARKS + (LAYERS + 1) * (SHARES + 1) * MARKS_OF_A_PHASE) + at] = v;
+  }
+  DEVICE void mark(int phase, int what) const {
+    if constexpr (STAMPED) stamp(MARKS + (layer * (SHARES + 1) + phase) * MARKS_OF_A_PHASE + what, (u32)ticks());
+  }
+  DEVICE void mark_token(int at) const {
+    if constexpr (STAMPED) stamp(at, (u32)ticks()), stamp(at + 1, (u32)nanoseconds());
+  }
   // CTAs that share the positions of a key head.
   DEVICE int used() const {
     const int wanted = (position + POSITIONS) / POSITIONS;
     return wanted < SPLITS ? wanted : SPLITS;
   }
-  DEVICE const u16* layer_norms() const { return a.norms + (long long)layer * (2 * HIDDEN + 2 * HEAD); }
-  DEVICE const u16* embedded() const { return a.embedding + (long long)here * HIDDEN; }
-  DEVICE long long cached(int head) const { return ((long long)layer * HEADS + head) * a.capacity * HEAD; }
+  DEVICE const u16* layer_norms() const { return a.norms + (long long)afresh(layer) * (2 * HIDDEN + 2 * HEAD); }
+  DEVICE const u16* embedded() const { return a.embedding + (long long)*s.token * HIDDEN; }
+  DEVICE long long cached(int head) const { return (long long)(afresh(layer) * HEADS + head) * a.capacity * HEAD; }
 
   // The part of the residual stream that is this CTA's, kept over the layers.
   DEVICE void begin_token() {
+    mark_token(TICKS_BEGIN);
     const int first = begin(O) * TILE, rows = (end(O) - begin(O)) * TILE;
     for (int row = thread; row < rows; row += WORKERS_THREADS) s.own[row] = as_float((u32)embedded()[first + row] << 16);
+    for (int at = thread; at < HEAD; at += WORKERS_THREADS) s.rotation[at] = a.rotations[(long long)position * HEAD + at];
     passed = 0;
   }
   DEVICE void end_token() {
-    ++position, ++token, ++made;
+    ++position, ++token;
+    if (thread == 0) ++*s.made;
     if (left) drop();
     meet();
+    mark_token(TICKS_END);
   }
   DEVICE void end_launch() {  // all have long read what they began with
-    if (cta || thread) return;
+    if (cta_index() || thread) return;
     a.state[POSITION] = position + SEPARATE;
-    a.state[USES] = use - 1;
     a.state[TOKENS] = token - 1;
-    a.state[BARRIERS] = met;
+    if constexpr (!STREAMS) a.state[BARRIERS] = met;
   }
-  // The ring: granules that belong to one tile, DEPTH of them.
-  DEVICE const char* next_granules() {
+  // The ring: a thread's part of granules that belong to one tile, DEPTH of them. They are on their way to registers when this returns;
+  // release() gives back what the chunk had, if those were its last.
+  DEVICE void fetch(uint4 (&v)[DEPTH]) {
     if (left == 0) {
       await_ring(a, s, s.full + ring.stage, ring.phase);
       left = 4;
     }
-    return s.stages + ring.stage * CHUNK + (4 - left) * GRANULE;
+    const char* at = s.stages + ring.stage * CHUNK + (4 - left) * GRANULE + warp * (GRANULE / WARPS) + lane * 16;
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) v[i] = *(const uint4*)(at + i * GRANULE);
+    left -= DEPTH;
   }
-  DEVICE void used_granules() {
-    if ((left -= DEPTH) == 0) drop();
+  DEVICE void release() {
+    if (left == 0) drop();
   }
   DEVICE void drop() {
     warp_meets();
@@ -92,12 +110,37 @@ DEVICE void put(float* at, float v, u32 use) {
   else
     *at = v;
 }
+DEVICE void put(float* at, float4 v, u32 use) {
+  auto word = [&](float each) { return (as_bits(each) & ~3u) | tag_of(use); };
+  if constexpr (TAGGED)
+    store_relaxed((uint4*)at, {word(v.x), word(v.y), word(v.z), word(v.w)});
+  else
+    *(float4*)at = v;
+}
 DEVICE bool tagged(const uint4& v, u32 tag) {
   return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 3) == 0;
 }
 // Without their tags: results must not depend on how often the kernel has run.
 DEVICE float bare(u32 v) { return as_float(TAGGED ? v & ~3u : v); }
 DEVICE float4 bare(const uint4& v) { return {bare(v.x), bare(v.y), bare(v.z), bare(v.w)}; }
+// Quads of words, at(i) each or nowhere: all on their way at once, until all are there.
+template <int COUNT, class At>
+DEVICE void take(Worker& w, uint4 (&v)[COUNT], u32 use, At at) {
+  auto all_there = [&] {
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (at(i)) v[i] = TAGGED ? load_relaxed((const uint4*)at(i)) : load_plain((const uint4*)at(i));
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (TAGGED && at(i)) there &= tagged(v[i], tag_of(use));
+    return there;
+  };
+  if constexpr (TAGGED)
+    await(w.a, w.s, all_there);
+  else
+    all_there();
+}
 DEVICE float4 take(Worker& w, const float* at, u32 use) {
   uint4 v;
   if constexpr (TAGGED)
@@ -118,11 +161,35 @@ DEVICE void lay(Worker& w, int column, float4 v) {
 }
 DEVICE constexpr int padded(int columns) { return (columns + STEP - 1) / STEP * STEP; }
 
+// apply(column, 4 numbers, their factors) over a vector of words, or a row of bfloat16 if there is one, and zeros up to a whole step.
+template <int COLUMNS, class Use>
+DEVICE void for_columns(Worker& w, const float* from, const u16* row, const u16* factors, u32 use, Use apply) {
+  constexpr int AT_ONCE = 4 * WORKERS_THREADS, QUADS = (padded(COLUMNS) + AT_ONCE - 1) / AT_ONCE, TOGETHER = QUADS < 8 ? QUADS : 8;
+#pragma unroll 1
+  for (int first = 4 * w.thread; first < padded(COLUMNS); first += TOGETHER * AT_ONCE) {
+    uint4 v[TOGETHER];
+    uint2 f[TOGETHER];
+    auto inside = [&](int i) { return COLUMNS % (TOGETHER * AT_ONCE) == 0 || first + i * AT_ONCE < COLUMNS; };
+    if (factors) {
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+        if (inside(i)) f[i] = *(const uint2*)(factors + first + i * AT_ONCE);
+    }
+    if (!row) take(w, v, use, [&](int i) { return inside(i) ? from + first + i * AT_ONCE : nullptr; });
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+      const int column = first + i * AT_ONCE;
+      if (inside(i))
+        apply(column, row ? load_bf16(row + column) : bare(v[i]), factors ? widen(f[i]) : float4{1, 1, 1, 1});
+      else if (column < padded(COLUMNS))
+        apply(column, float4{0, 0, 0, 0}, float4{0, 0, 0, 0});
+    }
+  }
+}
 // As it is.
 template <int COLUMNS>
 DEVICE void gather(Worker& w, const float* from, u32 use) {
-  for (int column = 4 * w.thread; column < padded(COLUMNS); column += 4 * WORKERS_THREADS)
-    lay(w, column, column < COLUMNS ? take(w, from + column, use) : float4{0, 0, 0, 0});
+  for_columns<COLUMNS>(w, from, nullptr, nullptr, use, [&](int column, float4 v, float4) { lay(w, column, v); });
   w.scale = 1.0f;
   w.meet();
 }
@@ -144,16 +211,10 @@ DEVICE float sum_of_all(Worker& w, float v) {
 template <class Use>
 DEVICE void for_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use, Use apply) {
   float squares = 0;
-  for (int column = 4 * w.thread; column < padded(HIDDEN); column += 4 * WORKERS_THREADS) {
-    float4 v = {0, 0, 0, 0};
-    if (column < HIDDEN) {
-      const float4 f = load_bf16(factors + column);
-      v = row ? load_bf16(row + column) : take(w, from + column, use);
-      squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-      v = {v.x * f.x, v.y * f.y, v.z * f.z, v.w * f.w};
-    }
-    apply(column, v);
-  }
+  for_columns<HIDDEN>(w, from, row, factors, use, [&](int column, float4 v, float4 f) {
+    squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    apply(column, {v.x * f.x, v.y * f.y, v.z * f.z, v.w * f.w});
+  });
   w.scale = rsqrtf(sum_of_all(w, squares) / HIDDEN + EPS);
 }
 DEVICE void gather_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use) {

@@ -8,18 +8,20 @@ struct Shared {
   float* sums;           // [2][WARPS][MOST * TILE]: of tiles, by warp
   float* own;            // the residual stream's rows of this CTA
   float* squares;        // [WARPS]
-  float* heads;          // attention: HEAD_WORDS raw, then GROUP * HEAD queries, new key and value
-  float* turns;          // [3][HEAD]: rotation, factors of queries' and key's norms
-  float* found;          // [WARPS][GROUP][HEAD + 2]: attention by warp: results, maximum, sum
+  float* rotation;       // [HEAD]: cosines and sines of the position
+  float* found;          // [WARPS][GROUP][HEAD + 4]: attention by warp: results, maximum, sum; before, turned queries
+  float* newest;         // [2][HEAD]: key and value of the position
   u64* winners;          // [WARPS]
   u64 *full, *empty;     // [STAGES]
-  volatile int *allowed, *gone, *token;
+  volatile int *allowed, *gone;  // chunks that may be copied; waits given up
+  volatile int *token, *made;    // that is processed; of this launch
   int* share;            // [SHARES][2]: units of this CTA
   DEVICE explicit Shared(char* base)
       : stages(base), upper((u16*)(base + UPPER_AT)), lower((u16*)(base + LOWER_AT)), sums((float*)(base + SUMS_AT)),
-        own((float*)(base + OWN_AT)), squares((float*)(base + SQUARES_AT)), heads((float*)(base + HEADS_AT)), turns((float*)(base + TURNS_AT)),
-        found((float*)(base + FOUND_AT)), winners((u64*)(base + WINNERS_AT)), full((u64*)(base + FULL_AT)), empty(full + STAGES),
-        allowed((volatile int*)(empty + STAGES)), gone(allowed + 1), token(allowed + 2), share((int*)(allowed + 4)) {}
+        own((float*)(base + OWN_AT)), squares((float*)(base + SQUARES_AT)), rotation((float*)(base + ROTATION_AT)),
+        found((float*)(base + FOUND_AT)), newest((float*)(base + NEWEST_AT)),
+        winners((u64*)(base + WINNERS_AT)), full((u64*)(base + FULL_AT)), empty(full + STAGES),
+        allowed((volatile int*)(empty + STAGES)), gone(allowed + 1), token(allowed + 2), made(allowed + 3), share((int*)(allowed + 4)) {}
 };
 
 struct Ring {
