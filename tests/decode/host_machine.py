@@ -42,9 +42,9 @@ class HostKernel:
 
     def __init__(self, plan, folder: Path, tuning: Tuning | None = None) -> None:
         self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2)
-        self.library = build(plan, self.tuning, folder)
+        self.kernel = build(plan, self.tuning, folder)
         self.shared = layout_of(plan, self.tuning).bytes
-        self.library.run.restype = ctypes.c_int
+        self.kernel.run.restype = ctypes.c_int
 
     def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0):
         """Logits of the last token."""
@@ -62,7 +62,7 @@ class HostKernel:
         tensors = memory.arguments(cache, logits, token)
         assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
         pointers = (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
-        finished = self.library.run(pointers, cache.capacity, *numbers, self.shared, seed, ctypes.c_longlong(SWEEPS))
+        finished = self.kernel.run(pointers, cache.capacity, *numbers, self.shared, seed, ctypes.c_longlong(SWEEPS))
         assert finished, "the launch did not come to its end"
 
 
