@@ -7,7 +7,7 @@ import pytest
 from onelaunch.decode.engine import TorchEngine
 from onelaunch.decode.generate import Model
 
-pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers", reason="needs the extra decode")
 
 
 def test_the_bundled_model_continues_a_text(call):
@@ -60,7 +60,7 @@ def test_ctrl_c_leaves_what_came_and_a_line_of_its_own(call, monkeypatch):
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(call, arguments, code, message):
     if "--chat" in arguments:
-        pytest.importorskip("transformers")
+        pytest.importorskip("transformers", reason="needs the extra decode")
     answer = call("generate", "def main(", *arguments)
     assert answer.code == code
     assert message in answer.err

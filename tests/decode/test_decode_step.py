@@ -13,6 +13,7 @@ from onelaunch.decode.model import prefill
 from onelaunch.decode.torch_variants import window_of
 from onelaunch.errors import ArgumentError, ContextExceeded, DTypeError, ShapeError, ValueRangeError, VariantUnsupported
 from onelaunch.operation import find_operation
+from onelaunch.ops.gated_scan.torch_variants import compiler_missing
 from onelaunch.workbench.verify import Judge, trivial_answers
 from tests.decode.models import SMALL
 
@@ -56,7 +57,7 @@ def test_eager(name):
 @pytest.mark.parametrize("name", ["untied_with_biases", "beyond_a_window"])
 def test_compiled(name):
     case = case_of(name)
-    if reason := decode_step.get("compiled").why_not(decode_step.query(case, "cpu")):
+    if reason := compiler_missing(decode_step.query(case, "cpu")):
         pytest.skip(reason)
     verdict = Judge().judge(decode_step, case, variant="compiled")
     assert verdict.ok, verdict.problems
@@ -83,7 +84,8 @@ def test_graphs_follow_the_cache_from_window_to_window():
             token = (token * 7 + 1) % SMALL.vocab_size
             logits.append(found)
         outcomes.append(torch.stack(logits))
-    assert (outcomes[0] - outcomes[1]).norm() <= 3e-2 * outcomes[0].norm()
+    # each is up to 1.4e-2 off in bfloat16, see docs/decode.md, in roundings of its own
+    assert (outcomes[0] - outcomes[1]).norm() <= 2.8e-2 * outcomes[0].norm()
 
 
 def test_a_step_appends_to_the_cache_and_changes_nothing_else():
@@ -98,7 +100,7 @@ def test_a_step_appends_to_the_cache_and_changes_nothing_else():
     rest = [at for at in range(cache.capacity) if at != 5]
     assert torch.equal(cache.keys[:, :, rest], before[:, :, rest])
     whole, _ = prefill(given["weights"], torch.tensor([1, 2, 3, 4, 5, 7]), KVCache.empty(SMALL))
-    assert torch.allclose(logits, whole, atol=1e-5)
+    assert (logits - whole).norm() <= 1e-6 * whole.norm()  # other sums of float32: one row instead of six
 
 
 def test_windows():

@@ -198,7 +198,7 @@ def test_an_awaited_text_can_be_cancelled_in_the_middle_of_a_token():
 
 @pytest.mark.parametrize("name", ["tied", "untied_with_biases"])
 def test_greedy_text_is_that_of_transformers(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     config = CONFIGS[name]
     folder = write(tmp_path, random_weights(config, seed=4))
     theirs = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
@@ -349,7 +349,7 @@ def test_what_is_wrong_is_named_before_anything_runs(prompt, options, error, mes
 
 
 def test_integers_of_any_class_are_tokens():
-    numpy = pytest.importorskip("numpy")
+    numpy = pytest.importorskip("numpy", reason="needs the extra decode")
     for prompt in (numpy.array([8, 9]), [numpy.int32(8), torch.tensor(9)], range(8, 10)):
         found = model_of("ab.").generate(prompt)
         assert found.prompt == (8, 9)
@@ -391,7 +391,7 @@ def test_names_of_models(tmp_path, monkeypatch):
     assert find_model(tmp_path) == tmp_path
     with pytest.raises(CheckpointError, match="there is no folder nothing-here, and it is no name of the hub"):
         find_model("nothing-here")
-    hub = pytest.importorskip("huggingface_hub")
+    hub = pytest.importorskip("huggingface_hub", reason="needs the extra decode")
     asked = []
     monkeypatch.setattr(hub, "snapshot_download", lambda name, allow_patterns: asked.append(name) or str(tmp_path))
     assert find_model("owner/name") == tmp_path

@@ -30,7 +30,7 @@ def all_logits(weights, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_transformers(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     config, tokens = CONFIGS[name], tokens_of(CONFIGS[name], 200)
     folder = write(tmp_path, random_weights(config, seed=2))
     for dtype, allowed in ((torch.float32, 3e-6), (torch.bfloat16, 6e-3)):
@@ -81,7 +81,8 @@ def test_the_cache_grows_without_losing_anything_up_to_the_context():
     assert (cache.capacity, cache.length) == (512, 350)
     assert torch.equal(cache.keys[:, :, :250], before)
     whole = torch.cat([tokens_of(SMALL, 250), tokens_of(SMALL, 100, seed=1)])
-    assert torch.allclose(logits, all_logits(weights, whole)[-1], atol=1e-4)
+    true = all_logits(weights, whole)[-1]
+    assert (logits - true).norm() <= 1e-6 * true.norm()  # other sums of float32
     logits, cache = prefill(weights, tokens_of(SMALL, 162), cache)
     assert cache.length == SMALL.max_position_embeddings
     with pytest.raises(ContextExceeded, match="takes 513 positions; the model's context has 512"):

@@ -61,7 +61,7 @@ def test_what_stays_is_what_the_definition_says(name, seed):
 @pytest.mark.parametrize("name", [name for name in CHOICES if name != "hardly_any"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_stays_is_what_stays_in_transformers(name, seed):
-    theirs = pytest.importorskip("transformers")
+    theirs = pytest.importorskip("transformers", reason="needs the extra decode")
     sampling, logits = CHOICES[name], drawn_logits(seed)[None]
     warpers = [theirs.TemperatureLogitsWarper(sampling.temperature)]
     warpers += [theirs.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
@@ -82,7 +82,7 @@ def test_however_low_the_temperature_is_the_likeliest_is_drawn(temperature):
 
 
 def test_the_penalty_is_that_of_transformers():
-    theirs = pytest.importorskip("transformers")
+    theirs = pytest.importorskip("transformers", reason="needs the extra decode")
     logits, tokens = drawn_logits(1), torch.tensor([[3, 50, 50, 7]])
     seen = torch.zeros(100, dtype=torch.bool).index_fill(0, tokens[0], 1)
     expected = theirs.RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits[None].clone())[0]

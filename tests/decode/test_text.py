@@ -7,7 +7,7 @@ import pytest
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
 from onelaunch.errors import CheckpointError
 
-pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers", reason="needs the extra decode")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from onelaunch.decode.generate import Model
 from onelaunch.decode.hub import BUNDLED, find_model
 
-pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers", reason="needs the extra decode")
 
 PROMPT = "import os\nimport sys\n\n\nclass "
 
@@ -48,7 +48,7 @@ def test_any_text_survives_its_tokens(model):
 
 def test_512_greedy_tokens_are_those_of_transformers(model):
     """In float32: in bfloat16 two logits are sometimes the same, and either token is right."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     theirs = transformers.Qwen3ForCausalLM.from_pretrained(find_model(BUNDLED), dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))
     prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
@@ -75,7 +75,7 @@ def test_a_gpu_writes_what_a_cpu_writes(variant):
 
 
 def test_a_streamer_of_transformers_prints_the_text(model, capsys):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))
     found = model.generate(PROMPT, max_new_tokens=30, streamer=transformers.TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out.rstrip("\n") == (found.text or "").rstrip("\n")
