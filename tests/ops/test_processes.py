@@ -18,7 +18,7 @@ LAYER: dict[str, Any] = {"B": 8, "T": 4096, "D": 1024, "H": 8, "K": 128, "V": 12
 WORK: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "gla": ("gla", "hopper", "bfloat16", {"B": 8, "T": 4096, "H": 16, "K": 64, "V": 128}),
     "gla, long heads": ("gla", "hopper", "bfloat16", {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128}),
-    "gla, in parts": ("gla", "hopper", "float16", {"B": 1, "T": 16384, "H": 8, "K": 128, "V": 128}),
+    "gla, in parts": ("gla", "hopper", "bfloat16", {"B": 1, "T": 16384, "H": 8, "K": 128, "V": 128}),
     "gla, per head": ("gla", "hopper", "bfloat16", {"B": 4, "T": 2048, "H": 16, "K": 256, "V": 256, "decay_per": "head"}),
     "linear_rnn": ("linear_rnn", "fused_hopper", "bfloat16", {"B": 8, "T": 2048, "D": 1024, "V": 1024}),
     "linear_rnn, chunked": ("linear_rnn", "fused_chunked", "float16", {"B": 16, "T": 1024, "D": 256, "V": 64}),
