@@ -19,13 +19,14 @@ from tests.decode.plans import MODELS, TINY, packed, text
 
 pytestmark = needs_compiler
 
+MODEL = replace(TINY, num_hidden_layers=1)
 POSITION, FIRST = 20, 9
 CHOICES = {
     "temperature": Sampling(temperature=0.7, seed=1),
     "another seed": Sampling(temperature=0.7, seed=2**62 + 5),
     "hot": Sampling(temperature=30.0, seed=3),
     "cold": Sampling(temperature=1e-30, seed=3),
-    "top_k": Sampling(temperature=2.0, top_k=7, seed=4),
+    "top_k": Sampling(temperature=9.0, top_k=3, seed=4),
     "top_k of one": Sampling(temperature=5.0, top_k=1, seed=5),
     "top_k of more than there are": Sampling(temperature=2.0, top_k=10_000, seed=6),
     "top_p": Sampling(temperature=2.0, top_p=0.7, seed=7),
@@ -73,10 +74,10 @@ def at_once(kernel, memory, cache, sampling, count, seed=0):
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_of_one_launch_are_the_samplers(name, libraries):
-    weights, cache, _, _ = text(TINY, POSITION)
-    kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 5), libraries)
-    expected, logits, sampler = step_by_step(kernel, memory, cache, CHOICES[name], 8)
-    found, last, mine = at_once(kernel, memory, cache, CHOICES[name], 8)
+    weights, cache, _, _ = text(MODEL, POSITION)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 4), libraries)
+    expected, logits, sampler = step_by_step(kernel, memory, cache, CHOICES[name], 6)
+    found, last, mine = at_once(kernel, memory, cache, CHOICES[name], 6)
     assert found == expected
     assert torch.equal(last, logits), "logits are the model's, without a penalty"
     if sampler.seen is not None:
@@ -122,10 +123,10 @@ TIES = {
 @pytest.mark.parametrize("name", TIES)
 def test_equals_stay_together_for_top_k_and_the_first_of_them_for_top_p(name, libraries):
     """Twelve tokens of each logit, over all CTAs. Top-p ends in the midst of twelve, far from where one of them ends."""
-    weights, cache, _, _ = text(TINY, POSITION)
+    weights, cache, _, _ = text(MODEL, POSITION)
     table = weights.embed_tokens
     table.copy_(table[torch.arange(len(table)) % 25])
-    kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 5), libraries)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 4), libraries)
     expected, logits, _ = step_by_step(kernel, memory, cache, TIES[name], 6)
     assert len(logits.unique()) == 25
     assert at_once(kernel, memory, cache, TIES[name], 6)[0] == expected

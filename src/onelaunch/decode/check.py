@@ -244,8 +244,8 @@ class _Clocks:
         state = self._state(piece, layer)
         at = slice(piece.begin, piece.end)
         read = state.read[:, at]
-        # in the same phase only the cache is read and written: other positions of it
-        last = np.where(read == self.time, 0, read).max(axis=1, initial=0)
+        # of the cache other positions are written than are read in the same phase
+        last = (np.where(read == self.time, 0, read) if piece.buffer == "cache" else read).max(axis=1, initial=0)
         last[cta] = 0
         if (late := self.known[cta] < last).any():
             problem = f"overwrites words of {piece.buffer} that CTA {int(late.argmax())} may still read"

@@ -157,8 +157,12 @@ class _Builder:
         tagged = self.rung.others == "data"
         return tuple(
             Buffer(
-                name, words, tagged and name not in ("cache", "drawn", "tallies"), per_layer=name == "cache",
-                sums=name == "tallies", copies=1 + (name == "best"),
+                name,
+                words,
+                tagged and name not in ("cache", "drawn", "tallies"),
+                per_layer=name == "cache",
+                sums=name == "tallies",
+                copies=1 + (name == "best"),
             )
             for name, words in self.sizes().items()
         )
@@ -302,9 +306,13 @@ class _Builder:
         for phase in range(rounds + 1):
             edge, share = ("grid", Share(0, 1, (Piece("tallies", phase - 1, phase),))) if phase else (self.rung.others, likeliest)
             if phase < rounds:
-                yield Phase(f"tally {phase}", "tally", edge, (replace(share, adds=(Piece("tallies", phase, phase + 1),)),) * self.ctas)
+                yield Phase(
+                    f"tally {phase}", "tally", edge, (replace(share, adds=(Piece("tallies", phase, phase + 1),)),) * self.ctas
+                )
             else:
                 candidates = (replace(share, writes=(Piece("drawn", cta, cta + 1),)) for cta in range(self.ctas))
                 yield Phase("draw", "draw", edge, tuple(candidates))
-        cleared = (tuple(Piece("tallies", round, round + 1) for round in range(cta, rounds, self.ctas)) for cta in range(self.ctas))
+        cleared = (
+            tuple(Piece("tallies", round, round + 1) for round in range(cta, rounds, self.ctas)) for cta in range(self.ctas)
+        )
         yield Phase("next", "next", "grid", tuple(Share(0, 1, self.whole("drawn"), pieces) for pieces in cleared))
