@@ -315,7 +315,7 @@ def test_sums_are_not_cleared_while_others_read_them():
     plan = plan_for(TINY, "streaming", 3, rounds=2)
     draw = plan.phase("draw")
     early = replace(draw.shares[0], writes=(*draw.shares[0].writes, Piece("tallies", 0, 2)))
-    with pytest.raises(PlanError, match="CTA 0 in phase draw overwrites words of tallies that CTA [12] may still read"):
+    with pytest.raises(PlanError, match=r"CTA 0 in phase draw overwrites words of tallies that CTA [12] may still read"):
         check(changed_share(plan, draw, 0, early))
 
 

@@ -1,7 +1,7 @@
-"""Tokens drawn within the decode kernels, their own source run on this machine, against PyTorch's Sampler on the kernels' own logits.
+"""Tokens drawn within the decode kernels, their own source run on this machine, against PyTorch's Sampler on the kernels' logits.
 
-Both do the same float32 operations but for the last bit of exponentials and logarithms, and top-p's sums, which the kernels make in
-fixed point. So tokens are equal unless two scores, or a sum and top-p, agree to six digits; seeds are fixed, and none of these does.
+Both do the same float32 operations but for the last bit of exponentials and logarithms, and top-p's sums, which the kernels make
+in fixed point. So tokens are equal unless two scores, or a sum and top-p, agree to six digits; seeds are fixed, and none does.
 """
 
 from __future__ import annotations

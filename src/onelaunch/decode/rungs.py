@@ -299,20 +299,18 @@ class _Builder:
         return Phase("next", "next", self.rung.others, (share,) * self.ctas)
 
     def drawing(self, rounds: int) -> Iterable[Phase]:
-        """What follows the head where a token is drawn. All add to the sums of a round and meet, and so to the next; then each says
-        the best of its own, all meet, and what was added up is cleared, each round by one CTA.
+        """What follows the head where a token is drawn. All add to the sums of a round and meet, and so to the next; then each
+        says the best of its own, all meet, and what was added up is cleared, each round by one CTA.
         """
-        likeliest = self.waiting(self.rung.others, Share(0, 1, self.whole("best")))
-        for phase in range(rounds + 1):
-            edge, share = ("grid", Share(0, 1, (Piece("tallies", phase - 1, phase),))) if phase else (self.rung.others, likeliest)
-            if phase < rounds:
-                yield Phase(
-                    f"tally {phase}", "tally", edge, (replace(share, adds=(Piece("tallies", phase, phase + 1),)),) * self.ctas
-                )
-            else:
-                candidates = (replace(share, writes=(Piece("drawn", cta, cta + 1),)) for cta in range(self.ctas))
-                yield Phase("draw", "draw", edge, tuple(candidates))
-        cleared = (
-            tuple(Piece("tallies", round, round + 1) for round in range(cta, rounds, self.ctas)) for cta in range(self.ctas)
-        )
+
+        def sums(begin: int) -> tuple[Piece, ...]:
+            return (Piece("tallies", begin, begin + 1),)
+
+        edge, share = self.rung.others, self.waiting(self.rung.others, Share(0, 1, self.whole("best")))
+        for number in range(rounds):
+            yield Phase(f"tally {number}", "tally", edge, (replace(share, adds=sums(number)),) * self.ctas)
+            edge, share = "grid", Share(0, 1, sums(number))
+        said = (replace(share, writes=(Piece("drawn", cta, cta + 1),)) for cta in range(self.ctas))
+        yield Phase("draw", "draw", edge, tuple(said))
+        cleared = (tuple(piece for each in range(cta, rounds, self.ctas) for piece in sums(each)) for cta in range(self.ctas))
         yield Phase("next", "next", "grid", tuple(Share(0, 1, self.whole("drawn"), pieces) for pieces in cleared))

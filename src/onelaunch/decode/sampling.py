@@ -83,8 +83,8 @@ class Sampling:
         return self.greedy and self.repetition_penalty == 1
 
     def words(self, vocabulary: int) -> list[int]:
-        """For a kernel: seven words of 32 bits, signed. Numbers are float32; top-k is 0 where it leaves none of so many tokens out,
-        and in place of min-p is how far a logit over the temperature may be below the largest.
+        """For a kernel: seven words of 32 bits, signed. Numbers are float32; top-k is 0 where it leaves none of so many tokens
+        out, and in place of min-p is how far a logit over the temperature may be below the largest.
         """
         coldest = 0.0 if self.greedy else max(self.temperature, COLDEST)
         top_k = self.top_k if self.top_k < vocabulary else 0
