@@ -23,7 +23,7 @@ from onelaunch.decode.memory import ERROR
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
 from onelaunch.decode.sampling import Sampler, Sampling
-from onelaunch.errors import DecodeStalled, DeviceMemoryError
+from onelaunch.errors import ArgumentError, DecodeStalled, DeviceMemoryError
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())
@@ -153,6 +153,10 @@ def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monke
     request = replace(SAMPLED, sampling=CHOICES["drawn"])
     assert list(KernelEngine(weights, "graph").run(request)) == alone(weights, request)
     assert len(steps) == request.max_new_tokens - 1
+    with pytest.raises(ArgumentError, match="'graph' takes the likeliest token only"):
+        launch.kernels_for(weights, "graph").tokens(
+            KVCache.empty(MODEL, 4), 1, Sampler(CHOICES["penalty"], torch.tensor([1]), MODEL.vocab_size)
+        )
 
 
 def test_a_text_that_nobody_disturbs_is_placed_once(weights, played, monkeypatch):

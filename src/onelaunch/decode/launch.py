@@ -22,7 +22,7 @@ from onelaunch.decode.plan import ROUNDS, Phase, Plan
 from onelaunch.decode.rungs import plan_for
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
-from onelaunch.errors import DecodeStalled
+from onelaunch.errors import ArgumentError, DecodeStalled
 from onelaunch.hardware import processors, room_for
 
 REGISTERS = 168
@@ -161,7 +161,12 @@ class Kernels:
 
         Returns:
             the logits ``[V]`` of the last one, as the model gives them.
+
+        Raises:
+            ArgumentError: the plan knows no such choice.
         """
+        if self.plan.separate and sampler is not None and not sampler.sampling.plain:
+            raise ArgumentError(f"sampler is not None; {self.plan.rung!r} takes the likeliest token only.")
         if sampler is not None and not sampler.sampling.greedy:
             _check_drawn(_planned(self.weights.config), self.plan.rung, self.plan.ctas)
         if not self.plan.separate:

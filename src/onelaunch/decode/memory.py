@@ -88,8 +88,9 @@ class Memory:
                 ``None`` for the likeliest.
         """
         constants = self.constants
+        chosen = (None, None) if sampler is None else (sampler.choices, sampler.seen)
         return [
             constants.stream.data, constants.stream.starts, self.shares, self.arrivals, constants.weights.embed_tokens,
             constants.norms, constants.rotations, cache.keys, cache.values, token, self.tokens, self.words, self.best,
-            self.counters, self.state, logits, sampler and sampler.choices, sampler and sampler.seen, self.tallies,
+            self.counters, self.state, logits, *chosen, self.tallies,
         ]  # fmt: skip
