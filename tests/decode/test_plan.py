@@ -293,6 +293,9 @@ def test_without_an_edge_some_order_draws_others(name):
 @pytest.mark.parametrize("rung", [rung for rung, facts in RUNGS.items() if not facts.separate])
 def test_plans_of_drawn_tokens_are_sound(rung):
     check(*(plan_for(TINY, rung, 7, rounds=rounds) for rounds in (ROUNDS, 0, None, 1, 0, 2, ROUNDS)))
+    head, first, *others = plan_for(TINY, rung, 7, rounds=ROUNDS).tail
+    assert (head.edge, first.edge) == (RUNGS[rung].others, RUNGS[rung].others)
+    assert {phase.edge for phase in others} == {"grid"}, "what sampling.cuh has between rounds"
 
 
 @pytest.mark.parametrize(

@@ -87,15 +87,15 @@ def test_tokens_of_one_launch_are_the_samplers(name, libraries):
 @pytest.mark.parametrize("rung", [rung for rung, facts in RUNGS.items() if not facts.separate])
 def test_every_rung_draws_the_same_in_any_timing_and_however_many_tokens_a_launch_makes(rung, libraries):
     """Drawn and other tokens by turns: what one text left must not disturb the next."""
-    weights, cache, _, _ = text(TINY, POSITION)
-    kernel, memory = kernel_and_memory(weights, plan_for(TINY, rung, 5), libraries)
+    weights, cache, _, _ = text(MODEL, POSITION)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, rung, 4), libraries)
     expected, _, _ = step_by_step(kernel, memory, cache, CHOICES["all"], 4)
     likeliest, _, _ = step_by_step(kernel, memory, cache, Sampling(), 2)
     assert expected[1:3] != likeliest[1:3]
     for seed in (1, 2):
         assert at_once(kernel, memory, cache, CHOICES["all"], 4, seed)[0] == expected
         assert at_once(kernel, memory, cache, Sampling(), 2, seed)[0] == likeliest
-    sampler, mine = sampler_of(CHOICES["all"], TINY), cache.map(torch.clone)
+    sampler, mine = sampler_of(CHOICES["all"], MODEL), cache.map(torch.clone)
     place(memory, POSITION, FIRST)
     for at, count in ((0, 1), (1, 3)):
         kernel(memory, mine.with_length(POSITION + at), count, seed=at, sampler=sampler)
@@ -131,3 +131,18 @@ def test_equals_stay_together_for_top_k_and_the_first_of_them_for_top_p(name, li
     expected, logits, _ = step_by_step(kernel, memory, cache, TIES[name], 6)
     assert len(logits.unique()) == different
     assert at_once(kernel, memory, cache, TIES[name], 6)[0] == expected
+
+
+def test_a_draw_that_waits_without_end_is_given_up_and_the_next_is_whole(libraries):
+    weights, cache, _, _ = text(MODEL, POSITION)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 2), libraries)
+    expected = at_once(kernel, memory, cache, CHOICES["all"], 2)
+    place(memory, POSITION, FIRST)
+    logits = torch.zeros(MODEL.vocab_size)
+    sampler = sampler_of(CHOICES["all"], MODEL)
+    kernel.launch(memory, cache.map(torch.clone), logits, None, (2, -1, 0, 0, kernel.plan.ctas - 1), 0, sampler)
+    assert int(memory.state[ERROR]) == 1
+    memory.reset()
+    found = at_once(kernel, memory, cache, CHOICES["all"], 2)
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
