@@ -46,11 +46,11 @@ class HostKernel:
         self.shared = layout_of(plan, self.tuning).bytes
         self.kernel.run.restype = ctypes.c_int
 
-    def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0):
+    def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0, sampler=None):
         """Logits of the last token."""
         logits = torch.full((self.plan.config.vocab_size,), torch.nan)
         if not self.plan.separate:
-            self.launch(memory, cache, logits, token, (count, position, 0, 0, self.plan.ctas), seed)
+            self.launch(memory, cache, logits, token, (count, position, 0, 0, self.plan.ctas), seed, sampler)
             return logits
         for _ in range(count):
             for number, (layer, phase) in enumerate(self.plan.instances()):
@@ -58,8 +58,8 @@ class HostKernel:
                 self.launch(memory, cache, logits, token, (1, position, layer, code, ctas), seed + number)
         return logits
 
-    def launch(self, memory, cache, logits, token, numbers, seed):
-        tensors = memory.arguments(cache, logits, token)
+    def launch(self, memory, cache, logits, token, numbers, seed, sampler=None):
+        tensors = memory.arguments(cache, logits, token, sampler)
         assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
         pointers = (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
         finished = self.kernel.run(pointers, cache.capacity, *numbers, self.shared, seed, ctypes.c_longlong(SWEEPS))

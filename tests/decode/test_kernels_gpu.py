@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, decode_step, random_weights
+from onelaunch.decode.engine import Request, TorchEngine, make_engine
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
+from onelaunch.decode.sampling import Sampler, Sampling
 from onelaunch.hardware import is_hopper
 from onelaunch.workbench.verify import Judge
 
@@ -88,6 +91,79 @@ def test_many_tokens_of_a_launch_are_those_of_single_steps(rung, device):
         assert int(token) == expected
 
 
+CHOICES = {
+    "temperature": Sampling(temperature=0.9, seed=1),
+    "top_k": Sampling(temperature=1.5, top_k=20, seed=2),
+    "top_p": Sampling(temperature=1.2, top_p=0.8, seed=3),
+    "min_p": Sampling(temperature=1.5, min_p=0.1, seed=4),
+    "penalty": Sampling(repetition_penalty=1.5),
+    "all": Sampling(temperature=1.3, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=2**40 + 5),
+}
+IN_ONE_LAUNCH = [rung for rung, facts in RUNGS.items() if not facts.separate]
+
+
+@pytest.mark.parametrize("rung", IN_ONE_LAUNCH)
+@pytest.mark.parametrize("name", CHOICES)
+def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
+    """On a host, which divides as the kernels do; PyTorch multiplies on a GPU. Scores, or a sum and top-p, that agree to six
+    digits could change places; seeds are fixed.
+    """
+    from onelaunch.decode.launch import kernels_for
+
+    weights, sampling, count = random_weights(GENERATED, 1, device), CHOICES[name], 200
+    prompt = torch.randint(GENERATED.vocab_size, (50,), device=device, generator=torch.Generator(device).manual_seed(3))
+    logits, cache = prefill(weights, prompt, KVCache.empty(GENERATED, 512, device))
+    kernels, texts = kernels_for(weights, rung), []
+    for _ in range(2):
+        sampler = Sampler(sampling, prompt, GENERATED.vocab_size)
+        token = sampler(logits, cache.length)
+        kernels.place(cache.length, token)
+        for made in range(0, count, 25):
+            last = kernels.tokens(cache.with_length(cache.length + made), 25, sampler)
+        kernels.check()
+        texts.append(kernels.memory.tokens[cache.length + 1 : cache.length + 1 + count].tolist())
+    assert texts[0] == texts[1], "the same seed, the same text"
+    assert not kernels.memory.tallies.any()
+    on_host = Sampler(sampling, torch.cat([prompt, token]).cpu(), GENERATED.vocab_size)
+    fresh = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
+    for known in texts[0]:
+        logits, _, _ = decode_step(token, weights, fresh, variant=rung)
+        fresh = fresh.with_length(fresh.length + 1)
+        assert int(on_host(logits.cpu(), fresh.length)) == known, fresh.length
+        token = torch.tensor([known], device=device)
+    assert torch.equal(last, logits), "logits are the model's, without a penalty"
+
+
+@pytest.mark.parametrize("rung", IN_ONE_LAUNCH)
+def test_tokens_are_drawn_as_often_as_they_are_likely(rung, device):
+    """Chi squared of 4000 draws after the same token at one position, by as many seeds; five standard deviations are too many."""
+    from onelaunch.decode.launch import kernels_for
+
+    config = replace(GENERATED, vocab_size=64, num_hidden_layers=1)
+    weights, draws, position = random_weights(config, 1, device), 4000, 5
+    kernels, cache = kernels_for(weights, rung), KVCache.empty(config, 16, device).with_length(position)
+    token, found = torch.tensor([3], device=device), []
+    for seed in range(draws):
+        kernels.place(position, token)
+        logits = kernels.tokens(cache, 1, Sampler(Sampling(temperature=0.8, seed=seed), token, 64))
+        found.append(kernels.memory.tokens[position + 1].clone())
+    kernels.check()
+    counts = torch.bincount(torch.stack(found).cpu(), minlength=64)
+    expected = (logits.double() / 0.8).softmax(0).cpu() * draws
+    tested = expected > 5
+    assert tested.sum() > 10
+    chi_squared = ((counts - expected).square() / expected)[tested].sum().item()
+    degrees = int(tested.sum()) - 1
+    assert abs(chi_squared - degrees) < 5 * math.sqrt(2 * degrees)
+
+
+@each_rung
+@pytest.mark.parametrize("name", ["temperature", "all"])
+def test_engines_draw_the_texts_that_come_step_by_step(rung, name, device):
+    weights, request = random_weights(GENERATED, 3, device), Request(tuple(range(1, 20)), 60, CHOICES[name])
+    assert list(make_engine(weights, rung).run(request)) == list(TorchEngine(weights, rung).run(request))
+
+
 def test_streaming_does_not_hang(device):
     from onelaunch.decode.launch import kernels_for
 
@@ -98,4 +174,9 @@ def test_streaming_does_not_hang(device):
         kernels.place(0, torch.tensor([1], device=device))
         for _ in range(20):
             kernels.tokens(cache, 100)
+        kernels.check()
+    for name in CHOICES:
+        kernels.place(0, torch.tensor([1], device=device))
+        for at in range(0, 2000, 100):
+            kernels.tokens(cache.with_length(at), 100, Sampler(CHOICES[name], torch.tensor([1], device=device), 2000))
         kernels.check()

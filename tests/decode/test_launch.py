@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import struct
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +22,22 @@ from onelaunch.decode.megakernel import BATCH, KernelEngine
 from onelaunch.decode.memory import ERROR
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
-from onelaunch.decode.sampling import Sampling
-from onelaunch.errors import DecodeStalled, DeviceMemoryError
+from onelaunch.decode.sampling import Sampler, Sampling
+from onelaunch.errors import ArgumentError, DecodeStalled, DeviceMemoryError
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())
 GREEDY = {"first": Request((3, 4, 5), 3 * BATCH + 5), "second": Request(tuple(range(10, 50)), 2 * BATCH + 1)}
 SAMPLED = Request((9, 8), 20)
+
+
+def chosen(words) -> Sampling:
+    """What the kernel makes of a text's choices."""
+    if words is None:
+        return Sampling()
+    packed = struct.pack("<7i", *words.tolist())
+    temperature, top_k, top_p, farthest, penalty, low, high = struct.unpack("<fIfffII", packed)
+    return Sampling(temperature, top_k, top_p, math.exp(-farthest), penalty, high << 32 | low)
 
 
 class Launch:
@@ -36,7 +47,7 @@ class Launch:
         self.weights, self.launches, self.stalls = weights, 0, -1
 
     def __call__(self, grid, *arguments) -> None:
-        *_, keys, values, first, tokens, _, _, _, state, logits, capacity, count, position, _ = arguments
+        *_, keys, values, first, tokens, _, _, _, state, logits, choices, seen, _, capacity, count, position, _ = arguments
         self.launches += 1
         if self.launches == self.stalls:
             state[ERROR] = 1
@@ -45,10 +56,12 @@ class Launch:
             return
         at = int(state[0]) if position < 0 else position
         token = tokens[at : at + 1].long() if first is None else first
+        sampler = Sampler(chosen(choices), token, MODEL.vocab_size)
+        sampler.seen = seen
         for _ in range(count):
             assert at < capacity == keys.shape[2]
             found, _ = prefill(self.weights, token, KVCache(keys, values, at))
-            token, at = found.argmax()[None], at + 1
+            token, at = sampler(found, at + 1), at + 1
             tokens[at] = int(token)
         logits.copy_(found)
         state[0] = at
@@ -97,6 +110,53 @@ def test_a_step_of_another_text_disturbs_none(every, weights, played):
         if number % every == 0:
             decode_step(torch.tensor([7]), weights, other, variant="streaming")
     assert tokens == alone(weights, GREEDY["first"])
+
+
+CHOICES = {
+    "penalty": Sampling(repetition_penalty=1.7),
+    "drawn": Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2**40 + 3),
+    "all": Sampling(temperature=1.5, top_k=100, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name, weights, played):
+    requests = [replace(GREEDY["first"], sampling=CHOICES[name]), replace(GREEDY["second"], sampling=CHOICES[name])]
+    engine = KernelEngine(weights, "streaming")
+    texts = [engine.run(request) for request in requests]
+    found = [[], []]
+    for _ in range(3 * BATCH + 5):
+        for text, tokens in zip(texts, found, strict=True):
+            tokens += [token for token in (next(text, None),) if token is not None]
+    assert found == [alone(weights, request) for request in requests]
+    assert found[0] != alone(weights, GREEDY["first"])
+    assert played.launches == sum(-(-(request.max_new_tokens - 1) // BATCH) for request in requests)
+
+
+def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch):
+    checked = []
+    launch._check_drawn.cache_clear()
+    monkeypatch.setattr(launch, "check", lambda *plans: checked.append([len(plan.tail) for plan in plans]))
+    kernels = launch.kernels_for(weights, "streaming")
+    for sampling in (Sampling(), CHOICES["penalty"], CHOICES["drawn"], CHOICES["all"]):
+        kernels.place(0, torch.tensor([1]))
+        kernels.tokens(KVCache.empty(MODEL, 4), 2, Sampler(sampling, torch.tensor([1]), MODEL.vocab_size))
+    assert checked == [[3 + rounds for rounds in launch.DRAWN]]
+    launch._check_drawn.cache_clear()
+
+
+def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monkeypatch):
+    """Else it goes step by step, with the same tokens."""
+    monkeypatch.setattr(decode_step.get("graph"), "_supports", [])
+    steps = []
+    monkeypatch.setattr(decode_step.get("graph"), "run", lambda call: steps.append(call) or torch_variants.eager(call))
+    request = replace(SAMPLED, sampling=CHOICES["drawn"])
+    assert list(KernelEngine(weights, "graph").run(request)) == alone(weights, request)
+    assert len(steps) == request.max_new_tokens - 1
+    with pytest.raises(ArgumentError, match="'graph' takes the likeliest token only"):
+        launch.kernels_for(weights, "graph").tokens(
+            KVCache.empty(MODEL, 4), 1, Sampler(CHOICES["penalty"], torch.tensor([1]), MODEL.vocab_size)
+        )
 
 
 def test_a_text_that_nobody_disturbs_is_placed_once(weights, played, monkeypatch):

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from onelaunch.decode import ModelConfig
 from onelaunch.decode.check import Room, check
 from onelaunch.decode.emit import THREADS, Tuning, layout_of
-from onelaunch.decode.interpret import Interpreter
+from onelaunch.decode.interpret import Interpreter, digits
 from onelaunch.decode.model import prefill
 from onelaunch.decode.packing import columns, in_tiles, matrix, pack, row_order, run_granules
-from onelaunch.decode.plan import GRANULE, Piece, Wait, padded
+from onelaunch.decode.plan import GRANULE, ROUNDS, Piece, Wait, padded
 from onelaunch.decode.rungs import POSITIONS, RUNGS, layer_ctas, plan_for, unsupported
+from onelaunch.decode.sampling import Sampler, Sampling
 from onelaunch.errors import PlanError
 from tests.decode.plans import MODELS, TINY, packed, text
 
@@ -236,6 +237,89 @@ def test_in_any_order_the_logits_are_the_models(rung, model):
         found = Interpreter(plan, exact, stream, mine, seed).run(7, 2)
         torch.testing.assert_close(found, expected[-1], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(mine.keys[:, :, 71], reference.keys[:, :, 71])
+
+
+DRAWN = {
+    "temperature": Sampling(temperature=0.8, seed=1),
+    "top_k": Sampling(temperature=2.0, top_k=7, seed=2),
+    "all": Sampling(temperature=1.5, top_k=40, top_p=0.8, min_p=0.02, repetition_penalty=1.3, seed=3),
+}
+
+
+def drawn_text(plan, sampling, count, seed):
+    """Tokens by a plan, or by PyTorch's sampler on the model's own logits, and the last logits."""
+    _, _, exact, cache = text(TINY, 70)
+    sampler, tokens = Sampler(sampling, torch.tensor([1, 7, 7]), TINY.vocab_size), [7]
+    if plan is not None:
+        stream = packed(text(TINY, 70)[0], plan, double=True)
+        found = Interpreter(plan, exact, stream, cache, seed, sampler)
+        logits = found.run(7, count)
+        return [found.tokens[70 + at] for at in range(count + 1)], logits
+    for _ in range(count):
+        logits, cache = prefill(exact, torch.tensor(tokens[-1:]), cache)
+        tokens.append(int(sampler(logits, cache.length)))
+    return tokens, logits
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("rung", ["fused_phases", "streaming"])
+def test_in_any_order_tokens_are_drawn_as_the_sampler_does(rung, name):
+    plan = plan_for(TINY, rung, 5, rounds=len(digits(DRAWN[name])))
+    check(plan)
+    expected, logits = drawn_text(None, DRAWN[name], 4, 0)
+    for seed in range(2):
+        tokens, found = drawn_text(plan, DRAWN[name], 4, seed)
+        assert tokens == expected
+        torch.testing.assert_close(found, logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["tally 0", "tally 1", "tally 4", "draw", "next"])
+def test_without_an_edge_some_order_draws_others(name):
+    plan = plan_for(TINY, "streaming", 5, rounds=ROUNDS)
+    bare = without_edge(plan, name)
+    with pytest.raises(PlanError):
+        check(bare)
+    expected, _ = drawn_text(None, DRAWN["all"], 2, 0)
+
+    def wrong(seed):
+        try:
+            return drawn_text(bare, DRAWN["all"], 2, seed)[0] != expected
+        except PlanError:
+            return True
+
+    assert any(wrong(seed) for seed in range(5))
+
+
+@pytest.mark.parametrize("rung", [rung for rung, facts in RUNGS.items() if not facts.separate])
+def test_plans_of_drawn_tokens_are_sound(rung):
+    check(*(plan_for(TINY, rung, 7, rounds=rounds) for rounds in (ROUNDS, 0, None, 1, 0, 2, ROUNDS)))
+    head, first, *others = plan_for(TINY, rung, 7, rounds=ROUNDS).tail
+    assert (head.edge, first.edge) == (RUNGS[rung].others, RUNGS[rung].others)
+    assert {phase.edge for phase in others} == {"grid"}, "what sampling.cuh has between rounds"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda share: replace(share, writes=()), "adds to sums of tallies that were read and not cleared since"),
+        (lambda share: replace(share, writes=share.writes * 2), "has two writers in phase next"),
+        (lambda share: replace(share, adds=(Piece("drawn", 0, 1),)), "adds to words that are no sums"),
+    ],
+)
+def test_sums_are_cleared_by_one_before_anybody_adds_again(change, reason):
+    plan = plan_for(TINY, "streaming", 3, rounds=4)
+    closing = plan.tail[-1]
+    with pytest.raises(PlanError, match=reason):
+        check(changed_share(plan, closing, 0, change(closing.shares[0])))
+
+
+def test_sums_are_not_cleared_while_others_read_them():
+    """By the phase that reads the last of them."""
+    plan = plan_for(TINY, "streaming", 3, rounds=2)
+    draw = plan.phase("draw")
+    early = replace(draw.shares[0], writes=(*draw.shares[0].writes, Piece("tallies", 0, 2)))
+    with pytest.raises(PlanError, match=r"CTA 0 in phase draw overwrites words of tallies that CTA [12] may still read"):
+        check(changed_share(plan, draw, 0, early))
 
 
 @pytest.mark.parametrize("name", ["qkv", "attention", "o", "gate_up", "down", "next"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 import torch
@@ -158,6 +159,24 @@ def test_noise_follows_the_documented_words():
     v = (mix(mix((token + a) & WORD) ^ b) + 0.5) / 2**32
     expected = -math.log(-math.log1p(-v))
     assert gumbel(seed, position, 600, "cpu")[token].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_kernel_is_told_all_there_is():
+    sampling = Sampling(0.5, top_k=7, top_p=0.25, min_p=0.1, repetition_penalty=2.0, seed=2**62 + 2**31 + 9)
+    packed = struct.pack("<7i", *sampling.words(100))
+    temperature, top_k, top_p, farthest, penalty, low, high = struct.unpack("<fIfffII", packed)
+    assert (temperature, top_k, top_p, penalty, high << 32 | low) == (0.5, 7, 0.25, 2.0, sampling.seed)
+    assert farthest == pytest.approx(-math.log(0.1))
+    assert Sampling(0.5, top_k=100).words(100)[1] == 0
+    assert struct.unpack("<f", struct.pack("<i", Sampling(0.5).words(100)[3])) == (math.inf,)
+    assert Sampling(0.5, min_p=1.0).words(100)[3] == 0
+    assert struct.unpack("<f", struct.pack("<i", Sampling(1e-300).words(100)[0]))[0] == pytest.approx(1e-30)
+    assert [Sampling().plain, Sampling(top_k=3).plain, Sampling(0.1).plain, Sampling(repetition_penalty=2.0).plain] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    prompt = torch.tensor([1])
+    assert Sampler(Sampling(), prompt, 4).choices is None
+    assert Sampler(sampling, prompt, 100).choices.tolist() == sampling.words(100)
 
 
 def test_the_seed_decides():

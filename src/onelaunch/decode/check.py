@@ -75,9 +75,11 @@ def _check_shares(plan: Plan) -> None:
             raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.shares)} shares for {plan.ctas} CTAs")
         counts: dict[str, np.ndarray] = {}
         for cta, share in enumerate(phase.shares):
-            for piece in (*share.reads, *share.writes, *share.polls):
+            for piece in (*share.reads, *share.writes, *share.adds, *share.polls):
                 if not 0 <= piece.begin <= piece.end <= _buffer(plan, piece).words:
                     raise PlanError(plan.rung, f"{_who(phase, cta)} names words {piece.begin} to {piece.end} of {piece.buffer}")
+            if any(not _buffer(plan, piece).sums for piece in share.adds):
+                raise PlanError(plan.rung, f"{_who(phase, cta)} adds to words that are no sums")
             for piece in share.writes:
                 count = counts.setdefault(piece.buffer, np.zeros(_buffer(plan, piece).words, np.int32))
                 count[piece.begin : piece.end] += 1
@@ -106,11 +108,11 @@ def _who(phase: Phase, cta: int) -> str:
 
 
 class _State:
-    """Of one buffer: by whom and when each word was written, the time before too, and when each CTA read it since."""
+    """Of one buffer: by whom and when each word was written, the time before too, when each CTA read it since, or added to it."""
 
     def __init__(self, words: int, ctas: int) -> None:
         self.writer, self.written, self.writer_before, self.written_before = (np.zeros(words, np.int32) for _ in range(4))
-        self.read = np.zeros((ctas, words), np.int32)
+        self.read, self.added = (np.zeros((ctas, words), np.int32) for _ in range(2))
 
 
 @dataclass(slots=True)
@@ -155,6 +157,8 @@ class _Clocks:
         for cta, share in enumerate(phase.shares):
             for piece in share.writes:
                 self._write(phase, cta, piece, layer, where)
+            for piece in share.adds:
+                self._add(phase, cta, piece, layer, where)
         self.known[np.diag_indices(self.plan.ctas)] = self.time
         self.history.append(self.known.copy())
         bumped: dict[int, list[int]] = {}
@@ -205,7 +209,8 @@ class _Clocks:
         if _embedded(phase, piece, layer):
             return
         past = self._past(state, piece)
-        if not past.written.all() and piece.buffer != "cache":  # the cache's first words are the caller's
+        # the cache's first words are the caller's, sums begin as zero
+        if not past.written.all() and piece.buffer != "cache" and not _buffer(self.plan, piece).sums:
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that nobody writes ({where})")
         if (early := self.known[cta, past.writer] < past.written).any():
             writer = int(past.writer[early.argmax()])
@@ -213,14 +218,34 @@ class _Clocks:
                 f"reads words {piece.begin} to {piece.end} of {piece.buffer} before CTA {writer} has written them for certain"
             )
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        self._follows_sums(phase, cta, "reads", piece, state, where)
         state.read[cta, piece.begin : piece.end] = self.time
+
+    def _follows_sums(self, phase: Phase, cta: int, what: str, piece: Piece, state: _State, where: str) -> None:
+        if not _buffer(self.plan, piece).sums:
+            return
+        if (late := self.known[cta] < state.added[:, piece.begin : piece.end].max(axis=1, initial=0)).any():
+            problem = f"{what} sums of {piece.buffer} to which CTA {int(late.argmax())} may still add"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+
+    def _add(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        """Each other adder may come before or after; who cleared the words, and whoever read the sums before, must have."""
+        state, at = self._state(piece, layer), slice(piece.begin, piece.end)
+        if state.read[:, at].any():
+            problem = f"adds to sums of {piece.buffer} that were read and not cleared since"
+        elif (self.known[cta, state.writer[at]] < state.written[at]).any():
+            problem = f"adds to sums of {piece.buffer} before they are cleared for certain"
+        else:
+            state.added[cta, at] = self.time
+            return
+        raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
     def _write(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
         state = self._state(piece, layer)
         at = slice(piece.begin, piece.end)
         read = state.read[:, at]
-        # in the same phase only the cache is read and written: other positions of it
-        last = np.where(read == self.time, 0, read).max(axis=1, initial=0)
+        # of the cache other positions are written than are read in the same phase
+        last = (np.where(read == self.time, 0, read) if piece.buffer == "cache" else read).max(axis=1, initial=0)
         last[cta] = 0
         if (late := self.known[cta] < last).any():
             problem = f"overwrites words of {piece.buffer} that CTA {int(late.argmax())} may still read"
@@ -229,7 +254,9 @@ class _Clocks:
         if (late := (writer != cta) & (self.known[cta, writer] < written)).any():
             problem = f"may overtake CTA {int(writer[late.argmax()])}, which writes the same words of {piece.buffer} before"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        self._follows_sums(phase, cta, "clears", piece, state, where)
         read[read != self.time] = 0
+        state.added[:, at] = 0
         state.writer_before[at], state.written_before[at] = state.writer[at], state.written[at]
         state.writer[at], state.written[at] = cta, self.time
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from onelaunch import nvrtc
 from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import CHUNK, MOST_TILES, STEP, TILE, Edge, Op, Phase, Plan, padded, passes
+from onelaunch.decode.plan import CHUNK, MOST_TILES, ROUNDS, STEP, TILE, Edge, Op, Phase, Plan, padded, passes
 from onelaunch.decode.rungs import POSITIONS
 
 WARPS: Final = 8
@@ -21,10 +21,13 @@ PRODUCTS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 SHARES = (*PRODUCTS, "attention", "rope", "norm")
 """Rows of the table of shares, as the kernel names them."""
 
-KINDS: tuple[nvrtc.Kind, ...] = (*["pointer"] * 16, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
+KINDS: tuple[nvrtc.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
 """Of the kernel's arguments."""
 
-FILES = ("machine.cuh", "waiting.cuh", "vectors.cuh", "products.cuh", "attention.cuh", "phases.cuh")
+BINS = 1024
+"""Sums of a round in which a drawn token's limits are found: one for each of ten bits."""
+
+FILES = ("machine.cuh", "waiting.cuh", "vectors.cuh", "products.cuh", "attention.cuh", "sampling.cuh", "phases.cuh")
 """Beside ``step.cu``."""
 
 
@@ -65,7 +68,7 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     group, head = config.queries_per_key, config.head_dim
     sizes = {
         "UPPER": widest * 2 + 64,  # 64 bytes apart in banks: a warp reads both parts at once
-        "LOWER": widest * 2 + 64,
+        "LOWER": max(widest * 2 + 64, 8 * BINS - widest * 2),  # over both lie the sums of a drawn token
         "SUMS": 2 * WARPS * MOST_TILES * TILE * 4,
         "OWN": own * 4,
         "SQUARES": WARPS * 4,
@@ -83,20 +86,23 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         offsets.append((f"{name}_AT", at))
         at += -(-size // 64) * 64
     offsets.append(("FULL_AT", at))
-    return Layout(stages, tuple(offsets), at + 16 * stages + 16 + 8 * len(SHARES))
+    return Layout(stages, tuple(offsets), at + 16 * stages + 20 + 8 * len(SHARES))
 
 
 def word_offsets(plan: Plan) -> dict[str, int]:
     """Where buffers begin among the words; each at a multiple of 32 of them. The last entry is their number."""
     found, at = {}, 0
     for buffer in plan.buffers:
-        if buffer.name in ("best", "cache"):
+        if buffer.name in APART:
             continue
         found[buffer.name] = at
         at += -(-buffer.words // 32) * 32
     found["kept"] = at
     return found | {"end": at + -(-plan.config.hidden_size // 32) * 32}
 
+
+APART = ("best", "drawn", "tallies", "cache")
+"""Buffers that are not among the words."""
 
 NAMES = {
     "hidden": "RESIDUAL", "final": "FINAL", "mid": "MID", "act": "ACT", "qkv": "RAW", "partial": "PARTIAL", "normed": "NORMED",
@@ -114,6 +120,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "QUERY": config.query_size, "VOCAB": config.vocab_size, "HEADS": config.num_key_value_heads,
         "GROUP": config.queries_per_key, "HEAD": config.head_dim, "SPLITS": plan.splits, "POSITIONS": POSITIONS,
         "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
+        "ROUNDS": ROUNDS, "BINS": BINS,
     }  # fmt: skip
     numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
     for op in PRODUCTS:

@@ -6,16 +6,19 @@ little, or says too little, gives other numbers than the model. Weights are take
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import dataclass
 
 import torch
 
 from onelaunch.decode.cache import KVCache
-from onelaunch.decode.emit import PRODUCTS, WARPS, depth
+from onelaunch.decode.emit import BINS, PRODUCTS, WARPS, depth
 from onelaunch.decode.model import rms_norm
 from onelaunch.decode.packing import CHANNELS, Stream, columns, granules
-from onelaunch.decode.plan import GRANULE, TILE, Op, Phase, Piece, Plan, Share, padded, passes
+from onelaunch.decode.plan import GRANULE, ROUNDS, TILE, Op, Phase, Piece, Plan, Share, padded, passes
 from onelaunch.decode.rope import rotate, rotation
+from onelaunch.decode.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import PlanError
 
@@ -23,19 +26,48 @@ AHEAD = 6
 """Phases that a CTA goes on for at most while all others stand still."""
 
 
+DIGIT = BINS.bit_length() - 1
+
+NEAREST, FARTHEST = 100 << 23, 0x41FFFFFF
+"""Bits of the float32 numbers between which keys tell how far a logit lies below the largest."""
+
+
+@dataclass(slots=True)
+class Search:
+    """How far a CTA is with the limits of a token that is drawn."""
+
+    largest: float = math.nan
+    limit: int = 1 << 60
+    prefix: int = 0
+    target: int = 0
+
+
+def digits(sampling: Sampling) -> list[tuple[bool, int]]:
+    """Of each round: whether probabilities are added up, not tokens, and where in the key its digit is.
+
+    All that there can be: the kernel ends sooner where nothing is left to decide. So a plan has as many rounds.
+    """
+    counted = [(False, at) for at in (50, 40, 30)] if sampling.top_k else []
+    return counted + ([(True, at) for at in (50, 40, 30, 20, 10, 0)] if sampling.top_p < 1 else [])
+
+
 class Interpreter:
     """One text, token by token.
 
     Args:
-        plan: any rung's.
+        plan: any rung's; for tokens that are drawn, with as many rounds as :func:`digits` says.
         weights: in float64, on the CPU.
         stream: the same weights, packed for the plan.
         cache: in float64; the rows of new positions are written.
         seed: of the order.
+        sampler: how tokens are chosen, and the text so far; by default the likeliest.
     """
 
-    def __init__(self, plan: Plan, weights: Weights, stream: Stream, cache: KVCache, seed: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, weights: Weights, stream: Stream, cache: KVCache, seed: int = 0, sampler: Sampler | None = None
+    ) -> None:
         self.plan, self.weights, self.stream, self.cache = plan, weights, stream, cache
+        self.sampler = sampler or Sampler(Sampling(), torch.tensor([0]), plan.config.vocab_size)
         self.dice = random.Random(seed)  # noqa: S311 - an order, no secret
         self.words = {
             (buffer.name, copy): torch.full((buffer.words,), torch.nan, dtype=torch.float64)
@@ -48,9 +80,16 @@ class Interpreter:
         self.tokens: dict[int, int] = {}
         """By position; each CTA must come to the same."""
         self.logits = torch.full((plan.config.vocab_size,), torch.nan, dtype=torch.float64)
+        self.penalised = self.logits.clone()
+        self.scores: dict[tuple[str, int, int], float] = {}
+        """Of candidates, by buffer, position and token."""
+        self.searches: dict[int, Search] = {}
+        self.places: dict[tuple[int, int], tuple[int, int]] = {}
+        """Where each round has put the limit, by position and round; each CTA must come to the same."""
+        self.tallies = torch.zeros(ROUNDS, BINS, dtype=torch.int64)
 
     def run(self, token: int, count: int = 1) -> torch.Tensor:
-        """Makes so many tokens, always the likeliest, from one at position ``cache.length``.
+        """Makes so many tokens from one at position ``cache.length``.
 
         Returns:
             logits ``[V]`` of the last one.
@@ -124,6 +163,8 @@ class Interpreter:
                 key = self._key(piece.buffer, number)
                 self.words[key][piece.begin : piece.end] = found[piece.buffer][piece.begin : piece.end]
                 self.tags[key][piece.begin : piece.end] = self._tag(piece.buffer, number, layer)
+            elif piece.buffer == "tallies":
+                self.tallies[piece.begin : piece.end] = 0
         for counter in share.arrives:
             self.counters[counter] = self.counters.get(counter, 0) + 1
 
@@ -135,9 +176,11 @@ class Interpreter:
     ) -> dict[str, torch.Tensor]:
         """The words that a CTA writes, among others that it does not."""
         if op == "next":
-            return self._choose(seen["best"], position)
+            return self._choose(cta, seen, position)
         if op == "lm_head":
-            return self._head(cta, share, seen["final"])
+            return self._head(cta, share, seen["final"], position)
+        if op in ("tally", "draw"):
+            return self._draw(cta, share, position, seen)
         if share.units == 0:
             return {}
         if op == "norm":
@@ -250,24 +293,83 @@ class Interpreter:
         shares = slots[..., group * size :][..., :group].softmax(1)
         return (values * shares[..., None]).sum(1).flatten()
 
-    def _head(self, cta: int, share: Share, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The candidate of a CTA: its token, or one that none takes."""
+    def _head(self, cta: int, share: Share, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
+        """The candidate of a CTA among its tokens, after a penalty; the logits that are told have none."""
         config = self.plan.config
         normed = rms_norm(hidden, self.weights.norm, config.rms_norm_eps)
         rows = self._multiply("lm_head", cta, config.num_hidden_layers, normed)
         first = share.begin * TILE
         rows = rows[: config.vocab_size - first]
-        self.logits[first : first + len(rows)] = rows
-        best = torch.full((self.plan.ctas,), torch.nan, dtype=torch.float64)
-        best[cta] = first + int(rows.argmax()) if len(rows) else -1
-        return {"best": best}
+        at = self._own_tokens(cta)
+        self.logits[at] = rows
+        if self.sampler.seen is not None:
+            rows = penalise(rows, self.sampler.seen[at], self.sampler.sampling.repetition_penalty)
+        self.penalised[at] = rows
+        return self._candidate("best", cta, position, rows)
 
-    def _choose(self, best: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
-        """The likeliest of all candidates."""
-        if best.isnan().any():
+    def _own_tokens(self, cta: int) -> slice:
+        share, most = self.plan.phase("lm_head").shares[cta], self.plan.config.vocab_size
+        return slice(min(share.begin * TILE, most), min(share.end * TILE, most))
+
+    def _candidate(self, buffer: str, cta: int, position: int, scores: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The best of a CTA's tokens, or -1, which none is."""
+        found = torch.full((self.plan.ctas,), torch.nan, dtype=torch.float64)
+        found[cta] = token = self._own_tokens(cta).start + int(scores.argmax()) if len(scores) else -1
+        self.scores[buffer, position, token] = float(scores.max()) if len(scores) else -math.inf
+        return {buffer: found}
+
+    def _best(self, buffer: str, seen: dict[str, torch.Tensor], position: int) -> int:
+        if seen[buffer].isnan().any():
             raise PlanError(self.plan.rung, "a CTA chooses a token before all have said theirs")
-        candidates = [int(each) for each in best if each >= 0]
-        token = max(candidates, key=lambda each: float(self.logits[each]))
+        return max(map(int, seen[buffer]), key=lambda token: self.scores.get((buffer, position, token), -math.inf))
+
+    def _choose(self, cta: int, seen: dict[str, torch.Tensor], position: int) -> dict[str, torch.Tensor]:
+        """The best of all candidates."""
+        token = self._best("drawn" if "drawn" in seen else "best", seen, position)
         if self.tokens.setdefault(position + 1, token) != token:
             raise PlanError(self.plan.rung, f"CTAs disagree about the token at position {position + 1}")
+        own = self._own_tokens(cta)
+        if self.sampler.seen is not None and own.start <= token < own.stop:
+            self.sampler.seen[token] = True
         return {}
+
+    def _draw(self, cta: int, share: Share, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the round before has found; then a CTA's part of the next, or its candidate after the last."""
+        sampling, rounds = self.sampler.sampling, digits(self.sampler.sampling)
+        if "best" in seen:
+            likeliest = self._best("best", seen, position)
+            self.searches[cta] = Search(self.scores.get(("best", position, likeliest), math.nan))
+        search, own = self.searches[cta], self._own_tokens(cta)
+        for piece in share.reads:
+            if piece.buffer == "tallies":
+                self._narrow(search, *rounds[piece.begin], self.tallies[piece.begin])
+                place = search.prefix, search.target
+                if self.places.setdefault((position, piece.begin), place) != place:
+                    raise PlanError(self.plan.rung, f"CTAs disagree about round {piece.begin} of position {position + 1}")
+        apart = (search.largest - self.penalised[own]) / max(sampling.temperature, COLDEST)
+        keys = self._keys(apart) | torch.arange(own.start, own.stop)
+        for piece in share.adds:
+            portions, at = rounds[piece.begin]
+            kept = (keys <= search.limit) & (keys >> at >> DIGIT == (search.prefix if at < 50 else 0))
+            weights = (apart.neg().exp() * 2**38).long() if portions else torch.ones_like(keys)
+            self.tallies[piece.begin].index_add_(0, (keys >> at)[kept] % BINS, weights[kept])
+            return {}
+        if sampling.min_p:
+            search.limit = min(search.limit, int(self._keys(torch.tensor(-math.log(sampling.min_p)).abs())) | 0xFFFFFFFF)
+        scores = gumbel(sampling.seed, position + 1, len(self.logits), "cpu")[own] - apart
+        return self._candidate("drawn", cta, position, scores.where(keys <= search.limit, -math.inf))
+
+    def _keys(self, apart: torch.Tensor) -> torch.Tensor:
+        bits = apart.float().view(torch.int32).clamp(NEAREST, FARTHEST)
+        return (bits - NEAREST).long() << 32
+
+    def _narrow(self, search: Search, portions: bool, at: int, sums: torch.Tensor) -> None:
+        sampling, total = self.sampler.sampling, sums.cumsum(0)
+        if at == 50:
+            search.target = max(int(sampling.top_p * int(total[-1])), 1) if portions else min(sampling.top_k, int(total[-1]))
+            search.prefix = 0
+        digit = int((total < search.target).sum())
+        search.target -= int(total[digit] - sums[digit]) if digit < BINS else 0
+        search.prefix = search.prefix << DIGIT | digit
+        if at == (0 if portions else 30):
+            search.limit = min(search.limit, (search.prefix + 1 << at) - 1)

@@ -18,14 +18,18 @@ from onelaunch.decode.emit import KINDS, PRODUCTS, THREADS, Tuning, launch_of, l
 from onelaunch.decode.engine import Arriving
 from onelaunch.decode.memory import ERROR, Constants, Memory
 from onelaunch.decode.packing import pack
-from onelaunch.decode.plan import Phase, Plan
+from onelaunch.decode.plan import ROUNDS, Phase, Plan
 from onelaunch.decode.rungs import plan_for
+from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
-from onelaunch.errors import DecodeStalled
+from onelaunch.errors import ArgumentError, DecodeStalled
 from onelaunch.hardware import processors, room_for
 
 REGISTERS = 168
 """Of a thread, at most: nine warps share the registers of four partitions."""
+
+DRAWN = (ROUNDS, 0, ROUNDS)
+"""Rounds of tokens in a row that are checked: how many they take depends on what the logits are."""
 
 GRAPHS = 4
 """Captured steps that are kept for each model: caches that lie elsewhere."""
@@ -33,7 +37,7 @@ GRAPHS = 4
 
 def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> Plan:
     """A rung's plan for a device with so many processors; raises :class:`onelaunch.errors.PlanError` if it is not sound there."""
-    _check(ModelConfig(**{name: getattr(config, name) for name in PLANNED}), rung, ctas, tuning)
+    _check(_planned(config), rung, ctas, tuning)
     return plan_for(config, rung, ctas)
 
 
@@ -41,10 +45,20 @@ PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
 """What plans look at of a configuration."""
 
 
+def _planned(config: ModelConfig) -> ModelConfig:
+    return ModelConfig(**{name: getattr(config, name) for name in PLANNED})
+
+
 @functools.lru_cache(maxsize=64)
 def _check(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> None:
     plan, short = plan_for(config, rung, ctas), plan_for(config, rung, ctas, 1)
     check(*((plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)), room=room_of(plan, tuning, ctas))
+
+
+@functools.lru_cache(maxsize=64)
+def _check_drawn(config: ModelConfig, rung: str, ctas: int) -> None:
+    """The same of tokens that are drawn; once a text is, for it takes as long again."""
+    check(*(plan_for(config, rung, ctas, rounds=rounds) for rounds in DRAWN))
 
 
 def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:
@@ -134,14 +148,30 @@ class Kernels:
         self.memory.tokens[position : position + 1].copy_(token, non_blocking=True)
         self.owner = owner
 
-    def tokens(self, cache: KVCache, count: int) -> torch.Tensor:
-        """Makes so many tokens, always the likeliest, from where the last launch or :meth:`place` left the text.
+    def tokens(self, cache: KVCache, count: int, sampler: Sampler | None = None) -> torch.Tensor:
+        """Makes so many tokens from where the last launch or :meth:`place` left the text.
 
-        They stand in ``memory.tokens``, by position. The cache has room for them. Returns the logits ``[V]`` of the last one.
+        They stand in ``memory.tokens``, by position. The cache has room for them.
+
+        Args:
+            cache: of the positions before.
+            count: of tokens.
+            sampler: how they are chosen, and what it has seen of the text, to which they are added; ``None`` for the likeliest,
+                which is all that a plan of a launch for each phase knows.
+
+        Returns:
+            the logits ``[V]`` of the last one, as the model gives them.
+
+        Raises:
+            ArgumentError: the plan knows no such choice.
         """
+        if self.plan.separate and sampler is not None and not sampler.sampling.plain:
+            raise ArgumentError(f"sampler is not None; {self.plan.rung!r} takes the likeliest token only.")
+        if sampler is not None and not sampler.sampling.greedy:
+            _check_drawn(_planned(self.weights.config), self.plan.rung, self.plan.ctas)
         if not self.plan.separate:
             logits = torch.empty(self.weights.config.vocab_size, device=self.device)
-            self._launch(self.memory.arguments(cache, logits), cache, count, -1)
+            self._launch(self.memory.arguments(cache, logits, sampler=sampler), cache, count, -1)
             return logits
         graph, logits = self._captured(cache)
         for _ in range(count):

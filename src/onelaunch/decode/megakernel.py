@@ -16,6 +16,7 @@ from onelaunch.decode.contract import DecodeCall, Results, decode_step
 from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine
 from onelaunch.decode.packing import stream_bytes
 from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
+from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import PlanError
 from onelaunch.hardware import is_hopper, processors
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("sm_90a",)
 
 BATCH = 16
-"""Tokens of a launch, when the likeliest is always taken: the host then asks every few milliseconds."""
+"""Tokens of a launch: the host then asks every few milliseconds."""
 
 
 def run(rung: str, call: DecodeCall) -> Results:
@@ -38,17 +39,22 @@ def run(rung: str, call: DecodeCall) -> Results:
 
 
 class KernelEngine(TorchEngine):
-    """Prefill by PyTorch; then the likeliest tokens by the kernel alone, many in a launch. Other choices go step by step."""
+    """Prefill and the first token by PyTorch; then tokens by the kernel alone, many in a launch, however they are chosen.
+
+    A rung with a launch for each phase takes the likeliest; other choices go step by step there.
+    """
 
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
         """See :class:`onelaunch.decode.engine.Engine`."""
-        if not request.sampling.greedy or request.sampling.repetition_penalty != 1:
+        if RUNGS[self.variant].separate and not request.sampling.plain:
             yield from super().run(request)
             return
         kernels, text = self._kernels(), object()
-        logits, cache = self._read(torch.tensor(request.prompt, device=self.weights.device))
-        last, made = logits.argmax()[None], 1
+        prompt = torch.tensor(request.prompt, device=self.weights.device)
+        sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
+        logits, cache = self._read(prompt)
+        last, made = sampler(logits, cache.length), 1
         batches = deque([Arriving(last, torch.zeros_like(kernels.memory.state))])  # no launch has made it
         while batches:
             while len(batches) < 2 and made < request.max_new_tokens:  # the device makes some while the host hands out others
@@ -57,7 +63,7 @@ class KernelEngine(TorchEngine):
                 with kernels.lock:
                     if kernels.owner is not text:  # at first, or because another text came between
                         kernels.place(cache.length, last, text)
-                    kernels.tokens(cache, count)
+                    kernels.tokens(cache, count, sampler)
                     cache, made = cache.with_length(cache.length + count), made + count
                     new = kernels.memory.tokens[cache.length + 1 - count : cache.length + 1]
                     batches.append(Arriving(new, kernels.memory.state))

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from onelaunch.decode.cache import KVCache
-from onelaunch.decode.emit import arrivals_table, shares_table, word_offsets
+from onelaunch.decode.emit import BINS, arrivals_table, shares_table, word_offsets
 from onelaunch.decode.packing import Stream
-from onelaunch.decode.plan import Plan
+from onelaunch.decode.plan import ROUNDS, Plan
 from onelaunch.decode.rope import rotation
+from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.stamps import stamp_words
 from onelaunch.decode.weights import Weights
 
@@ -63,26 +64,33 @@ class Memory:
         self.tokens = torch.zeros(context + 1, dtype=torch.int32, device=device)
         """By position; the kernel reads the one at its position and writes the next."""
         self.words = torch.zeros(word_offsets(plan)["end"], dtype=torch.float32, device=device)
-        self.best = torch.zeros(2 * plan.ctas, dtype=torch.int64, device=device)
+        self.best = torch.zeros(3 * plan.ctas, dtype=torch.int64, device=device)
+        """Candidates of each CTA: two sets by turns, and those that are drawn."""
+        self.tallies = torch.zeros(ROUNDS * BINS, dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
         self.state = torch.zeros(STATE_WORDS + stamps * plan.ctas * stamp_words(plan), dtype=torch.int32, device=device)
 
     def reset(self) -> None:
         """As when made, after an error: what counts on over launches begins anew."""
-        for tensor in (self.words, self.best, self.counters, self.state):
+        for tensor in (self.words, self.best, self.tallies, self.counters, self.state):
             tensor.zero_()
 
-    def arguments(self, cache: KVCache, logits: torch.Tensor, token: torch.Tensor | None = None) -> list[torch.Tensor | None]:
+    def arguments(
+        self, cache: KVCache, logits: torch.Tensor, token: torch.Tensor | None = None, sampler: Sampler | None = None
+    ) -> list[torch.Tensor | None]:
         """Tensors in the order of the kernel's arguments.
 
         Args:
             cache: with room for the tokens that are made.
             logits: ``[V]`` float32, to be written.
             token: ``[1]`` int64, the first token; ``None`` for the one that :attr:`tokens` has at the position.
+            sampler: how tokens are chosen, and the text's tokens so far, to which those are added that the launch makes;
+                ``None`` for the likeliest.
         """
         constants = self.constants
+        chosen = (None, None) if sampler is None else (sampler.choices, sampler.seen)
         return [
             constants.stream.data, constants.stream.starts, self.shares, self.arrivals, constants.weights.embed_tokens,
             constants.norms, constants.rotations, cache.keys, cache.values, token, self.tokens, self.words, self.best,
-            self.counters, self.state, logits,
+            self.counters, self.state, logits, *chosen, self.tallies,
         ]  # fmt: skip

@@ -17,7 +17,7 @@ Edge = Literal["none", "grid", "flags", "data"]
 """What a phase waits for: nothing, a barrier over the grid, counters that some CTAs bump, or the very words that it reads."""
 
 Op = Literal[
-    "norm", "qkv", "rope", "attention", "rope_attention", "o", "gate_up", "down", "lm_head", "next"
+    "norm", "qkv", "rope", "attention", "rope_attention", "o", "gate_up", "down", "lm_head", "tally", "draw", "next"
 ]  # fmt: skip
 
 TILE = 8
@@ -58,6 +58,8 @@ class Share:
     reads: tuple[Piece, ...] = ()
     """Words of buffers; they were written by earlier phases."""
     writes: tuple[Piece, ...] = ()
+    adds: tuple[Piece, ...] = ()
+    """Words of sums, to which others add in the same phase."""
     polls: tuple[Piece, ...] = ()
     """Words of tagged buffers that it waits for one by one."""
     awaits: tuple[Wait, ...] = ()
@@ -90,6 +92,8 @@ class Buffer:
     """Whether the low bits of each word say which use it was written for, so that a reader can wait for the word itself."""
     per_layer: bool = False
     """Whether each layer has its own, as the cache."""
+    sums: bool = False
+    """Whether CTAs add to its words, which are zero before: at first, and once somebody has written them."""
     copies: int = 1
     """That tokens take in turn, so that one is written while the one before may still be read."""
 
@@ -146,6 +150,9 @@ def padded(columns: int) -> int:
     """Columns as the stream of weights holds them."""
     return -(-columns // STEP) * STEP
 
+
+ROUNDS = 9
+"""In which a drawn token's limits are found, at most: top-k looks at a key's value in three, top-p at equals too, in six."""
 
 MOST_TILES = 6
 """Tiles whose sums a CTA keeps in registers."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import TILE, Buffer, Edge, Op, Phase, Piece, Plan, Share, Wait, split
+from onelaunch.decode.plan import ROUNDS, TILE, Buffer, Edge, Op, Phase, Piece, Plan, Share, Wait, split
 
 HALF_TILE = TILE // 2
 """Channels of the MLP in a tile: each has a row of the gate and one of the up projection."""
@@ -91,7 +91,7 @@ def layer_ctas(config: ModelConfig, ctas: int) -> int:
     return max(-(-count // each) for count, each in zip(counts, most, strict=True))
 
 
-def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None) -> Plan:
+def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None, rounds: int | None = None) -> Plan:
     """The plan of a rung.
 
     Args:
@@ -99,13 +99,15 @@ def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None)
         rung: a name of :data:`RUNGS`.
         ctas: of the launch, all resident at once.
         used: CTAs that share the positions of a key head; by default as many as may.
+        rounds: in which the limits of a token are found that is drawn: 0 with a temperature alone, at most
+            :data:`~onelaunch.decode.plan.ROUNDS`; by default, the likeliest is taken. One kernel does both.
     """
-    return _Builder(config, rung, ctas, used).plan()
+    return _Builder(config, rung, ctas, used, rounds).plan()
 
 
 class _Builder:
-    def __init__(self, config: ModelConfig, rung: str, ctas: int, used: int | None) -> None:
-        self.config, self.name, self.rung, self.ctas = config, rung, RUNGS[rung], ctas
+    def __init__(self, config: ModelConfig, rung: str, ctas: int, used: int | None, rounds: int | None) -> None:
+        self.config, self.name, self.rung, self.ctas, self.rounds = config, rung, RUNGS[rung], ctas, rounds
         self.workers = layer_ctas(config, ctas)
         self.head_words = (config.queries_per_key + 2) * config.head_dim  # queries, key, value
         self.splits = max(1, min(self.rung.splits, self.workers // config.num_key_value_heads))
@@ -130,7 +132,7 @@ class _Builder:
         layer.append(self.product("down", "hidden", self.whole("act")))
         found = tuple(self.connected(layer))
         closing = self.product("down", "final", self.whole("act"))
-        tail = (self.head(), self.next_token())
+        tail = (self.head(), self.next_token()) if self.rounds is None else (self.head(), *self.drawing(self.rounds))
         facts = (self.buffers(), self.splits, self.used, rung.streams, rung.separate)
         return Plan(config, self.name, self.ctas, found, closing, tail, *facts)
 
@@ -144,6 +146,7 @@ class _Builder:
         found["partial"] = heads * self.splits * self.slot
         found["best"] = self.ctas
         found["cache"] = heads * self.splits
+        found |= {"drawn": self.ctas, "tallies": ROUNDS}
         if self.rung.norms:
             found["normed"] = config.hidden_size
         if self.rung.rope:
@@ -153,7 +156,14 @@ class _Builder:
     def buffers(self) -> tuple[Buffer, ...]:
         tagged = self.rung.others == "data"
         return tuple(
-            Buffer(name, words, tagged and name != "cache", per_layer=name == "cache", copies=1 + (name == "best"))
+            Buffer(
+                name,
+                words,
+                tagged and name not in ("cache", "drawn", "tallies"),
+                per_layer=name == "cache",
+                sums=name == "tallies",
+                copies=1 + (name == "best"),
+            )
             for name, words in self.sizes().items()
         )
 
@@ -287,3 +297,20 @@ class _Builder:
     def next_token(self) -> Phase:
         share = self.waiting(self.rung.others, Share(0, 1, self.whole("best")))
         return Phase("next", "next", self.rung.others, (share,) * self.ctas)
+
+    def drawing(self, rounds: int) -> Iterable[Phase]:
+        """What follows the head where a token is drawn. All add to the sums of a round and meet, and so to the next; then each
+        says the best of its own, all meet, and what was added up is cleared, each round by one CTA.
+        """
+
+        def sums(begin: int) -> tuple[Piece, ...]:
+            return (Piece("tallies", begin, begin + 1),)
+
+        edge, share = self.rung.others, self.waiting(self.rung.others, Share(0, 1, self.whole("best")))
+        for number in range(rounds):
+            yield Phase(f"tally {number}", "tally", edge, (replace(share, adds=sums(number)),) * self.ctas)
+            edge, share = "grid", Share(0, 1, sums(number))
+        said = (replace(share, writes=(Piece("drawn", cta, cta + 1),)) for cta in range(self.ctas))
+        yield Phase("draw", "draw", edge, tuple(said))
+        cleared = (tuple(piece for each in range(cta, rounds, self.ctas) for piece in sums(each)) for cta in range(self.ctas))
+        yield Phase("next", "next", "grid", tuple(Share(0, 1, self.whole("drawn"), pieces) for pieces in cleared))

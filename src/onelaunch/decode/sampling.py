@@ -1,12 +1,14 @@
 """From logits to a token, in tensors on their device: nothing here waits for the device.
 
 The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state: any device draws the
-same ones. Kernels of our own take the likeliest token only; what is drawn here goes step by step.
+same ones, and so do kernels of our own that make many tokens in a launch (``kernels/sampling.cuh``).
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
@@ -75,6 +77,23 @@ class Sampling:
         """Whether the largest logit is taken."""
         return self.temperature == 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is taken from the logits as they are."""
+        return self.greedy and self.repetition_penalty == 1
+
+    def words(self, vocabulary: int) -> list[int]:
+        """For a kernel: seven words of 32 bits, signed. Numbers are float32; top-k is 0 where it leaves none of so many tokens
+        out, and in place of min-p is how far a logit over the temperature may be below the largest.
+        """
+        coldest = 0.0 if self.greedy else max(self.temperature, COLDEST)
+        top_k = self.top_k if self.top_k < vocabulary else 0
+        farthest = -math.log(self.min_p) if self.min_p > 0 else math.inf
+        packed = struct.pack(
+            "<fIfffII", coldest, top_k, self.top_p, abs(farthest), self.repetition_penalty, self.seed & WORD, self.seed >> 32
+        )
+        return list(struct.unpack("<7i", packed))
+
 
 def recommended(generation: Mapping[str, Any]) -> Choices:
     """What a ``generation_config.json`` says of drawing tokens; without ``do_sample``, of the penalty alone."""
@@ -91,24 +110,34 @@ class Sampler:
         sampling: how.
         prompt: ``[T]`` int64, the text so far, on the device of the logits to come.
         vocabulary: how many tokens there are.
+
+    Attributes:
+        seen: ``[V]`` bool, the tokens of the text so far; ``None`` without a penalty.
     """
 
     def __init__(self, sampling: Sampling, prompt: torch.Tensor, vocabulary: int) -> None:
-        self.sampling = sampling
-        self._seen: torch.Tensor | None = None
+        self.sampling, self._vocabulary, self._device = sampling, vocabulary, prompt.device
+        self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=prompt.device)
-            self._seen.index_fill_(0, prompt, 1)
+            self.seen = torch.zeros(vocabulary, dtype=torch.bool, device=prompt.device)
+            self.seen.index_fill_(0, prompt, 1)
+
+    @functools.cached_property
+    def choices(self) -> torch.Tensor | None:
+        """:meth:`Sampling.words` on the device, int32; ``None`` where the largest of the logits as they are is taken."""
+        if self.sampling.plain:
+            return None
+        return torch.tensor(self.sampling.words(self._vocabulary), dtype=torch.int32, device=self._device)
 
     def __call__(self, logits: torch.Tensor, position: Word) -> torch.Tensor:
         """The token ``[1]`` int64 that follows ``position``, from logits ``[V]`` float32; from now on it is part of the text."""
-        if self._seen is not None:
-            logits = penalise(logits, self._seen, self.sampling.repetition_penalty)
+        if self.seen is not None:
+            logits = penalise(logits, self.seen, self.sampling.repetition_penalty)
         if not self.sampling.greedy:
             logits = warp(logits, self.sampling) + gumbel(self.sampling.seed, position, len(logits), logits.device)
         token = logits.argmax(keepdim=True)
-        if self._seen is not None:
-            self._seen.index_fill_(0, token, 1)
+        if self.seen is not None:
+            self.seen.index_fill_(0, token, 1)
         return token
 
 

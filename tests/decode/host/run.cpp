@@ -9,6 +9,7 @@ extern "C" int run(void** p, int capacity, int count, int position, int layer, i
                        (const u16*)p[4],  (const u16*)p[5],       (const float*)p[6], (u16*)p[7],
                        (u16*)p[8],        (const long long*)p[9], (int*)p[10],        (float*)p[11],
                        (u64*)p[12],       (u32*)p[13],            (u32*)p[14],        (float*)p[15],
+                       (const u32*)p[16], (unsigned char*)p[17],  (u64*)p[18],
                        capacity,          count,                  position};
   return host::launch(ctas, THREADS, shared_bytes, seed, sweeps, [&] {
     if constexpr (SEPARATE) {

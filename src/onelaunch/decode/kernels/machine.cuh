@@ -73,6 +73,18 @@ DEVICE u64 load_acquire(const u64* at) {
 DEVICE void store_relaxed(uint4* at, const uint4& v) {  // word by word
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+DEVICE u64 load_relaxed(const u64* at) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+  return v;
+}
+DEVICE void add_relaxed(u64* at, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory"); }
+// In shared memory, by threads of a block: what was there before.
+DEVICE u32 add_shared(u32* at, u32 v) {
+  u32 before;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(shared_address(at)), "r"(v) : "memory");
+  return before;
+}
 DEVICE void store_relaxed(u32* at, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
 // What this thread, and those it met before, wrote is seen by who acquires the word.
 DEVICE void store_release(u64* at, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory"); }

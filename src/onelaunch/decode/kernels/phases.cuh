@@ -3,12 +3,11 @@
 
 // Over the grid. What was written before by any CTA is seen after it by all.
 DEVICE void meet_grid(Worker& w) {
-  ++w.met;
   w.meet();
   if (w.thread == 0) {
     u32* counter = w.a.counters;
     bump(counter);
-    const u32 target = w.met * CTAS;  // counted on over launches, and around
+    const u32 target = ++*w.s.met * CTAS;  // counted on over launches, and around
     await(w.a, w.s, [&] { return (int)(load_acquire(counter) - target) >= 0; });
   }
   w.meet();
@@ -106,8 +105,12 @@ DEVICE u64 candidate(float logit, int token) {
   const u32 bits = as_bits(logit), ordered = bits >> 31 ? ~bits : bits | 1u << 31;
   return (u64)ordered << 32 | (u64)(0xFFFFFF - token) << 8;
 }
+DEVICE float logit_of(u64 candidate) {
+  const u32 ordered = (u32)(candidate >> 32);
+  return as_float(ordered >> 31 ? ordered ^ 1u << 31 : ~ordered);
+}
 DEVICE u64 better(u64 a, u64 b) { return a > b ? a : b; }
-// Of all working threads, in the first one.
+// Of all working threads, in each.
 DEVICE u64 best_of_all(Worker& w, u64 mine) {
   w.meet();  // the ones before have been read
   for (int mask = 16; mask; mask /= 2) mine = better(mine, from_lane_xor(mine, mask));
@@ -118,6 +121,8 @@ DEVICE u64 best_of_all(Worker& w, u64 mine) {
 }
 DEVICE u64* best_at(Worker& w) { return w.a.best + (w.token & 1) * CTAS; }
 
+#include "sampling.cuh"
+
 DEVICE void multiply_head(Worker& w) {
   w.refresh();
   open_ring(w, LM_HEAD, HIDDEN);
@@ -127,7 +132,7 @@ DEVICE void multiply_head(Worker& w) {
     if (row >= VOCAB) return;
     const float logit = *w.s.gone ? as_float(0x7FC00000) : sum_of_row(w, sum);  // not a number, if something was not waited for
     w.a.logits[row] = logit;
-    mine = better(mine, candidate(logit, row));
+    mine = better(mine, candidate(penalised(w, logit, row), row));
   });
   mine = best_of_all(w, mine);
   if (w.thread == 0) store_release(best_at(w) + cta_index(), mine | (w.token & 0xFF));  // and what went to the cache, once a token
@@ -142,9 +147,11 @@ DEVICE void next_token(Worker& w) {
     mine = better(mine, found);
   }
   mine = best_of_all(w, mine);
+  if (draws(w)) mine = draw(w, mine, w.position + 1);
   if (w.thread == 0) {
     const int token = 0xFFFFFF - (int)(mine >> 8 & 0xFFFFFF);
     *w.s.token = token < VOCAB ? token : VOCAB - 1;  // after an error: a place that exists
+    remember(w, *w.s.token);
     if (cta_index() == 0) w.a.tokens[w.position + 1] = *w.s.token;
   }
   w.meet();

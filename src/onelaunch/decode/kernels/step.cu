@@ -39,10 +39,13 @@ struct Arguments {
   const long long* first;    // the token that comes first, or none: that of its position in tokens
   int* tokens;               // by position
   float* words;              // buffers
-  u64* best;                 // [2][CTAS]
+  u64* best;                 // [3][CTAS]: candidates, two sets by turns; those that are drawn
   u32* counters;
   u32* state;
   float* logits;             // [VOCAB]
+  const u32* choices;        // how a token is chosen, or none: the likeliest; see sampling.cuh
+  unsigned char* seen;       // [VOCAB]: whether a token is in the text, or none: without a penalty
+  u64* tallies;              // [ROUNDS][BINS]
   int capacity, count;       // positions that the cache has room for; tokens to make
   int position;              // of the first token, or -1: as the last launch left it
 };
@@ -149,9 +152,10 @@ constexpr int SIDE_BY_SIDE = 1;
 extern "C" __global__ void __launch_bounds__(THREADS, SIDE_BY_SIDE)
 decode(const char* stream, const long long* starts, const int* shares, const int* arrivals, const u16* embedding, const u16* norms,
        const float* rotations, u16* keys, u16* values, const long long* first, int* tokens, float* words, u64* best, u32* counters,
-       u32* state, float* logits, int capacity, int count, int position, int layer) {
-  const Arguments a = {stream, starts, shares, arrivals, embedding, norms, rotations, keys,  values,
-                       first,  tokens, words,  best,     counters,  state, logits,    capacity, count, position};
+       u32* state, float* logits, const u32* choices, unsigned char* seen, u64* tallies, int capacity, int count, int position,
+       int layer) {
+  const Arguments a = {stream, starts, shares,   arrivals, embedding, norms,   rotations, keys,    values,   first, tokens,
+                       words,  best,   counters, state,    logits,    choices, seen,      tallies, capacity, count, position};
 #ifdef ALONE
   decode_phase<ALONE>(a, layer);
 #else

@@ -8,7 +8,6 @@ struct Worker {
   int thread, warp, lane;
   int layer = 0, position;
   u32 token;     // use of the tail's buffers, counted on over launches
-  u32 met;       // barriers over the grid
   float scale = 1.0f;  // of the products: one over the vector's norm
   Ring ring;
   int left = 0;     // granules of the chunk at hand
@@ -17,7 +16,8 @@ struct Worker {
 
   DEVICE Worker(const Arguments& a, Shared& s, const int* share)
       : a(a), s(s), share(share), thread(thread_index()), warp(thread_index() / 32), lane(thread_index() % 32),
-        position(a.position < 0 ? (int)a.state[POSITION] : a.position), token(a.state[TOKENS] + 1), met(a.state[BARRIERS]) {
+        position(a.position < 0 ? (int)a.state[POSITION] : a.position), token(a.state[TOKENS] + 1) {
+    *s.met = a.state[BARRIERS];
     *s.token = a.first ? (int)*a.first : a.tokens[position];  // the token that is processed; all threads say the same
   }
   // Before each phase, and within attention: addresses made of these are then made in it, and not kept in registers from layer to layer.
@@ -65,7 +65,7 @@ struct Worker {
     if (cta_index() || thread) return;
     a.state[POSITION] = position + SEPARATE;
     a.state[TOKENS] = token - 1;
-    if constexpr (!STREAMS) a.state[BARRIERS] = met;
+    a.state[BARRIERS] = *s.met;
   }
   // The ring: a thread's part of granules that belong to one tile, DEPTH of them. They are on their way to registers when this returns;
   // release() gives back what the chunk had, if those were its last.

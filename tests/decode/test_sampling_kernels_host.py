@@ -1,0 +1,148 @@
+"""Tokens drawn within the decode kernels, their own source run on this machine, against PyTorch's Sampler on the kernels' logits.
+
+Both do the same float32 operations but for the last bit of exponentials and logarithms, and top-p's sums, which the kernels make
+in fixed point. So tokens are equal unless two scores, or a sum and top-p, agree to six digits; seeds are fixed, and none does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch.decode.memory import ERROR, Constants, Memory
+from onelaunch.decode.rungs import RUNGS, plan_for
+from onelaunch.decode.sampling import Sampler, Sampling
+from tests.decode.host_machine import HostKernel, needs_compiler, place
+from tests.decode.plans import MODELS, TINY, packed, text
+
+pytestmark = needs_compiler
+
+MODEL = replace(TINY, num_hidden_layers=1)
+POSITION, FIRST = 20, 9
+CHOICES = {
+    "temperature": Sampling(temperature=0.7, seed=1),
+    "another seed": Sampling(temperature=0.7, seed=2**62 + 5),
+    "hot": Sampling(temperature=30.0, seed=3),
+    "cold": Sampling(temperature=1e-30, seed=3),
+    "top_k": Sampling(temperature=9.0, top_k=3, seed=4),
+    "top_k of one": Sampling(temperature=5.0, top_k=1, seed=5),
+    "top_k of more than there are": Sampling(temperature=2.0, top_k=10_000, seed=6),
+    "top_p": Sampling(temperature=2.0, top_p=0.7, seed=7),
+    "top_p of hardly any": Sampling(temperature=5.0, top_p=1e-6, seed=8),
+    "top_p of nothing": Sampling(temperature=5.0, top_p=0.0, seed=8),
+    "min_p": Sampling(temperature=3.0, min_p=0.3, seed=9),
+    "min_p of one": Sampling(temperature=3.0, min_p=1.0, seed=9),
+    "penalty": Sampling(repetition_penalty=3.0),
+    "reward": Sampling(temperature=1.0, repetition_penalty=0.5, seed=10),
+    "all": Sampling(temperature=1.5, top_k=40, top_p=0.8, min_p=0.05, repetition_penalty=1.3, seed=11),
+}
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    return tmp_path_factory.mktemp("libraries")
+
+
+def kernel_and_memory(weights, plan, libraries):
+    return HostKernel(plan, libraries), Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512)
+
+
+def sampler_of(sampling, config):
+    """Of a text with some tokens twice."""
+    return Sampler(sampling, torch.tensor([1, FIRST, 70, 70, FIRST]), config.vocab_size)
+
+
+def step_by_step(kernel, memory, cache, sampling, count):
+    """Tokens by PyTorch from the logits of single steps, and the last logits."""
+    sampler, cache, tokens = sampler_of(sampling, kernel.plan.config), cache.map(torch.clone), [FIRST]
+    for position in range(POSITION, POSITION + count):
+        logits = kernel(memory, cache.with_length(position), token=torch.tensor(tokens[-1:]), position=position, seed=position)
+        tokens.append(int(sampler(logits, position + 1)))
+    return tokens, logits, sampler
+
+
+def at_once(kernel, memory, cache, sampling, count, seed=0):
+    sampler = sampler_of(sampling, kernel.plan.config)
+    place(memory, POSITION, FIRST)
+    logits = kernel(memory, cache.map(torch.clone), count, seed=seed, sampler=sampler)
+    assert int(memory.state[ERROR]) == 0
+    assert not memory.tallies.any(), "what was added up is cleared"
+    return memory.tokens[POSITION : POSITION + count + 1].tolist(), logits, sampler
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_of_one_launch_are_the_samplers(name, libraries):
+    weights, cache, _, _ = text(MODEL, POSITION)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 4), libraries)
+    expected, logits, sampler = step_by_step(kernel, memory, cache, CHOICES[name], 6)
+    found, last, mine = at_once(kernel, memory, cache, CHOICES[name], 6)
+    assert found == expected
+    assert torch.equal(last, logits), "logits are the model's, without a penalty"
+    if sampler.seen is not None:
+        assert torch.equal(mine.seen, sampler.seen)
+
+
+@pytest.mark.parametrize("rung", [rung for rung, facts in RUNGS.items() if not facts.separate])
+def test_every_rung_draws_the_same_in_any_timing_and_however_many_tokens_a_launch_makes(rung, libraries):
+    """Drawn and other tokens by turns: what one text left must not disturb the next."""
+    weights, cache, _, _ = text(MODEL, POSITION)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, rung, 4), libraries)
+    expected, _, _ = step_by_step(kernel, memory, cache, CHOICES["all"], 4)
+    likeliest, _, _ = step_by_step(kernel, memory, cache, Sampling(), 2)
+    assert expected[1:3] != likeliest[1:3]
+    for seed in (1, 2):
+        assert at_once(kernel, memory, cache, CHOICES["all"], 4, seed)[0] == expected
+        assert at_once(kernel, memory, cache, Sampling(), 2, seed)[0] == likeliest
+    sampler, mine = sampler_of(CHOICES["all"], MODEL), cache.map(torch.clone)
+    place(memory, POSITION, FIRST)
+    for at, count in ((0, 1), (1, 3)):
+        kernel(memory, mine.with_length(POSITION + at), count, seed=at, sampler=sampler)
+    assert memory.tokens[POSITION : POSITION + 5].tolist() == expected
+
+
+@pytest.mark.parametrize(("model", "ctas"), [("odd sizes", 3), ("untied, a key head", 9), ("tied", 1), ("tied", 40)])
+def test_so_do_other_models_and_more_ctas_than_have_tokens(model, ctas, libraries):
+    weights, cache, _, _ = text(MODELS[model], POSITION)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODELS[model], "streaming", ctas), libraries)
+    expected, _, _ = step_by_step(kernel, memory, cache, CHOICES["all"], 3)
+    assert at_once(kernel, memory, cache, CHOICES["all"], 3)[0] == expected
+
+
+TIES = {
+    "the first of two": Sampling(temperature=0.01, top_p=0.3, seed=7),
+    "all": Sampling(temperature=0.5, seed=1),
+    "none is left out by top_k": Sampling(temperature=0.5, top_k=4, seed=2),
+    "top_k of one": Sampling(temperature=0.5, top_k=1, seed=3),
+    "top_p among the first": Sampling(temperature=0.5, top_p=0.02, seed=4),
+    "top_p later": Sampling(temperature=0.5, top_p=0.93, seed=5),
+    "both": Sampling(temperature=0.9, top_k=9, top_p=0.6, min_p=0.9, seed=6),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_equals_stay_together_for_top_k_and_the_first_of_them_for_top_p(name, libraries):
+    """Twelve tokens, or two, of each logit, over all CTAs. Top-p ends in their midst, far from where one of them ends."""
+    weights, cache, _, _ = text(MODEL, POSITION)
+    table, different = weights.embed_tokens, 150 if name == "the first of two" else 25
+    table.copy_(table[torch.arange(len(table)) % different])
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 4), libraries)
+    expected, logits, _ = step_by_step(kernel, memory, cache, TIES[name], 6)
+    assert len(logits.unique()) == different
+    assert at_once(kernel, memory, cache, TIES[name], 6)[0] == expected
+
+
+def test_a_draw_that_waits_without_end_is_given_up_and_the_next_is_whole(libraries):
+    weights, cache, _, _ = text(MODEL, POSITION)
+    kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 2), libraries)
+    expected = at_once(kernel, memory, cache, CHOICES["all"], 2)
+    place(memory, POSITION, FIRST)
+    logits = torch.zeros(MODEL.vocab_size)
+    sampler = sampler_of(CHOICES["all"], MODEL)
+    kernel.launch(memory, cache.map(torch.clone), logits, None, (2, -1, 0, 0, kernel.plan.ctas - 1), 0, sampler)
+    assert int(memory.state[ERROR]) == 1
+    memory.reset()
+    found = at_once(kernel, memory, cache, CHOICES["all"], 2)
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
