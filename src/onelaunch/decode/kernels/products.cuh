@@ -1,7 +1,7 @@
 // A CTA's tiles of a matrix times the vector laid out: weights out of the ring, sums of all warps, and what becomes of them.
 #pragma once
 
-constexpr int AHEAD = SEPARATE ? 2 : MOST;  // of batches; side by side, launches have fewer registers
+constexpr int FITTING = SEPARATE ? 2 : MOST, AHEAD = FITTING < STAGES ? FITTING : STAGES;  // side by side, launches have fewer registers
 
 // Tiles of a CTA in groups of at most MOST; the stream has the same.
 DEVICE int groups_of(int tiles) { return (tiles + MOST - 1) / MOST; }
@@ -10,21 +10,18 @@ DEVICE int groups_of(int tiles) { return (tiles + MOST - 1) / MOST; }
 // tile, several blocks are a batch.
 template <int COLUMNS, int TILES, int LEAST>
 struct Batches {
-  static constexpr int BLOCKS = padded(COLUMNS) / STEP / DEPTH, MANY = (TILES + AHEAD - 1) / AHEAD, SIZE = (TILES + MANY - 1) / MANY;
-  static constexpr int ROUNDS = TILES > 1 ? 1 : BLOCKS < AHEAD ? BLOCKS : AHEAD;
+  static constexpr int BLOCKS = padded(COLUMNS) / STEP / DEPTH, MANY = (TILES + AHEAD - 1) / AHEAD;
+  static constexpr int SIZE = (TILES + MANY - 1) / MANY, ROUNDS = TILES > 1 ? 1 : BLOCKS < AHEAD ? BLOCKS : AHEAD;
   static_assert(padded(COLUMNS) / STEP % DEPTH == 0, "granules of a tile that follow each other");
-  typedef uint4 Weights[ROUNDS][SIZE][DEPTH];
+  typedef uint4 Weights[ROUNDS * SIZE][DEPTH];
 
   // Those of tiles from first on, of blocks from block on.
   DEVICE static void fetch(Worker& w, int block, int first, int tiles, Weights& v) {
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r)
-#pragma unroll
-      for (int t = 0; t < SIZE; ++t)
-        if ((first + t < LEAST || first + t < tiles) && (BLOCKS % ROUNDS == 0 || block + r < BLOCKS))
-          w.fetch(v[r][t]);
-        else  // what is not written in all cases would be kept in registers from layer to layer
-          for (int i = 0; i < DEPTH; ++i) v[r][t][i] = {0, 0, 0, 0};
+    auto within = [](int count, int most) { return count < 0 ? 0 : count < most ? count : most; };
+    if constexpr (TILES == 1)
+      w.fetch(v, within(BLOCKS - block, ROUNDS), within(BLOCKS - (BLOCKS - 1) / ROUNDS * ROUNDS, ROUNDS));
+    else
+      w.fetch(v, within(LEAST == TILES ? TILES - first : tiles - first, SIZE), within(LEAST - first, SIZE));
   }
 };
 
@@ -54,10 +51,8 @@ DEVICE void multiply(Worker& w, int tiles, typename Batches<COLUMNS, TILES, LEAS
 #pragma unroll
         for (int i = 0; i < DEPTH; ++i)
 #pragma unroll
-          for (int t = 0; t < B::SIZE && first + t < TILES; ++t) {
-            const uint4 a = v[r][t][i];
-            if (first + t < LEAST || first + t < tiles) product(d[first + t][i % CHAINS], a.x, a.z, a.y, a.w, b[i].x, b[i].y);
-          }
+          for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
+            if (first + t < LEAST || first + t < tiles) product(d[first + t][i % CHAINS], v[r + t][i], b[i]);
       }
     }
   }
@@ -84,20 +79,29 @@ DEVICE float sum_of_row(const Worker& w, int row) {
 // for each row.
 template <int COLUMNS, int TILES, int LEAST, class Gather, class Apply>
 DEVICE void product_of(Worker& w, int phase, Gather gather, Apply apply) {
+  using B = Batches<COLUMNS, TILES, LEAST>;
+  constexpr bool EARLY = STREAMS || SEPARATE;  // else weights come last
   const int begin = w.begin(phase), count = w.end(phase) - begin, groups = groups_of(count);
   auto first_of = [&](int group) { return group * count / groups; };
-  typename Batches<COLUMNS, TILES, LEAST>::Weights v;
-  constexpr bool EARLY = STREAMS || SEPARATE;  // else weights come last
-  if constexpr (EARLY) Batches<COLUMNS, TILES, LEAST>::fetch(w, 0, 0, first_of(1), v);
-  gather();
-  w.mark(phase, READY);
-  for (int group = 0; group < groups; ++group) {
-    const int first = first_of(group), tiles = first_of(group + 1) - first;
-    if (!EARLY || group) Batches<COLUMNS, TILES, LEAST>::fetch(w, 0, 0, tiles, v);
+  typename B::Weights v;
+  auto product_of_group = [&](int first, int tiles) {
     multiply<COLUMNS, TILES, LEAST>(w, tiles, v);
     w.meet();
     if (w.thread < tiles * TILE) apply((begin + first) * TILE + w.thread, first * TILE + w.thread, w.thread);
     w.parity ^= 1;  // so that sums are read while others already multiply
+  };
+  int tiles = groups == 1 ? count : first_of(1);
+  if constexpr (EARLY) B::fetch(w, 0, 0, tiles, v);
+  gather();
+  w.mark(phase, READY);
+  if constexpr (!EARLY) B::fetch(w, 0, 0, tiles, v);
+  product_of_group(0, tiles);
+#pragma unroll 1
+  for (int group = 1; group < groups; ++group) {
+    const int first = first_of(group);
+    tiles = first_of(group + 1) - first;
+    B::fetch(w, 0, 0, tiles, v);
+    product_of_group(first, tiles);
   }
   w.mark(phase, DONE);
 }

@@ -58,7 +58,7 @@ struct Worker {
   DEVICE void end_token() {
     ++position, ++token;
     if (thread == 0) ++*s.made;
-    if (left) drop();
+    if (DEPTH < 4 && left) drop();
     meet();
     mark_token(TICKS_END);
   }
@@ -68,22 +68,32 @@ struct Worker {
     a.state[TOKENS] = token - 1;
     if constexpr (!STREAMS) a.state[BARRIERS] = met;
   }
-  // The ring: a thread's part of granules that belong to one tile, DEPTH of them. They are on their way to registers when this returns,
-  // and a chunk that was read to its end is given back: its place is written only once all reads before that are done.
-  DEVICE void fetch(uint4 (&v)[DEPTH]) {
-    if (left == 0) {
-      there &= await_ring(a, s, s.full + ring.stage, ring.phase);
-      left = 4;
-    }
-    const char* at = s.stages + ring.stage * CHUNK + (4 - left) * GRANULE + warp * (GRANULE / WARPS) + lane * 16;
+  // The ring: a thread's part of granules, DEPTH of them in a unit. Units are on their way to registers when this returns; lanes wait for a
+  // chunk each, and give back those that were read to their end: their places are written only once all reads before that are done.
+  // At least so many of the units are there in all calls.
+  template <int ROOM>
+  DEVICE void fetch(uint4 (&v)[ROOM][DEPTH], int units, int least) {
+    const int begin = DEPTH < 4 && left ? 4 - left : 0, end = begin + units * DEPTH;
+    const Ring mine = ring.after(lane);
+    if (lane >= (begin > 0) && lane < (end + 3) / 4) there &= await_ring(a, s, s.full + mine.stage, mine.phase);
+    there = all_lanes(there);
+    const char* base = s.stages + warp * (GRANULE / WARPS) + lane * 16;
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) v[i] = *(const uint4*)(at + i * GRANULE);
-    left -= DEPTH;
-    if (left == 0) drop();
+    for (int unit = 0; unit < ROOM; ++unit) {
+      const int granule = begin + unit * DEPTH;
+      const char* at = base + ring.after(granule / 4).stage * CHUNK + granule % 4 * GRANULE;
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i)  // what is not written in all cases would be kept in registers from layer to layer
+        v[unit][i] = unit < least || unit < units ? *(const uint4*)(at + i * GRANULE) : uint4{0, 0, 0, 0};
+    }
+    warp_meets();
+    if (lane < end / 4 && there) ring_arrive(s.empty + mine.stage);  // once for each time that it was filled
+    ring = ring.after(end / 4);
+    if (DEPTH < 4) left = end % 4 ? 4 - end % 4 : 0;
   }
   DEVICE void drop() {
     warp_meets();
-    if (lane == 0 && there) ring_arrive(s.empty + ring.stage);  // once for each time that it was filled
+    if (lane == 0 && there) ring_arrive(s.empty + ring.stage);
     ring.advance();
     left = 0;
   }

@@ -30,6 +30,13 @@ struct Ring {
   DEVICE void advance() {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
+  // So many stages on, at most all.
+  DEVICE Ring after(int stages) const {
+    Ring found = *this;
+    found.stage += stages;
+    if (found.stage >= STAGES) found.stage -= STAGES, found.phase ^= 1;
+    return found;
+  }
 };
 
 // Whether to wait no longer: it took too long, here or elsewhere.
