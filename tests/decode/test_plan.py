@@ -14,7 +14,7 @@ from onelaunch.decode.check import Room, check
 from onelaunch.decode.emit import THREADS, Tuning, layout_of
 from onelaunch.decode.interpret import Interpreter, digits
 from onelaunch.decode.model import prefill
-from onelaunch.decode.packing import columns, in_tiles, matrix, pack, row_order, run_granules
+from onelaunch.decode.packing import as_operands, columns, in_tiles, matrix, pack, row_order, run_granules
 from onelaunch.decode.plan import GRANULE, ROUNDS, Piece, Wait, padded
 from onelaunch.decode.rungs import POSITIONS, RUNGS, layer_ctas, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler, Sampling
@@ -207,7 +207,7 @@ def test_every_weight_is_in_the_stream_once(model):
     assert stream.data.numel() * 2 == sum(run_granules(plan, cta) for cta in range(7)) * GRANULE
     for layer, op in work:  # and none is lost on the way to the tiles
         tiles, values = in_tiles(matrix(weights, layer, op), row_order(config, op)), matrix(weights, layer, op)
-        rows = tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op)))
+        rows = as_operands(tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op))))  # twice is as before
         kept = row_order(config, op).flatten()
         assert torch.equal(rows[kept >= 0][:, : values.shape[1]], values[kept[kept >= 0]])
 

@@ -41,6 +41,10 @@ class Tuning:
     """Of them, those on their way at once where there are hand-offs: 48 KB keep 95 % of the bandwidth, at half the price that a
     hand-off has beside 192 KB.
     """
+    pace: int = 0
+    """Ticks of the processor's clock from one chunk to the next, where there are hand-offs: copies that come evenly, and not as fast as
+    they can, make no queues.
+    """
     stamps: bool = False
     """Whether the kernel notes when each CTA came where: :mod:`onelaunch.decode.stamps`."""
 
@@ -120,11 +124,12 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "QUERY": config.query_size, "VOCAB": config.vocab_size, "HEADS": config.num_key_value_heads,
         "GROUP": config.queries_per_key, "HEAD": config.head_dim, "SPLITS": plan.splits, "POSITIONS": POSITIONS,
         "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
-        "ROUNDS": ROUNDS, "BINS": BINS,
+        "ROUNDS": ROUNDS, "BINS": BINS, "PACE": tuning.pace,
     }  # fmt: skip
     numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
     for op in PRODUCTS:
-        numbers[f"MOST_{op.upper()}"] = max(end - begin for share in plan.phase(op).shares for begin, end in passes(share.units))
+        together = [end - begin for share in plan.phase(op).shares for begin, end in passes(share.units)]
+        numbers |= {f"MOST_{op.upper()}": max(together), f"LEAST_{op.upper()}": min(together)}
     flags = {
         "STREAMS": plan.streams, "SEPARATE": plan.separate, "TAGGED": any(buffer.tagged for buffer in plan.buffers),
         "ROPE_APART": "rope" in ops, "NORM_APART": "norm" in ops, "STAMPED": tuning.stamps,

@@ -15,7 +15,7 @@ import torch
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.emit import BINS, PRODUCTS, WARPS, depth
 from onelaunch.decode.model import rms_norm
-from onelaunch.decode.packing import CHANNELS, Stream, columns, granules
+from onelaunch.decode.packing import CHANNELS, Stream, as_operands, columns, granules
 from onelaunch.decode.plan import GRANULE, ROUNDS, TILE, Op, Phase, Piece, Plan, Share, padded, passes
 from onelaunch.decode.rope import rotate, rotation
 from onelaunch.decode.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
@@ -226,7 +226,7 @@ class Interpreter:
         before = sum(granules(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
         at = (int(self.stream.starts[cta]) + GRANULE * (layer * layers + before)) // 2
         width, deep = padded(columns(plan.config, op)), depth(plan.config)
-        full = torch.cat([x, x.new_zeros(width - len(x))]).view(-1, deep, WARPS, CHANNELS)
+        full = as_operands(torch.cat([x, x.new_zeros(width - len(x))])).view(-1, deep, WARPS, CHANNELS)
         found = []
         for begin, end in passes(plan.phase(op).shares[cta].units):
             shape = (len(full), end - begin, deep, WARPS, TILE, CHANNELS)

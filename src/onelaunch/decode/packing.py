@@ -1,7 +1,8 @@
 """Weights in the order of their use: for each CTA one run of memory, a token long, that its copying thread walks through.
 
 Within a phase the order is: groups of up to six tiles; in each, columns in steps of 256, ``depth`` of them; tiles; steps; the 32
-columns of each warp; rows. So every thread's 16 bytes of a product are where a warp reads 512 bytes in a row.
+columns of each warp; rows. So every thread's 16 bytes of a product are where a warp reads 512 bytes in a row; its 8 columns are in the
+order of the product's operands, :func:`as_operands`.
 """
 
 from __future__ import annotations
@@ -67,12 +68,21 @@ def matrix(weights: Weights, layer: LayerWeights | None, op: Op) -> torch.Tensor
     return layer.o_proj if op == "o" else layer.down_proj
 
 
+def as_operands(values: torch.Tensor) -> torch.Tensor:
+    """Values ``[..., columns]`` with the third and fourth of each 8 columns in the places of the fifth and sixth, and these in theirs.
+
+    A thread's registers are those of an m16n8k16 then: the first pair of columns, the third, the second, the fourth.
+    """
+    return values.unflatten(-1, (-1, 2, 2, 2)).transpose(-3, -2).reshape(values.shape)
+
+
 def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """``[tiles, steps, warps, 8, 32]``: a matrix's rows in order, columns filled up with zeros."""
+    """``[tiles, steps, warps, 8, 32]``: a matrix's rows in order, columns filled up with zeros, as operands."""
     room = values.new_zeros(len(order) * TILE, padded(values.shape[1]))
     rows = order.flatten().to(values.device)
     kept = rows >= 0
     room[: len(rows)][kept, : values.shape[1]] = values[rows[kept]]
+    room = as_operands(room)
     return room.view(len(order), TILE, -1, WARPS, CHANNELS).permute(0, 2, 3, 1, 4)
 
 

@@ -166,6 +166,7 @@ DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar) {
 }
 
 DEVICE void warp_meets() { host::together(host::warp(), [] {}); }
+DEVICE bool all_lanes(bool so);
 DEVICE u64 exchange(u64 v, int mask) {
   host::Warp& w = host::warp();
   const int lane = host::now->thread % 32;
@@ -178,6 +179,11 @@ DEVICE u64 from_lane_xor(u64 v, int mask) {
   const u64 found = exchange(v, mask);
   host::together(host::warp(), [] {});  // all have read
   return found;
+}
+DEVICE bool all_lanes(bool so) {
+  bool all = so;
+  for (int mask = 16; mask; mask /= 2) all &= (bool)from_lane_xor((u64)all, mask);
+  return all;
 }
 DEVICE float from_lane_xor(float v, int mask) {
   u32 bits;
@@ -217,10 +223,10 @@ DEVICE u32 round_one(float v) {
 DEVICE u32 round_pair(float low, float high) { return round_one(low) | round_one(high) << 16; }
 
 // m16n8k16 as the PTX manual lays its operands over lanes.
-DEVICE void product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+DEVICE void product(float (&d)[4], const uint4& a, const uint2& b) {
   host::Warp& w = host::warp();
   const int lane = host::now->thread % 32;
-  const u32 in[6] = {a0, a1, a2, a3, b0, b1};
+  const u32 in[6] = {a.x, a.y, a.z, a.w, b.x, b.y};
   memcpy(w.a[lane], in, sizeof in);
   host::together(w, [&] {
     static float A[16][16], B[16][8];

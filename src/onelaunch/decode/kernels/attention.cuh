@@ -353,7 +353,10 @@ DEVICE void gather_found(Worker& w) {
           bool there = true;
 #pragma unroll
           for (int part = 0; part < PARTS; ++part) {
-            if (first + part >= used) continue;
+            if (first + part >= used) {
+              parts[part][0] = parts[part][1] = {0, 0, 0, 0}, logs[part] = 0, weights[part] = 0;
+              continue;
+            }
             const uint4* values = (const uint4*)(slot + part * SLOT + g * HEAD + column % HEAD);
             const float* log = slot + part * SLOT + GROUP * HEAD + g;
             parts[part][0] = TAGGED ? load_relaxed(values) : load_plain(values);

@@ -45,6 +45,7 @@ DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar) {
 // Threads of a warp, threads of a block.
 
 DEVICE void warp_meets() { __syncwarp(); }
+DEVICE bool all_lanes(bool so) { return __all_sync(~0u, so); }
 DEVICE float from_lane_xor(float v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
 DEVICE u64 from_lane_xor(u64 v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
 DEVICE void block_meets() { __syncthreads(); }
@@ -125,9 +126,9 @@ DEVICE float power(float v) {
   return r;
 }
 // Sums of 16 rows by 8 columns over 16 channels of bfloat16, float32 sums: m16n8k16 of the PTX manual.
-DEVICE void product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+DEVICE void product(float (&d)[4], const uint4& a, const uint2& b) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }

@@ -44,11 +44,13 @@ DEVICE void multiply_qkv(Worker& w) {
   w.refresh();
   if (w.begin(QKV) == w.end(QKV)) return;
   open_ring(w, QKV, HIDDEN);
-  if constexpr (NORM_APART)
-    gather<HIDDEN>(w, w.a.words + NORMED, 0);
-  else
-    gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use() - 1);
-  product_of<HIDDEN, MOST_QKV>(w, QKV, [&](int row, int, int sum) { put(w.a.words + RAW + row, sum_of_row(w, sum), w.use()); });
+  auto vector = [&] {
+    if constexpr (NORM_APART)
+      gather<HIDDEN>(w, w.a.words + NORMED, 0);
+    else
+      gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use() - 1);
+  };
+  product_of<HIDDEN, MOST_QKV, LEAST_QKV>(w, QKV, vector, [&](int row, int, int sum) { put(w.a.words + RAW + row, sum_of_row(w, sum), w.use()); });
 }
 
 // A row of the residual stream, kept by its CTA, or by all launches in memory.
@@ -64,8 +66,7 @@ DEVICE void multiply_o(Worker& w) {
   w.refresh();
   if (w.begin(O) == w.end(O)) return;
   open_ring(w, O, QUERY);
-  gather_found(w);
-  product_of<QUERY, MOST_O>(w, O, [&](int row, int mine, int sum) {
+  product_of<QUERY, MOST_O, LEAST_O>(w, O, [&] { gather_found(w); }, [&](int row, int mine, int sum) {
     float& own = own_row(w, row, mine, w.layer == 0);
     put(w.a.words + MID + row, own += sum_of_row(w, sum), w.use());
   });
@@ -76,11 +77,13 @@ DEVICE void multiply_gate_up(Worker& w) {
   w.refresh();
   if (w.begin(GATE_UP) == w.end(GATE_UP)) return;
   open_ring(w, GATE_UP, HIDDEN);
-  if constexpr (NORM_APART)
-    gather<HIDDEN>(w, w.a.words + NORMED, 0);
-  else
-    gather_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN, w.use());
-  product_of<HIDDEN, MOST_GATE_UP>(w, GATE_UP, [&](int row, int, int sum) {
+  auto vector = [&] {
+    if constexpr (NORM_APART)
+      gather<HIDDEN>(w, w.a.words + NORMED, 0);
+    else
+      gather_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN, w.use());
+  };
+  product_of<HIDDEN, MOST_GATE_UP, LEAST_GATE_UP>(w, GATE_UP, vector, [&](int row, int, int sum) {
     if (row % TILE >= TILE / 2) return;
     const float gate = sum_of_row(w, sum), up = sum_of_row(w, sum + TILE / 2);
     put(w.a.words + ACT + row / TILE * (TILE / 2) + row % TILE, up * gate / (1.0f + exp2f(-LOG2E * gate)), w.use());
@@ -91,10 +94,9 @@ DEVICE void multiply_down(Worker& w) {
   w.refresh();
   if (w.begin(DOWN) == w.end(DOWN)) return;
   open_ring(w, DOWN, INNER);
-  gather<INNER>(w, w.a.words + ACT, w.use());
   const bool last = w.layer + 1 == LAYERS;  // read by the head, also in CTAs that have no part in layers
   float* to = w.a.words + (last ? FINAL : RESIDUAL);
-  product_of<INNER, MOST_DOWN>(w, DOWN, [&](int row, int mine, int sum) {
+  product_of<INNER, MOST_DOWN, LEAST_DOWN>(w, DOWN, [&] { gather<INNER>(w, w.a.words + ACT, w.use()); }, [&](int row, int mine, int sum) {
     float& own = own_row(w, row, mine, false);
     put(to + row, own += sum_of_row(w, sum), last ? w.token : w.use());
   });
@@ -126,9 +128,11 @@ DEVICE u64* best_at(Worker& w) { return w.a.best + (w.token & 1) * CTAS; }
 DEVICE void multiply_head(Worker& w) {
   w.refresh();
   open_ring(w, LM_HEAD, HIDDEN);
-  gather_normed(w, w.a.words + FINAL, nullptr, w.a.norms + (long long)LAYERS * (2 * HIDDEN + 2 * HEAD), w.token);
+  auto vector = [&] {
+    gather_normed(w, w.a.words + FINAL, nullptr, w.a.norms + (long long)LAYERS * (2 * HIDDEN + 2 * HEAD), w.token);
+  };
   u64 mine = 0;
-  product_of<HIDDEN, MOST_LM_HEAD>(w, LM_HEAD, [&](int row, int, int sum) {
+  product_of<HIDDEN, MOST_LM_HEAD, LEAST_LM_HEAD>(w, LM_HEAD, vector, [&](int row, int, int sum) {
     if (row >= VOCAB) return;
     const float logit = *w.s.gone ? as_float(0x7FC00000) : sum_of_row(w, sum);  // not a number, if something was not waited for
     w.a.logits[row] = logit;

@@ -1,15 +1,34 @@
 // A CTA's tiles of a matrix times the vector laid out: weights out of the ring, sums of all warps, and what becomes of them.
 #pragma once
 
+constexpr int FITTING = SEPARATE ? 2 : MOST, AHEAD = FITTING < STAGES ? FITTING : STAGES;  // side by side, launches have fewer registers
+
 // Tiles of a CTA in groups of at most MOST; the stream has the same.
 DEVICE int groups_of(int tiles) { return (tiles + MOST - 1) / MOST; }
 
-// Sums of up to TILES tiles over all columns, each warp its 32 of every STEP. The first granules are on their way, and always the next
-// while those before are multiplied: a wait for the ring and a read of shared memory for each would be a third of the time.
-template <int COLUMNS, int TILES>
-DEVICE void multiply(Worker& w, int tiles, uint4 (&v)[DEPTH]) {
-  constexpr int STEPS = padded(COLUMNS) / STEP;
-  static_assert(STEPS % DEPTH == 0, "granules of a tile that follow each other");
+// How a phase's weights go through registers, in the order of the stream: blocks of DEPTH steps; of each, batches of tiles. Of a single
+// tile, several blocks are a batch.
+template <int COLUMNS, int TILES, int LEAST>
+struct Batches {
+  static constexpr int BLOCKS = padded(COLUMNS) / STEP / DEPTH, MANY = (TILES + AHEAD - 1) / AHEAD;
+  static constexpr int SIZE = (TILES + MANY - 1) / MANY, ROUNDS = TILES > 1 ? 1 : BLOCKS < AHEAD ? BLOCKS : AHEAD;
+  static_assert(padded(COLUMNS) / STEP % DEPTH == 0, "granules of a tile that follow each other");
+  typedef uint4 Weights[ROUNDS * SIZE][DEPTH];
+
+  // Those of tiles from first on, of blocks from block on.
+  DEVICE static void fetch(Worker& w, int block, int first, int tiles, Weights& v) {
+    auto within = [](int count, int most) { return count < 0 ? 0 : count < most ? count : most; };
+    if constexpr (TILES == 1)
+      w.fetch(v, within(BLOCKS - block, ROUNDS), within(BLOCKS - (BLOCKS - 1) / ROUNDS * ROUNDS, ROUNDS));
+    else
+      w.fetch(v, within(LEAST == TILES ? TILES - first : tiles - first, SIZE), within(LEAST - first, SIZE));
+  }
+};
+
+// Sums of up to TILES tiles over all columns, each warp its 32 of every STEP. The first batch of weights is there.
+template <int COLUMNS, int TILES, int LEAST>
+DEVICE void multiply(Worker& w, int tiles, typename Batches<COLUMNS, TILES, LEAST>::Weights& v) {
+  using B = Batches<COLUMNS, TILES, LEAST>;
   constexpr int CHAINS = TILES > 4 ? 1 : 2;  // of products that wait for each other; many tiles have no registers for two
   float d[TILES][CHAINS][4];
 #pragma unroll
@@ -18,23 +37,22 @@ DEVICE void multiply(Worker& w, int tiles, uint4 (&v)[DEPTH]) {
     for (int i = 0; i < 4 * CHAINS; ++i) d[t][i / 4][i % 4] = 0.0f;
   const int row = w.lane / 4, quad = w.lane % 4;  // row of the tile; as a column: which half of the 32 channels, which part
   const u16* x = (row & 1 ? w.s.lower : w.s.upper) + 32 * w.warp + 8 * quad + (row & 2 ? 4 : 0);
-  for (int step = 0; step < STEPS; step += DEPTH) {
-    uint2 b[DEPTH];
+#pragma unroll 1
+  for (int block = 0; block < B::BLOCKS; block += B::ROUNDS) {
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) b[i] = *(const uint2*)(x + (step + i) * STEP);
+    for (int first = 0; first < TILES; first += B::SIZE) {
+      if (block || first) B::fetch(w, block, first, tiles, v);
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) {
-      if (t < tiles) {
-        uint4 next[DEPTH];
-        const bool more = t + 1 < tiles || step + DEPTH < STEPS;
-        if (more) w.fetch(next);
+      for (int r = 0; r < B::ROUNDS; ++r) {
+        if (B::BLOCKS % B::ROUNDS && block + r >= B::BLOCKS) continue;
+        uint2 b[DEPTH];
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i) product(d[t][i % CHAINS], v[i].x, v[i].z, v[i].y, v[i].w, b[i].x, b[i].y);
-        if (more) {
-          w.release();
+        for (int i = 0; i < DEPTH; ++i) b[i] = *(const uint2*)(x + ((block + r) * DEPTH + i) * STEP);
 #pragma unroll
-          for (int i = 0; i < DEPTH; ++i) v[i] = next[i];
-        }
+        for (int i = 0; i < DEPTH; ++i)
+#pragma unroll
+          for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
+            if (first + t < LEAST || first + t < tiles) product(d[first + t][i % CHAINS], v[r + t][i], b[i]);
       }
     }
   }
@@ -42,7 +60,7 @@ DEVICE void multiply(Worker& w, int tiles, uint4 (&v)[DEPTH]) {
   float* sums = w.s.sums + (w.parity * WARPS + w.warp) * MOST * TILE;
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
-    if (t < tiles) {
+    if (t < LEAST || t < tiles) {
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < CHAINS; ++i) sum += quad == 0 ? d[t][i][0] + d[t][i][1] : d[t][i][2] + d[t][i][3];
@@ -57,20 +75,33 @@ DEVICE float sum_of_row(const Worker& w, int row) {
   return sum * w.scale;
 }
 
-// All tiles of a phase: apply(row of the matrix, row among the CTA's, row of the sums) by a thread for each row.
-template <int COLUMNS, int TILES, class Apply>
-DEVICE void product_of(Worker& w, int phase, Apply apply) {
+// All tiles of a phase: gather() lays the vector out, then apply(row of the matrix, row among the CTA's, row of the sums) by a thread
+// for each row.
+template <int COLUMNS, int TILES, int LEAST, class Gather, class Apply>
+DEVICE void product_of(Worker& w, int phase, Gather gather, Apply apply) {
+  using B = Batches<COLUMNS, TILES, LEAST>;
+  constexpr bool EARLY = STREAMS || SEPARATE;  // else weights come last
   const int begin = w.begin(phase), count = w.end(phase) - begin, groups = groups_of(count);
-  w.mark(phase, READY);
-  for (int group = 0; group < groups; ++group) {
-    const int first = group * count / groups, tiles = (group + 1) * count / groups - first;
-    uint4 v[DEPTH];
-    w.fetch(v);
-    w.release();
-    multiply<COLUMNS, TILES>(w, tiles, v);
+  auto first_of = [&](int group) { return group * count / groups; };
+  typename B::Weights v;
+  auto product_of_group = [&](int first, int tiles) {
+    multiply<COLUMNS, TILES, LEAST>(w, tiles, v);
     w.meet();
     if (w.thread < tiles * TILE) apply((begin + first) * TILE + w.thread, first * TILE + w.thread, w.thread);
     w.parity ^= 1;  // so that sums are read while others already multiply
+  };
+  int tiles = groups == 1 ? count : first_of(1);
+  if constexpr (EARLY) B::fetch(w, 0, 0, tiles, v);
+  gather();
+  w.mark(phase, READY);
+  if constexpr (!EARLY) B::fetch(w, 0, 0, tiles, v);
+  product_of_group(0, tiles);
+#pragma unroll 1
+  for (int group = 1; group < groups; ++group) {
+    const int first = first_of(group);
+    tiles = first_of(group + 1) - first;
+    B::fetch(w, 0, 0, tiles, v);
+    product_of_group(first, tiles);
   }
   w.mark(phase, DONE);
 }

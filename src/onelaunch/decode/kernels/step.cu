@@ -57,18 +57,20 @@ struct Arguments {
 #include "phases.cuh"
 
 // The thread that copies. In a plan that does not stream it stops where the workers have not yet arrived. Before the chunk at which
-// hand-offs end, what is on its way is bounded: hand-offs queue behind it.
+// hand-offs end, what is on its way is bounded, and how soon one chunk follows another: hand-offs queue behind it.
 DEVICE void copy_weights(const Arguments& a, const char* from, int granules, int hand_offs, int tokens, Shared& s) {
   const int chunks = (granules + 3) / 4;
   Ring ring;
   int issued = 0;
+  long long earliest = 0;
   for (int token = 0; token < tokens; ++token) {
     for (int chunk = 0; chunk < chunks; ++chunk, ++issued) {
       if constexpr (!STREAMS && !SEPARATE) await(a, s, [&] { return (int)(*s.allowed - issued) > 0; });
-      await_ring(a, s, s.empty + ring.stage, ring.phase ^ 1);
-      if (issued >= FLIGHT && chunk < hand_offs) {
-        const int before = (issued - FLIGHT) % STAGES;
-        await_ring(a, s, s.full + before, ((issued - FLIGHT) / STAGES) & 1);
+      if (!await_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return;  // nobody waits for the rest
+      if (chunk < hand_offs) {
+        if (issued >= FLIGHT) await_ring(a, s, s.full + (issued - FLIGHT) % STAGES, ((issued - FLIGHT) / STAGES) & 1);
+        if constexpr (PACE > 0) await(a, s, [&] { return ticks() >= earliest; });
+        earliest = ticks() + PACE;
       }
       const int bytes = GRANULE * (granules - 4 * chunk < 4 ? granules - 4 * chunk : 4);
       ring_expect(s.full + ring.stage, bytes);

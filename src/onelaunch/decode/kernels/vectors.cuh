@@ -11,6 +11,7 @@ struct Worker {
   float scale = 1.0f;  // of the products: one over the vector's norm
   Ring ring;
   int left = 0;     // granules of the chunk at hand
+  bool there = true;  // and whether it and all before were waited for to the end
   int passed = 0;   // granules of this token whose phases have begun
   int parity = 0;   // of sums
 
@@ -57,7 +58,7 @@ struct Worker {
   DEVICE void end_token() {
     ++position, ++token;
     if (thread == 0) ++*s.made;
-    if (left) drop();
+    if (DEPTH < 4 && left) drop();
     meet();
     mark_token(TICKS_END);
   }
@@ -67,24 +68,32 @@ struct Worker {
     a.state[TOKENS] = token - 1;
     a.state[BARRIERS] = *s.met;
   }
-  // The ring: a thread's part of granules that belong to one tile, DEPTH of them. They are on their way to registers when this returns;
-  // release() gives back what the chunk had, if those were its last.
-  DEVICE void fetch(uint4 (&v)[DEPTH]) {
-    if (left == 0) {
-      await_ring(a, s, s.full + ring.stage, ring.phase);
-      left = 4;
-    }
-    const char* at = s.stages + ring.stage * CHUNK + (4 - left) * GRANULE + warp * (GRANULE / WARPS) + lane * 16;
+  // The ring: a thread's part of granules, DEPTH of them in a unit. Units are on their way to registers when this returns; lanes wait for a
+  // chunk each, and give back those that were read to their end: their places are written only once all reads before that are done.
+  // At least so many of the units are there in all calls.
+  template <int ROOM>
+  DEVICE void fetch(uint4 (&v)[ROOM][DEPTH], int units, int least) {
+    const int begin = DEPTH < 4 && left ? 4 - left : 0, end = begin + units * DEPTH;
+    const Ring mine = ring.after(lane);
+    if (lane >= (begin > 0) && lane < (end + 3) / 4) there &= await_ring(a, s, s.full + mine.stage, mine.phase);
+    there = all_lanes(there);
+    const char* base = s.stages + warp * (GRANULE / WARPS) + lane * 16;
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) v[i] = *(const uint4*)(at + i * GRANULE);
-    left -= DEPTH;
-  }
-  DEVICE void release() {
-    if (left == 0) drop();
+    for (int unit = 0; unit < ROOM; ++unit) {
+      const int granule = begin + unit * DEPTH;
+      const char* at = base + ring.after(granule / 4).stage * CHUNK + granule % 4 * GRANULE;
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i)  // what is not written in all cases would be kept in registers from layer to layer
+        v[unit][i] = unit < least || unit < units ? *(const uint4*)(at + i * GRANULE) : uint4{0, 0, 0, 0};
+    }
+    warp_meets();
+    if (lane < end / 4 && there) ring_arrive(s.empty + mine.stage);  // once for each time that it was filled
+    ring = ring.after(end / 4);
+    if (DEPTH < 4) left = end % 4 ? 4 - end % 4 : 0;
   }
   DEVICE void drop() {
     warp_meets();
-    if (lane == 0) ring_arrive(s.empty + ring.stage);
+    if (lane == 0 && there) ring_arrive(s.empty + ring.stage);
     ring.advance();
     left = 0;
   }
@@ -130,7 +139,10 @@ DEVICE void take(Worker& w, uint4 (&v)[COUNT], u32 use, At at) {
     bool there = true;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
-      if (at(i)) v[i] = TAGGED ? load_relaxed((const uint4*)at(i)) : load_plain((const uint4*)at(i));
+      if (at(i))
+        v[i] = TAGGED ? load_relaxed((const uint4*)at(i)) : load_plain((const uint4*)at(i));
+      else  // what is not written in all cases would be kept in registers from layer to layer
+        v[i] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
       if (TAGGED && at(i)) there &= tagged(v[i], tag_of(use));
@@ -173,7 +185,7 @@ DEVICE void for_columns(Worker& w, const float* from, const u16* row, const u16*
     if (factors) {
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i)
-        if (inside(i)) f[i] = *(const uint2*)(factors + first + i * AT_ONCE);
+        f[i] = inside(i) ? *(const uint2*)(factors + first + i * AT_ONCE) : uint2{0, 0};
     }
     if (!row) take(w, v, use, [&](int i) { return inside(i) ? from + first + i * AT_ONCE : nullptr; });
 #pragma unroll

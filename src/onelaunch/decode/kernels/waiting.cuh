@@ -33,6 +33,13 @@ struct Ring {
   DEVICE void advance() {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
+  // So many stages on, at most all.
+  DEVICE Ring after(int stages) const {
+    Ring found = *this;
+    found.stage += stages;
+    if (found.stage >= STAGES) found.stage -= STAGES, found.phase ^= 1;
+    return found;
+  }
 };
 
 // Whether to wait no longer: it took too long, here or elsewhere.
@@ -45,18 +52,19 @@ DEVICE bool given_up(u32* error, volatile int* gone, long long begin) {
 }
 constexpr u32 PATIENCE = 1024;  // tries between looks at the clock
 
-// Until something is so; or until it took too long, from when on nothing is waited for.
+// Until something is so; or until it took too long, from when on nothing is waited for. Whether it is so.
 template <class Ready>
-DEVICE void await(const Arguments& a, Shared& s, Ready ready) {
+DEVICE bool await(const Arguments& a, Shared& s, Ready ready) {
   u32 tries = 0;
   long long begin = 0;
   while (!ready()) {
     breathe();
     if (++tries % PATIENCE) continue;
     if (tries == PATIENCE) begin = ticks();
-    if (given_up(a.state + ERROR, s.gone, begin)) return;
+    if (given_up(a.state + ERROR, s.gone, begin)) return false;
   }
+  return true;
 }
-DEVICE void await_ring(const Arguments& a, Shared& s, u64* bar, u32 phase) {
-  await(a, s, [&] { return ring_passed(bar, phase); });
+DEVICE bool await_ring(const Arguments& a, Shared& s, u64* bar, u32 phase) {
+  return await(a, s, [&] { return ring_passed(bar, phase); });
 }
