@@ -458,6 +458,16 @@ def test_counted_launches_are_held_against_their_bound():
     assert (missed.status, missed.values["mega"].median) == ("missed", 7)
 
 
+@pytest.mark.parametrize(("asked", "found", "status"), [(6, 6, "met"), (6, 5, "missed"), (6, 7, "missed"), (0, 0, "met")])
+def test_what_is_counted_may_be_asked_exactly(asked, found, status):
+    launches = outcome(launched(None, equals=asked), ok_cell("one", 1.0, launches=found))
+    barriers = outcome(launched(None, measure="barriers", equals=asked), ok_cell("one", 1.0, barriers=found))
+    assert launches.status == barriers.status == status
+    assert barriers.evidence == f"one meets {found} barriers over the grid a call at mega, exactly {asked} was asked."
+    assert barriers.values["mega"].median == found
+    assert outcome(launched(None, measure="barriers", equals=asked), ok_cell("one", 1.0, launches=6)).status == "not_measured"
+
+
 def test_declared_launches_are_no_count():
     found = outcome(launched(6), ok_cell("one", 1.0))
     assert (found.status, found.values) == ("not_measured", {})

@@ -248,6 +248,9 @@ def test_what_a_criterion_asks_is_said_in_words() -> None:
     assert said(measure="time_over_floor", over=None, at="target", at_most=1.5) == (
         "semi_fused takes at most 1.5x its floor at target (forward, cold)"
     )
+    assert said(measure="barriers", over=None, at="target", equals=0) == (
+        "semi_fused meets exactly 0 barriers over the grid a call at target (forward)"
+    )
     assert said(measure="launches", over=None, at="target", at_most=6) == (
         "semi_fused launches at most 6 times a call at target (forward)"
     )

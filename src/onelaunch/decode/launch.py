@@ -128,6 +128,19 @@ class Kernels:
 
         return heed
 
+    def barriers(self, token: torch.Tensor, cache: KVCache) -> int:
+        """Barriers over the grid that a :meth:`step` met at, by the counter that every CTA bumps at each; waits for it.
+
+        Raises:
+            DecodeStalled: the step, or an earlier one, gave up.
+        """
+        with self.lock:
+            before = int(self.memory.counters[0])
+            self.step(token, cache)
+            self.check()
+            bumps = (int(self.memory.counters[0]) - before) % 2**32  # it goes on over launches, and around
+            return -(-bumps // self.plan.ctas)
+
     def place(self, position: int, token: torch.Tensor, owner: object = None) -> None:
         """Says where a text stands, and whose it is: its position, and the token ``[1]`` there."""
         self.memory.state[:1].fill_(position)

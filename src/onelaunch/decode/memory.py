@@ -65,6 +65,7 @@ class Memory:
         self.words = torch.zeros(word_offsets(plan)["end"], dtype=torch.float32, device=device)
         self.best = torch.zeros(2 * plan.ctas, dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
+        """Of barriers over the grid, then those of key heads."""
         self.state = torch.zeros(STATE_WORDS + stamps * plan.ctas * stamp_words(plan), dtype=torch.int32, device=device)
 
     def reset(self) -> None:

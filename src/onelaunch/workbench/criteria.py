@@ -7,7 +7,7 @@ the measured time it compares with. Bytes count as measured only if the hardware
 
 Times at two shapes share no rounds: their interval is what both leave open, their noise the larger of both. A geometric mean over
 shapes is judged in the same way, its interval and its noise taken as if all shapes erred in the same direction; it is measured
-only where every shape is. Memory, bytes and launches are exact numbers, held against the bound as they are.
+only where every shape is. Memory, bytes and counts are exact numbers, held against the bound as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onelaunch.errors import listing
 from onelaunch.workbench import stats
 from onelaunch.workbench.plan import mebibytes
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Noise, Outcome, Result, Timing
-from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape, Study
+from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
 
 FEWEST_ROUNDS = 3
 """With fewer rounds there is no interval to believe."""
@@ -169,7 +169,7 @@ def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
     chosen = f"; best of {best} at each shape" if best > 1 else ""
     text = (
         f"{_asked(criterion)} {ratio.median:.3g} in the geometric mean over {len(findings)} shapes{details}, "
-        f"{_bound(criterion)} was asked{because}; {row}{chosen}"
+        f"{criterion.bound} was asked{because}; {row}{chosen}"
     )
     return Finding("", status, text, "", ratio, best)
 
@@ -189,7 +189,7 @@ def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) ->
     row = ", ".join(f"{finding.shape} {finding.brief}" for finding in findings)
     best = max(finding.best_of for finding in findings)
     chosen = f"; best of {best} at each shape" if best > 1 else ""
-    return f"{_asked(criterion)} {_bound(criterion)} at {met} of {len(findings)} shapes, {needed} needed: {row}{chosen}."
+    return f"{_asked(criterion)} {criterion.bound} at {met} of {len(findings)} shapes, {needed} needed: {row}{chosen}."
 
 
 def _asked(criterion: Criterion) -> str:
@@ -205,16 +205,13 @@ def _asked(criterion: Criterion) -> str:
         "dram_bytes_over_least": f"the bytes of {of} over the least are",
         "peak_memory_ratio": f"the peak memory of {of} over that of {over} is",
         "launches": f"the launches of {of} are",
+        "barriers": f"the barriers of {of} are",
         "error": f"the error of {of} is",
     }[criterion.measure]
 
 
 def _per(criterion: Criterion) -> str:
     return f" per {'*'.join(criterion.per)}" if criterion.per else ""
-
-
-def _bound(criterion: Criterion) -> str:
-    return f"at least {criterion.at_least:g}" if criterion.at_least is not None else f"at most {criterion.at_most:g}"
 
 
 def _selector_words(selector: Selector) -> str:
@@ -241,8 +238,8 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
         return _time_over_floor(result, criterion, cells[0], among)
     if criterion.measure == "dram_bytes_over_least":
         return _bytes_over_least(criterion, cells[0], among)
-    if criterion.measure == "launches":
-        return _launches(criterion, cells[0], among)
+    if criterion.measure in COUNTS:
+        return _count(criterion, cells[0], among)
     of, over = cells
     if criterion.measure == "dram_bytes_ratio":
         return _bytes(criterion, of, over, among)
@@ -274,9 +271,7 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
     against = f"{over.variant} at {of.shape}"
     if criterion.over_at is not None:
         against = f"{over.variant} at {over.shape}{_per(criterion)}, itself at {of.shape}"
-    text = (
-        f"{of.variant} {relation.format(ratio.median)} {against} ({', '.join(details)}), {_bound(criterion)} was asked{because}"
-    )
+    text = f"{of.variant} {relation.format(ratio.median)} {against} ({', '.join(details)}), {criterion.bound} was asked{because}"
     brief = f"{ratio.median:.3g}" + ("" if status == "met" else f" ({status}{because})")
     return Finding(of.shape, status, text, brief, ratio, among, noise, gain)
 
@@ -298,7 +293,7 @@ def _time_over_floor(result: Result, criterion: Criterion, cell: Cell, among: in
     because = f": {why}" if why else ""
     text = (
         f"{cell.variant} takes {ratio.median:.3g}x its floor at {cell.shape} ({', '.join(details)}), "
-        f"{_bound(criterion)} was asked{because}"
+        f"{criterion.bound} was asked{because}"
     )
     brief = f"{ratio.median:.3g}" + ("" if status == "met" else f" ({status}{because})")
     return Finding(cell.shape, status, text, brief, ratio, among, noise)
@@ -379,12 +374,10 @@ def _bytes(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
     value = over.traffic.total / of.traffic.total
     amounts = f"{mebibytes(over.traffic.total)} of {over.variant} against {mebibytes(of.traffic.total)} of {of.variant}"
     if {of.traffic.source, over.traffic.source} != {"ncu"}:
-        text = (
-            f"not measured: no counted bytes at {of.shape}; by arithmetic {value:.2f} ({amounts}), {_bound(criterion)} was asked"
-        )
+        text = f"not measured: no counted bytes at {of.shape}; by arithmetic {value:.2f} ({amounts}), {criterion.bound} was asked"
         return Finding(of.shape, "not_measured", text, f"{value:.2f} by arithmetic, not counted", None, among)
     chosen = f", best of {among}" if among > 1 else ""
-    text = f"counted by ncu at {of.shape}: {value:.2f}x ({amounts}{chosen}), {_bound(criterion)} was asked"
+    text = f"counted by ncu at {of.shape}: {value:.2f}x ({amounts}{chosen}), {criterion.bound} was asked"
     return _exactly(criterion, of.shape, value, text, f"{value:.2f}", among)
 
 
@@ -396,10 +389,10 @@ def _bytes_over_least(criterion: Criterion, cell: Cell, among: int) -> Finding:
     chosen = f", best of {among}" if among > 1 else ""
     amounts = f"{mebibytes(cell.traffic.total)} of {cell.variant} against {mebibytes(cell.plan.least_bytes)} at the least{chosen}"
     if cell.traffic.source != "ncu":
-        by_hand = f"by arithmetic {value:.2f} ({amounts}), {_bound(criterion)} was asked"
+        by_hand = f"by arithmetic {value:.2f} ({amounts}), {criterion.bound} was asked"
         text = f"not measured: no counted bytes at {cell.shape}; {by_hand}"
         return Finding(cell.shape, "not_measured", text, f"{value:.2f} by arithmetic, not counted", None, among)
-    text = f"counted by ncu at {cell.shape}: {value:.2f}x ({amounts}), {_bound(criterion)} was asked"
+    text = f"counted by ncu at {cell.shape}: {value:.2f}x ({amounts}), {criterion.bound} was asked"
     return _exactly(criterion, cell.shape, value, text, f"{value:.2f}", among)
 
 
@@ -412,17 +405,19 @@ def _memory(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
     chosen = f", best of {among}" if among > 1 else ""
     amounts = f"{mebibytes(of.peak_bytes)} against {mebibytes(over.peak_bytes)}{chosen}"
     relation = f"takes {value:.3g}x the peak memory of"
-    text = f"{of.variant} {relation} {over.variant} at {of.shape} ({amounts}), {_bound(criterion)} was asked"
+    text = f"{of.variant} {relation} {over.variant} at {of.shape} ({amounts}), {criterion.bound} was asked"
     return _exactly(criterion, of.shape, value, text, f"{value:.3g}", among)
 
 
-def _launches(criterion: Criterion, cell: Cell, among: int) -> Finding:
-    if cell.launches is None:
-        text = f"not measured: the launches of {cell.variant} at {cell.shape} were not counted"
+def _count(criterion: Criterion, cell: Cell, among: int) -> Finding:
+    count = cell.count(criterion.measure)
+    if count is None:
+        text = f"not measured: the {criterion.measure} of {cell.variant} at {cell.shape} were not counted"
         return Finding(cell.shape, "not_measured", text, "not counted")
+    what = f"launches {count} times" if criterion.measure == "launches" else f"meets {count} barriers over the grid"
     chosen = f" (best of {among})" if among > 1 else ""
-    text = f"{cell.variant} launches {cell.launches} times a call at {cell.shape}{chosen}, {_bound(criterion)} was asked"
-    return _exactly(criterion, cell.shape, cell.launches, text, str(cell.launches), among)
+    text = f"{cell.variant} {what} a call at {cell.shape}{chosen}, {criterion.bound} was asked"
+    return _exactly(criterion, cell.shape, count, text, str(count), among)
 
 
 def _exactly(criterion: Criterion, shape: str, value: float, text: str, brief: str, among: int = 1) -> Finding:
@@ -434,6 +429,8 @@ def _exactly(criterion: Criterion, shape: str, value: float, text: str, brief: s
 
 def _held(criterion: Criterion, value: float) -> CriterionStatus:
     """Whether an exact number is on the right side of the bound."""
+    if criterion.equals is not None:
+        return "met" if value == criterion.equals else "missed"
     enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)
     return "met" if enough else "missed"
 

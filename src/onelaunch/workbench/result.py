@@ -117,7 +117,7 @@ class Plan(Stored):
 class Cell(Grown, Stored):
     """One variant (or control) at one shape in one direction."""
 
-    LATER = ("launches",)
+    LATER = ("launches", "barriers")
 
     shape: str
     direction: Direction
@@ -135,9 +135,15 @@ class Cell(Grown, Stored):
     ``None`` where it is not measured, such as on a CPU."""
     launches: int | None = None
     """Kernels, copies and fills of one call, as counted in a CUDA graph; ``None`` where no criterion asks for them."""
+    barriers: int | None = None
+    """Over the grid in one call, as the variant's kernel counts them; ``None`` where no criterion asks for them."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
+
+    def count(self, measure: str) -> int | None:
+        """What was counted of one call: its ``launches`` or ``barriers``."""
+        return {"launches": self.launches, "barriers": self.barriers}[measure]
 
 
 class Noise(Stored):

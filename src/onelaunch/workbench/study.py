@@ -28,6 +28,7 @@ Measure = Literal[
     "dram_bytes_over_least",
     "peak_memory_ratio",
     "launches",
+    "barriers",
     "error",
 ]
 
@@ -37,13 +38,17 @@ TIMES: tuple[Measure, ...] = ("speedup", "time_ratio", "time_over_floor")
 DRAM_BYTES: tuple[Measure, ...] = ("dram_bytes_ratio", "dram_bytes_over_least")
 """Measures for which the hardware has to count."""
 
+COUNTS: tuple[Measure, ...] = ("launches", "barriers")
+"""Measures of one call that are counted where a criterion asks for them: whole numbers, which may be asked exactly."""
+
 ALONE: dict[Measure, tuple[str, str]] = {
     "time_over_floor": ("a time is held against its floor", "a time over its floor is"),
     "dram_bytes_over_least": ("bytes are held against the least", "bytes over the least are"),
     "launches": ("launches are counted", "a number of launches is"),
+    "barriers": ("barriers are counted", "a number of barriers is"),
     "error": ("an error is judged against the oracle", "an error is"),
 }
-"""Measures of ``of`` alone, bounded from above: how to say what each is held against, and that it is bounded."""
+"""Measures of ``of`` alone, bounded from above or, if counted, exact: how to say what each is held against, and that it is bounded."""
 
 
 class Grown(BaseModel):
@@ -100,12 +105,13 @@ class Criterion(Declared):
     of ``of`` / its floor, the time that the fewest bytes or the matrix products need on this device.
     ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``dram_bytes_over_least``: bytes of ``of`` / the fewest bytes of
     any way of computing, as the plan has them. ``peak_memory_ratio``: peak memory of ``of`` / peak memory of ``over``.
-    ``launches``: kernels, copies and fills of one call of ``of``, as counted. ``error``: the largest norm-wise error of ``of``.
-    ``over`` is the study's baseline by default. Where a selector stands for the fastest variant, bytes, memory and launches are
+    ``launches``: kernels, copies and fills of one call of ``of``, as counted. ``barriers``: barriers over the grid in one call of
+    ``of``, as its kernel counts them. ``error``: the largest norm-wise error of ``of``.
+    ``over`` is the study's baseline by default. Where a selector stands for the fastest variant, bytes, memory and counts are
     those of the fastest variant too.
     """
 
-    LATER = ("combine", "over_at", "per", "decides")
+    LATER = ("combine", "over_at", "per", "decides", "equals")
 
     name: str
     measure: Measure
@@ -128,12 +134,21 @@ class Criterion(Declared):
     regime: Literal["cold", "warm", "eager"] = "cold"
     at_least: float | None = None
     at_most: float | None = None
+    equals: int | None = None
+    """Instead of a bound, for what is counted."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> Criterion:
-        if (self.at_least is None) == (self.at_most is None):
-            raise ValueError(f"criterion {self.name!r} needs exactly one of at_least and at_most")
+        if [self.at_least, self.at_most, self.equals].count(None) != 2:
+            raise ValueError(f"criterion {self.name!r} needs exactly one of at_least, at_most and equals")
         return self
+
+    @property
+    def bound(self) -> str:
+        """In words: ``at least 1.3``."""
+        if self.equals is not None:
+            return f"exactly {self.equals}"
+        return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
 
 
 class Study(Declared):

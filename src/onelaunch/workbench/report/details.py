@@ -153,7 +153,8 @@ def _traffic(result: Result, direction: Direction) -> Section:
             tables.append(Table(title, heads, tuple(_traffic_row(cell) for cell in cells), "; ".join(notes)))
     text = (
         "Own bytes: the fewest that this way of computing must move; planned: the time that those, its FLOPs and launches take "
-        "at the measured ceilings. Read and written: one call, counted by the hardware (ncu) or by arithmetic. "
+        "at the measured ceilings. Barriers: over the grid, as the kernel counted them. "
+        "Read and written: one call, counted by the hardware (ncu) or by arithmetic. "
         "Peak memory: most that PyTorch had allocated above the inputs during one call; results and gradients are in it."
     )
     title = f"Bytes and launches, {way(direction)}"
@@ -163,6 +164,8 @@ def _traffic(result: Result, direction: Direction) -> Section:
 def _traffic_row(cell: Cell) -> tuple[str, ...]:
     plan, traffic = cell.plan, cell.traffic
     launches = f"{cell.launches} counted" if cell.launches is not None else q.launches(plan.launches) if plan else q.NONE
+    if cell.barriers is not None:
+        launches += f", {q.plural(cell.barriers, 'barrier')}"
     planned = (launches, q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
     moved = (q.NONE, q.NONE, q.NONE, "not counted")
     if traffic:

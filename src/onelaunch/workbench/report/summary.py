@@ -140,7 +140,7 @@ def asked(criterion: Criterion, study: Study) -> str:
     of, over = selector(criterion.of), selector(study.over(criterion))
     if criterion.over_at is not None:
         over += f" at {criterion.over_at}" + (f" per {'*'.join(criterion.per)}" if criterion.per else "")
-    bound = f"at least {criterion.at_least:g}" if criterion.at_least is not None else f"at most {criterion.at_most:g}"
+    bound = criterion.bound
     what = {
         "speedup": f"{of} {bound}x as fast as {over}",
         "time_ratio": f"{of} takes {bound}x the time of {over}",
@@ -149,6 +149,7 @@ def asked(criterion: Criterion, study: Study) -> str:
         "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
         "peak_memory_ratio": f"{of} takes {bound}x the peak memory of {over}",
         "launches": f"{of} launches {bound} times a call",
+        "barriers": f"{of} meets {bound} barriers over the grid a call",
         "error": f"norm-wise error of {of} {bound}",
     }[criterion.measure]
     regime = f", {criterion.regime}" if criterion.measure in TIMES else ""
