@@ -118,6 +118,50 @@ def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch)
     assert len(packed) == 1, "weights are repacked once"
 
 
+# Tokens in a row, as studies time them
+
+
+@pytest.fixture
+def step(weights):
+    cache = prefill(weights, torch.tensor([1, 2, 3]), KVCache.empty(MODEL))[1]
+    return {"token": torch.tensor([5]), "weights": weights, "cache": cache}
+
+
+@pytest.mark.parametrize("loop", ["running", "served"])
+def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, monkeypatch):
+    made = decode_step.loops[loop](decode_step.get("streaming"), step)
+    assert 0 < made.seconds() < 1
+    assert made.count % 16 == 0
+    assert made.problem() is None
+    tokens = launch.Kernels.tokens
+
+    def other(self, cache, count):
+        found = tokens(self, cache, count)
+        self.memory.tokens[8] += 1
+        return found
+
+    monkeypatch.setattr(launch.Kernels, "tokens", other)
+    made.seconds()
+    assert "single steps make" in made.problem()
+
+
+def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(step, played):
+    before = step["cache"].keys.clone()
+    running = decode_step.loops["running"](decode_step.get("streaming"), step)
+    launches = played.launches
+    running.seconds()
+    assert played.launches == launches + 1
+    assert torch.equal(step["cache"].keys, before)
+
+
+def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch):
+    running = decode_step.loops["running"](decode_step.get("streaming"), step)
+    tokens = launch.Kernels.tokens
+    monkeypatch.setattr(launch.Kernels, "tokens", lambda *given: 1.01 * tokens(*given))
+    running.seconds()
+    assert "are 1.0e-02 off those of single steps" in running.problem()
+
+
 # Stalls
 
 

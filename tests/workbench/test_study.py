@@ -198,6 +198,19 @@ MISTAKES = {
         ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"barriers"\nof = "one"\ncombine = "geomean"\nat_most'),
         "what is counted exactly, or may be none, has no geometric mean; leave combine out.",
     ),
+    "steps in a row of what is no step": (
+        ("controls", 'regimes = ["cold", "served"]\ncontrols'),
+        "regimes has 'served', which is of steps in a row; ladder has no such loop.",
+    ),
+    "other regime that is not timed": (
+        ('at = "big"', 'at = "big"\nover_regime = "served"'),
+        "over_regime is 'served', which is not among the study's regimes; add it there.",
+    ),
+    "other regime of a time alone": (
+        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"time"\nover_regime = "warm"\nof = "one"\nat_most'),
+        "over_regime is for times; leave it out, or use one of speedup, time_ratio as the measure.",
+    ),
+    "time from below": (('"speedup"', '"time"'), "a time is bounded from above; use at_most."),
     "floor of something else": (
         ('"speedup"', '"time_over_floor"\nover = "two"'),
         "a time is held against its floor; leave over out.",

@@ -44,6 +44,17 @@ def count_barriers(rung: str, call: DecodeCall) -> int:
     return kernels_for(call.weights, rung).barriers(call.token, call.cache)
 
 
+def run_in_a_row(rung: str, call: DecodeCall, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """So many tokens ``[N]``, always the likeliest, in one launch (of a graph, one replay each), and the logits of the last."""
+    from onelaunch.decode.launch import kernels_for
+
+    kernels = kernels_for(call.weights, rung)
+    with kernels.lock:
+        kernels.place(call.position, call.token)
+        logits = kernels.tokens(call.cache, count)
+        return kernels.memory.tokens[call.position + 1 : call.position + 1 + count].long(), logits
+
+
 class KernelEngine(TorchEngine):
     """Prefill by PyTorch; then the likeliest tokens by the kernel alone, many in a launch. Other choices go step by step."""
 
@@ -167,6 +178,7 @@ for name, rung in RUNGS.items():
     variant = decode_step.variant(
         name, launches=None if rung.separate else 1, fuses=() if rung.separate else ("token",), backward=False,
         architectures=ARCHITECTURES, barriers=functools.partial(count_barriers, name),
+        in_a_row=functools.partial(run_in_a_row, name),
         engine=functools.partial(make_engine, name), engine_bytes=stream_bytes,
     )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
     variant.summary = rung.summary

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from onelaunch.errors import listing
 from onelaunch.workbench import stats
-from onelaunch.workbench.plan import mebibytes
+from onelaunch.workbench.plan import mebibytes, microseconds
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Noise, Outcome, Result, Timing
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
 
@@ -93,18 +93,13 @@ def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | N
     Each for its share of the work where the criterion asks so. ``None`` where that is not known, and outside the cold regime, for
     which floors are computed.
     """
-    if criterion.regime != "cold":
+    if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
     _, (selector, other) = result.study.sides(criterion, result.study.shape(shape))
     over = candidate(result, criterion, selector, other.name).cell
     floor = _floor(result, criterion, shape)
     timing = over.timing("cold") if over else None
     return timing.microseconds.high / floor / _share(result.study, criterion, shape) if timing and floor else None
-
-
-def microseconds(value: float) -> str:
-    """A time as people read it: ``8.12 us``, ``1.38 ms``."""
-    return f"{value / 1000:.3g} ms" if value >= 999.5 else f"{value:.3g} us"
 
 
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
@@ -200,6 +195,7 @@ def _asked(criterion: Criterion) -> str:
     return {
         "speedup": f"the speed of {of} over {over} is",
         "time_ratio": f"the time of {of} over that of {over} is",
+        "time": f"the time of {of} in microseconds is",
         "time_over_floor": f"the time of {of} over its floor is",
         "dram_bytes_ratio": f"the bytes of {over} over those of {of} are",
         "dram_bytes_over_least": f"the bytes of {of} over the least are",
@@ -228,14 +224,17 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
         return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")
     if criterion.measure == "error":
         return _error(result, criterion, shape.name)
-    sides = [candidate(result, criterion, selector, where.name) for selector, where in result.study.sides(criterion, shape)]
+    sides = [
+        candidate(result, asking, selector, where.name)
+        for asking, (selector, where) in zip((criterion, _over(criterion)), result.study.sides(criterion, shape), strict=False)
+    ]
     cells = [side.cell for side in sides if side.cell is not None]
     if len(cells) < len(sides):
         reason = "; ".join(dict.fromkeys(side.reason for side in sides if side.cell is None))
         return Finding(shape.name, "not_measured", f"not measured: {reason}", f"not measured ({reason})")
     among = max(side.among for side in sides)
-    if criterion.measure == "time_over_floor":
-        return _time_over_floor(result, criterion, cells[0], among)
+    if criterion.measure in ("time", "time_over_floor"):
+        return _time(result, criterion, cells[0], among)
     if criterion.measure == "dram_bytes_over_least":
         return _bytes_over_least(criterion, cells[0], among)
     if criterion.measure in COUNTS:
@@ -249,7 +248,7 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
 
 
 def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
-    of_time, over_time = _timing(of, criterion), _timing(over, criterion)
+    of_time, over_time = _timing(of, criterion), _timing(over, _over(criterion))
     faster = criterion.measure == "speedup"
     ratio = _ratio(result.study, criterion, of, over)
     noise = _noise(result, criterion, (of.shape, over.shape))
@@ -260,10 +259,12 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
         floor = _floor(result, criterion, of.shape) or 0.0
         most = f"at most {gain:.2f}x the speed" if faster else f"at least {1 / gain:.2f}x the time"
         why = f"{most} of {over.variant} is possible, as the floor is {microseconds(floor)}"
+    other = f" {criterion.over_regime}" if criterion.over_regime else ""
+    medians = [microseconds(timing.microseconds.median) for timing in (of_time, over_time)]
     relation = "is {:.3g}x as fast as" if faster else "takes {:.3g}x the time of"
     details = [
         f"{ratio.low:.3g} to {ratio.high:.3g} in {ratio.samples} rounds",
-        f"{criterion.regime}: {microseconds(of_time.microseconds.median)} against {microseconds(over_time.microseconds.median)}",
+        f"{criterion.regime}: {medians[0]} against {medians[1]}{other}",
         *([f"A/A noise {noise:.3g}"] if noise else []),
         *([f"best of {among}"] if among > 1 else []),
     ]
@@ -276,25 +277,28 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
     return Finding(of.shape, status, text, brief, ratio, among, noise, gain)
 
 
-def _time_over_floor(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
-    if cell.plan is None or not cell.plan.floor_microseconds:
-        text = f"not measured: there is no floor of {cell.variant} at {cell.shape}"
-        return Finding(cell.shape, "not_measured", text, "no floor")
-    time, floor = _timing(cell, criterion).microseconds, cell.plan.floor_microseconds
+def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
+    """A time of one variant, in microseconds or in floors."""
+    floor, time = 1.0, _timing(cell, criterion).microseconds
+    took = f"{time.median:.4g} us"
+    if criterion.measure == "time_over_floor":
+        if cell.plan is None or not cell.plan.floor_microseconds:
+            text = f"not measured: there is no floor of {cell.variant} at {cell.shape}"
+            return Finding(cell.shape, "not_measured", text, "no floor")
+        floor = cell.plan.floor_microseconds
+        took = f"{time.median / floor:.3g}x its floor"
     ratio = _scaled(time, 1 / floor)
     noise = _noise(result, criterion, (cell.shape,))
     status, why = _judge(ratio, criterion, noise)
+    against = f": {microseconds(time.median)} against {microseconds(floor)}" if criterion.measure == "time_over_floor" else ""
     details = [
-        f"{ratio.low:.3g} to {ratio.high:.3g} in {ratio.samples} rounds",
-        f"{criterion.regime}: {microseconds(time.median)} against {microseconds(floor)}",
+        f"{ratio.low:.4g} to {ratio.high:.4g} in {ratio.samples} rounds",
+        f"{criterion.regime}{against}",
         *([f"A/A noise {noise:.3g}"] if noise else []),
         *([f"best of {among}"] if among > 1 else []),
     ]
     because = f": {why}" if why else ""
-    text = (
-        f"{cell.variant} takes {ratio.median:.3g}x its floor at {cell.shape} ({', '.join(details)}), "
-        f"{criterion.bound} was asked{because}"
-    )
+    text = f"{cell.variant} takes {took} at {cell.shape} ({', '.join(details)}), {criterion.bound} was asked{because}"
     brief = f"{ratio.median:.3g}" + ("" if status == "met" else f" ({status}{because})")
     return Finding(cell.shape, status, text, brief, ratio, among, noise)
 
@@ -307,7 +311,7 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
 
 def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
     """Of the two cells' times, as the measure has it: round by round where they share rounds, each for its share of the work."""
-    of_time, over_time = _timing(of, criterion), _timing(over, criterion)
+    of_time, over_time = _timing(of, criterion), _timing(over, _over(criterion))
     share = _share(study, criterion, of.shape)
     a, b, scale = (over_time, of_time, 1 / share) if criterion.measure == "speedup" else (of_time, over_time, share)
     if criterion.over_at is None:
@@ -322,9 +326,14 @@ def _share(study: Study, criterion: Criterion, shape: str) -> float:
     return work[1] / work[0] if work[0] else 1.0
 
 
+def _over(criterion: Criterion) -> Criterion:
+    """The same as it is asked of ``over``, in its own regime."""
+    return criterion if criterion.over_regime is None else criterion.model_copy(update={"regime": criterion.over_regime})
+
+
 def _noise(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
-    """The larger noise of the shapes that times are taken at; ``None`` where one of them has no A/A run."""
-    found = [noise_at(result, criterion, shape) for shape in shapes]
+    """The larger noise of the shapes and regimes that times are taken at; ``None`` where one of them has no A/A run."""
+    found = [noise_at(result, asking, shape) for shape in shapes for asking in (criterion, _over(criterion))]
     known = [noise.floor for noise in found if noise is not None]
     return max(known) if len(known) == len(found) else None
 

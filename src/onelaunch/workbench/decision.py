@@ -26,8 +26,8 @@ from typing import Any
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.criteria import STATUS_WORDS, candidate, microseconds, noise_at
-from onelaunch.workbench.plan import matrix_dtype
+from onelaunch.workbench.criteria import STATUS_WORDS, candidate, noise_at
+from onelaunch.workbench.plan import matrix_dtype, microseconds
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
 
@@ -227,7 +227,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
     Only claims between variants of known launches are claims about fusion; being faster than a peer's library is a fact.
     """
     criterion = outcome.criterion
-    if criterion.measure != "speedup" or criterion.regime != "cold" or criterion.over_at is not None:
+    if criterion.measure != "speedup" or criterion.regime != "cold" or criterion.over_at or criterion.over_regime:
         return []
     sentences = []
     for shape in outcome.values:

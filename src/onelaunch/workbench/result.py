@@ -14,17 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onelaunch.errors import ResultCorrupt, ResultExists, listing
 from onelaunch.operation import Direction
-from onelaunch.workbench.study import Criterion, Grown, Study
+from onelaunch.workbench.study import Criterion, Grown, Regime, Study
 
 SCHEMA = 2
 """Version 1 knew no means over shapes, no times at two shapes, no memory and no criteria that do not decide: what it stored reads
 as it stands."""
 
 READABLE = (1, 2)
-
-Regime = Literal["cold", "warm", "eager"]
-"""cold: inputs rotated through more than three last-level caches, graph replay on a GPU; warm: the same inputs again;
-eager: as a Python caller of the public function sees it, checks and dispatch included."""
 
 Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
 """``incorrect``: the verdict failed, no time was taken. ``invalid``: faster than its floor, the time is not believed."""

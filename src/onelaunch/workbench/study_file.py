@@ -19,6 +19,7 @@ from onelaunch.operation import Operation, find_operation
 from onelaunch.workbench.study import (
     ALONE,
     COUNTS,
+    LOOPS,
     SHAPE_KEYS,
     TIMES,
     Criterion,
@@ -221,6 +222,9 @@ class _Reader:
         for key in ("directions", "regimes"):
             if not getattr(study, key):
                 self.fail(f"{key} is empty; leave it out for the default.")
+        for regime in study.regimes:
+            if regime in LOOPS and regime not in operation.loops:
+                self.fail(f"regimes has {regime!r}, which is of steps in a row; {operation.name} has no such loop.")
         for shape in study.shapes:
             self._distinct(f"directions of {shape.name}", shape.directions)
             if others := [direction for direction in shape.directions if direction not in study.directions]:
@@ -254,6 +258,8 @@ class _Reader:
         self._check_direction(where, study, criterion)
         if criterion.regime not in study.regimes:
             self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
+        if criterion.over_regime is not None:
+            self._check_other_regime(where, study, criterion)
         if criterion.measure in ALONE:
             against, what = ALONE[criterion.measure]
             if criterion.over is not None:
@@ -304,6 +310,12 @@ class _Reader:
             if name not in operation.dimensions:
                 hint = did_you_mean(name, operation.dimensions)
                 self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
+
+    def _check_other_regime(self, where: str, study: Study, criterion: Criterion) -> None:
+        if criterion.measure not in (paired := [measure for measure in TIMES if measure not in ALONE]):
+            self.fail(f"{where}: over_regime is for times; leave it out, or use one of {listing(paired)} as the measure.")
+        if criterion.over_regime not in study.regimes:
+            self.fail(f"{where}: over_regime is {criterion.over_regime!r}, which is not among the study's regimes; add it there.")
 
     def _check_selector(
         self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]
