@@ -1,4 +1,4 @@
-"""Texts by the decode kernels on a GPU, through the public API: those of transformers, those of the oracle, the same on and on."""
+"""Texts by the decode kernels on a GPU, through the public API: those of transformers and the oracle, and the same on and on."""
 
 from __future__ import annotations
 
