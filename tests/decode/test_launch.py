@@ -21,7 +21,7 @@ from onelaunch.decode.memory import ERROR
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
 from onelaunch.decode.sampling import Sampling
-from onelaunch.errors import DecodeStalled, DeviceMemoryError
+from onelaunch.errors import DecodeStalled, DeviceMemoryError, PlanError
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())
@@ -252,8 +252,9 @@ def query_of(config, device="cuda:0"):
     return key_of(replace(config, dtype=torch.bfloat16, attention_bias=False), 100, device)
 
 
-def test_only_the_rung_that_is_asked_for_is_checked_and_once_in_a_process(weights, played, monkeypatch):
+def test_only_the_rung_that_is_asked_for_is_checked_and_once_with_these_files(weights, played, monkeypatch, tmp_path):
     checked = []
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     launch._check.cache_clear()
     monkeypatch.setattr(launch, "check", lambda *plans, room: checked.append(plans[0].rung))
     monkeypatch.setattr(megakernel, "processors", lambda device: 132)
@@ -263,6 +264,28 @@ def test_only_the_rung_that_is_asked_for_is_checked_and_once_in_a_process(weight
     for config in (weights.config, replace(weights.config, rope_theta=5e5, max_position_embeddings=64)):
         launch.Kernels(random_weights(config), "streaming")
     assert checked == ["streaming"]
+    launch._check.cache_clear()  # as another process
+    launch.Kernels(random_weights(weights.config), "streaming")
+    assert checked == ["streaming"]
+    read = launch.nvrtc.read
+    monkeypatch.setattr(launch.nvrtc, "read", lambda package, file: read(package, file) + "#" * (file == "check.py"))
+    launch._check.cache_clear()
+    launch.Kernels(random_weights(weights.config), "streaming")
+    assert checked == 2 * ["streaming"]
+    launch._check.cache_clear()
+
+
+def test_a_plan_that_is_not_sound_is_refused_every_time(weights, played, monkeypatch, tmp_path):
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+
+    def refuse(*plans, room):
+        raise PlanError("streaming", "it is not sound")
+
+    monkeypatch.setattr(launch, "check", refuse)
+    for _ in range(2):
+        launch._check.cache_clear()
+        with pytest.raises(PlanError, match="it is not sound"):
+            launch.Kernels(random_weights(weights.config), "streaming")
     launch._check.cache_clear()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from onelaunch.decode.plan import Phase, Plan
 from onelaunch.decode.rungs import plan_for
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import DecodeStalled
-from onelaunch.hardware import processors, room_for
+from onelaunch.hardware import cache_folder, processors, room_for
 
 REGISTERS = 168
 """Of a thread, at most: nine warps share the registers of four partitions."""
@@ -40,11 +42,23 @@ def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> P
 PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
 """What plans look at of a configuration."""
 
+PROVED_BY = ("check.py", "config.py", "emit.py", "launch.py", "plan.py", "rungs.py")
+"""What a plan, its room and the proof are made by."""
+
 
 @functools.lru_cache(maxsize=64)
 def _check(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> None:
+    """A proof takes a second: that there is one is kept in the cache folder, for these files of code."""
+    code = [nvrtc.read("onelaunch.decode", file) for file in PROVED_BY]
+    key = hashlib.sha256(repr((code, config, rung, ctas, tuning)).encode()).hexdigest()
+    proved = cache_folder() / "plans" / f"{rung}-{ctas}-{key[:32]}"
+    if proved.exists():
+        return
     plan, short = plan_for(config, rung, ctas), plan_for(config, rung, ctas, 1)
     check(*((plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)), room=room_of(plan, tuning, ctas))
+    with contextlib.suppress(OSError):  # a folder that cannot be written: proved again by the next process
+        proved.parent.mkdir(parents=True, exist_ok=True)
+        proved.touch()
 
 
 def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:
