@@ -118,7 +118,25 @@ def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch)
     assert len(packed) == 1, "weights are repacked once"
 
 
-# Tokens in a row, as studies time them
+# What studies count and time
+
+
+@pytest.mark.parametrize("before", [0, 2**31 - 20, -7])
+def test_barriers_are_the_bumps_of_all_ctas_also_around(before, step, weights, played, monkeypatch):
+    kernels, run = launch.kernels_for(weights, "streaming"), Launch.__call__
+
+    def bumping(self, grid, *arguments):
+        counters = arguments[13]
+        assert counters is kernels.memory.counters
+        counters[0] = (int(counters[0]) + 9 * grid[0] + 2**31) % 2**32 - 2**31
+        run(self, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", bumping)
+    kernels.memory.counters[0] = before
+    assert decode_step.get("streaming").tags["barriers"](decode_step.bind(**step)) == 9
+    played.stalls = played.launches + 1
+    with pytest.raises(DecodeStalled):
+        kernels.barriers(step["token"], step["cache"])
 
 
 @pytest.fixture

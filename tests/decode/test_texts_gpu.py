@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onelaunch.decode import KVCache, Model, ModelConfig, random_weights
+from onelaunch.decode import KVCache, Model, ModelConfig, decode_step, random_weights
 from onelaunch.decode.engine import make_engine
 from onelaunch.decode.hub import BUNDLED, find_model
 from onelaunch.decode.model import forward, logits_of
-from onelaunch.decode.rungs import RUNGS
-from onelaunch.hardware import is_hopper
+from onelaunch.decode.reference import config_of
+from onelaunch.decode.rungs import RUNGS, plan_for
+from onelaunch.hardware import is_hopper, processors
+from onelaunch.workbench.count import Request
+from onelaunch.workbench.launches import count_barriers
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +65,10 @@ MODELS = {
     "1.7B": ModelConfig(5000, 2048, 6144, 1, 16, 8, 128, tie_word_embeddings=True),
 }
 
+STEP = decode_step.case(
+    "bfloat16", layers=3, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=20_000, position=200
+)
+
 TOLERANCE = 0.04
 """Of two logits, over the root mean square of all: the gate's cap."""
 
@@ -89,6 +96,25 @@ def oracle(weights, text: torch.Tensor, first: int) -> torch.Tensor:
     cache = KVCache.empty(weights.config, len(text), device, torch.float64)
     with torch.no_grad():
         return logits_of(exact, forward(exact, text[:-1].to(device), cache)[first - 1 :])
+
+
+# What studies time
+
+
+@each_rung
+@pytest.mark.parametrize("loop", ["running", "served"])
+def test_tokens_in_a_row_are_those_of_single_steps(rung, loop, device):
+    reading = decode_step.make_inputs(STEP, device, 5)
+    made = decode_step.loops[loop](decode_step.get(rung), reading.arguments)
+    for _ in range(3):
+        assert 0 < made.seconds() < 0.1
+    assert made.problem() is None
+
+
+@each_rung
+def test_barriers_are_counted_for_a_study(rung, device):
+    (found,) = count_barriers(decode_step, [Request(STEP, rung)], device=device)
+    assert found == plan_for(config_of(STEP), rung, processors(device)).barriers()
 
 
 # On and on
