@@ -7,6 +7,7 @@ from pathlib import Path
 
 from onelaunch.operation import Operation, operations
 from onelaunch.workbench.result import Cell, Result
+from onelaunch.workbench.study import LOOPS, Regime
 
 NOTHING_MEASURED = "Nothing has been measured yet: there is no result of this operation under `results/`.\n"
 
@@ -47,7 +48,7 @@ def _variants(operation: Operation) -> str:
 
 
 def _measured(path: Path, result: Result) -> str:
-    """One stored result: where and when, cold medians per shape, the decision."""
+    """One stored result: where and when, medians per shape, cold and of steps in a row, the decision."""
     facts = result.provenance
     versions = ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "triton", "fla-core") if name in facts.versions)
     text = [
@@ -58,8 +59,9 @@ def _measured(path: Path, result: Result) -> str:
         text.append("The run was interrupted: shapes that are missing here were not reached.")
     for direction in result.study.directions:
         cells = [cell for cell in result.cells if cell.direction == direction]
-        if any(_microseconds(cell) for cell in cells):
-            text += [f"Median microseconds, {direction.replace('_', ' and ')}, cold:", _times(cells)]
+        for regime in ("cold", *LOOPS):
+            if any(_microseconds(cell, regime) for cell in cells):
+                text += [f"Median microseconds, {direction.replace('_', ' and ')}, {regime}:", _times(cells, regime)]
     if result.decision:
         text += [
             f"Decision: **{result.decision.kind.replace('_', ' ')}**.",
@@ -68,16 +70,16 @@ def _measured(path: Path, result: Result) -> str:
     return "\n\n".join(text) + "\n"
 
 
-def _times(cells: Sequence[Cell]) -> str:
-    shapes = list(dict.fromkeys(cell.shape for cell in cells if _microseconds(cell)))
-    variants = list(dict.fromkeys(cell.variant for cell in cells if _microseconds(cell)))
-    found = {(cell.variant, cell.shape): _microseconds(cell) for cell in cells}
+def _times(cells: Sequence[Cell], regime: Regime) -> str:
+    shapes = list(dict.fromkeys(cell.shape for cell in cells if _microseconds(cell, regime)))
+    variants = list(dict.fromkeys(cell.variant for cell in cells if _microseconds(cell, regime)))
+    found = {(cell.variant, cell.shape): _microseconds(cell, regime) for cell in cells}
     rows = [[shape, *(found.get((variant, shape), "") for variant in variants)] for shape in shapes]
     return _table(["shape", *(f"`{variant}`" for variant in variants)], rows)
 
 
-def _microseconds(cell: Cell) -> str:
-    timing = cell.timing("cold")
+def _microseconds(cell: Cell, regime: Regime) -> str:
+    timing = cell.timing(regime)
     return f"{timing.microseconds.median:,.1f}" if timing is not None and cell.status == "ok" else ""
 
 

@@ -100,7 +100,8 @@ def test_a_command_that_is_shown_is_one_that_is_understood(line):
     context = None
     while hasattr(command, "commands"):
         context = command.make_context(words[0], [], parent=context, resilient_parsing=True)
-        command, words = command.commands[words[0]], words[1:]
+        command, words = command.get_command(context, words[0]), words[1:]
+        assert command is not None, line
     command.make_context(command.name, words, parent=context)
 
 

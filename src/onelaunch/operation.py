@@ -259,6 +259,19 @@ class Control:
     summary: str = ""
 
 
+class Loop(Protocol):
+    """Many steps in a row of an operation that is a step, by one variant: each on what the one before gave."""
+
+    def seconds(self) -> float:
+        """Of a step, in the mean over one run of the loop."""
+
+    def problem(self) -> str | None:
+        """What is wrong with what the last run made, or ``None``; single steps, which the oracle judges, say what is right."""
+
+
+LoopMaker = Callable[[Variant, Mapping[str, Any]], Loop]
+
+
 class Operation(Generic[P, R]):
     """A mathematical contract with an oracle, an input maker, a cost and variants. Calling it is the public function.
 
@@ -297,6 +310,8 @@ class Operation(Generic[P, R]):
         self.stages = stages
         self.variants: dict[str, Variant] = {}
         self.controls: dict[str, Control] = {}
+        self.loops: dict[str, LoopMaker] = {}
+        """By the regime in which studies time them: what makes the loop of a variant from the public function's arguments."""
         self._function = function
         self._oracle: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
         self._inputs: Callable[[Case, torch.device, torch.Generator], Reading] | None = None
@@ -317,7 +332,8 @@ class Operation(Generic[P, R]):
 
         Common tags: ``launches`` (int), ``fuses`` (tuple of step names), ``gemm`` (``cublas``, ``triton``...),
         ``backward`` (bool, default True), ``requires`` (a package that must be installed), ``maker`` (whose code it is, where
-        it is not ours: ``pytorch``, ``liger``...), ``tunes`` (bool: its first call measures which of its kernels are fast).
+        it is not ours: ``pytorch``, ``liger``...), ``tunes`` (bool: its first call measures which of its kernels are fast),
+        ``barriers`` (a function that makes a checked call and returns how many barriers over the grid its kernel counted).
         """
 
         def register_variant(run: Callable[..., Any]) -> Variant:
@@ -338,6 +354,10 @@ class Operation(Generic[P, R]):
             return self.controls[name]
 
         return register_control
+
+    def loop(self, regime: str) -> Callable[[LoopMaker], LoopMaker]:
+        """Decorator: how a variant makes many steps in a row, ``running`` or ``served``, from the public function's arguments."""
+        return lambda make: self.loops.setdefault(regime, make)
 
     def oracle(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: the float64 reference; takes the public function's arguments, returns all results."""

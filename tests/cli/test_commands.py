@@ -228,6 +228,18 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(package):
     assert not ended.stdout
 
 
+def test_a_text_does_not_wait_for_what_studies_import():
+    code = "import sys; sys.argv = ['onelaunch', 'generate', '--help']\nfrom onelaunch.cli.main import app\n"
+    code += "try:\n    app()\nexcept SystemExit:\n    print({'matplotlib', 'jinja2', 'onelaunch.workbench'} & sys.modules.keys())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_name_that_is_no_command_brings_the_one_that_was_meant(call):
+    answer = call("generaet", "def main(")
+    assert (answer.code, "Did you mean 'generate'?" in answer.err) == (2, True)
+
+
 def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(package="torch")], capture_output=True, text=True, check=False, timeout=120

@@ -37,6 +37,9 @@ POSITIONS = (0, 1, 2, 63, 64, 65, 1000)
 
 GENERATED = ModelConfig(2000, 256, 768, 4, 8, 4, 64, tie_word_embeddings=True, max_position_embeddings=2048)
 
+LADDER = {"eight_barriers": (8, 2), "redundant_norm": (6, 2), "head_local": (4, 2), "fused_phases": (4, 2)}
+"""Barriers over the grid of a layer, and of what comes behind the last one; the other rungs have none."""
+
 each_rung = pytest.mark.parametrize("rung", RUNGS)
 
 
@@ -67,6 +70,17 @@ def test_the_same_again(rung, device):
     for _ in range(50):
         for one, other in zip(first, decode_step(**reading.arguments, variant=rung), strict=True):
             assert torch.equal(one, other)
+
+
+@each_rung
+def test_barriers_are_those_of_the_ladder(rung, device):
+    from onelaunch.decode.launch import kernels_for
+
+    weights = random_weights(GENERATED, 1, device)
+    kernels, cache = kernels_for(weights, rung), KVCache.empty(GENERATED, 100, device).with_length(70)
+    layers, tail = LADDER.get(rung, (0, 0))
+    for _ in range(2):
+        assert kernels.barriers(torch.tensor([3], device=device), cache) == layers * GENERATED.num_hidden_layers + tail
 
 
 @each_rung

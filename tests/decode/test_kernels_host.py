@@ -67,6 +67,18 @@ def test_tokens_of_one_launch_are_those_of_many_in_any_timing(rung, libraries):
         assert int(memory.state[0]) == 67
 
 
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_kernel_meets_at_the_barriers_of_its_plan(rung, libraries):
+    weights, cache, _, _ = text(TINY, 10)
+    plan = plan_for(TINY, rung, 5)
+    kernel, memory = kernel_and_memory(weights, plan, libraries)
+    for count in (1, 3):
+        before = int(memory.counters[0])
+        place(memory, 10, 9)
+        kernel(memory, cache.map(torch.clone), count)
+        assert int(memory.counters[0]) - before == plan.ctas * count * plan.barriers()
+
+
 @pytest.mark.parametrize("tuning", [Tuning(stages=1, flight=1), Tuning(stages=2, flight=2), Tuning(stages=5, flight=2)], ids=str)
 def test_rings_of_any_depth_bring_the_same(tuning, libraries):
     weights, cache, _, _ = text(TINY, 20)

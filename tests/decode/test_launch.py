@@ -23,7 +23,7 @@ from onelaunch.decode.memory import ERROR
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
 from onelaunch.decode.sampling import Sampler, Sampling
-from onelaunch.errors import ArgumentError, DecodeStalled, DeviceMemoryError
+from onelaunch.errors import ArgumentError, DecodeStalled, DeviceMemoryError, PlanError
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())
@@ -133,9 +133,10 @@ def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name,
     assert played.launches == sum(-(-(request.max_new_tokens - 1) // BATCH) for request in requests)
 
 
-def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch):
+def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch, tmp_path):
     checked = []
     launch._check_drawn.cache_clear()
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     monkeypatch.setattr(launch, "check", lambda *plans: checked.append([len(plan.tail) for plan in plans]))
     kernels = launch.kernels_for(weights, "streaming")
     for sampling in (Sampling(), CHOICES["penalty"], CHOICES["drawn"], CHOICES["all"]):
@@ -176,6 +177,68 @@ def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch)
         found = list(pool.map(lambda request: list(engine.run(request)), requests))
     assert found == [alone(weights, request) for request in requests]
     assert len(packed) == 1, "weights are repacked once"
+
+
+# What studies count and time
+
+
+@pytest.mark.parametrize("before", [0, 2**31 - 20, -7])
+def test_barriers_are_the_bumps_of_all_ctas_also_around(before, step, weights, played, monkeypatch):
+    kernels, run = launch.kernels_for(weights, "streaming"), Launch.__call__
+
+    def bumping(self, grid, *arguments):
+        counters = arguments[13]
+        assert counters is kernels.memory.counters
+        counters[0] = (int(counters[0]) + 9 * grid[0] + 2**31) % 2**32 - 2**31
+        run(self, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", bumping)
+    kernels.memory.counters[0] = before
+    assert decode_step.get("streaming").tags["barriers"](decode_step.bind(**step)) == 9
+    played.stalls = played.launches + 1
+    with pytest.raises(DecodeStalled):
+        kernels.barriers(step["token"], step["cache"])
+
+
+@pytest.fixture
+def step(weights):
+    cache = prefill(weights, torch.tensor([1, 2, 3]), KVCache.empty(MODEL))[1]
+    return {"token": torch.tensor([5]), "weights": weights, "cache": cache}
+
+
+@pytest.mark.parametrize("loop", ["running", "served"])
+def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, monkeypatch):
+    made = decode_step.loops[loop](decode_step.get("streaming"), step)
+    assert 0 < made.seconds() < 1
+    assert made.count % 16 == 0
+    assert made.problem() is None
+    tokens = launch.Kernels.tokens
+
+    def other(self, cache, count, *drawn):
+        found = tokens(self, cache, count, *drawn)
+        self.memory.tokens[8] += 1
+        return found
+
+    monkeypatch.setattr(launch.Kernels, "tokens", other)
+    made.seconds()
+    assert "single steps make" in made.problem()
+
+
+def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(step, played):
+    before = step["cache"].keys.clone()
+    running = decode_step.loops["running"](decode_step.get("streaming"), step)
+    launches = played.launches
+    running.seconds()
+    assert played.launches == launches + 1
+    assert torch.equal(step["cache"].keys, before)
+
+
+def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch):
+    running = decode_step.loops["running"](decode_step.get("streaming"), step)
+    tokens = launch.Kernels.tokens
+    monkeypatch.setattr(launch.Kernels, "tokens", lambda *given: 1.01 * tokens(*given))
+    running.seconds()
+    assert "are 1.0e-02 off those of single steps" in running.problem()
 
 
 # Stalls
@@ -268,8 +331,9 @@ def query_of(config, device="cuda:0"):
     return key_of(replace(config, dtype=torch.bfloat16, attention_bias=False), 100, device)
 
 
-def test_only_the_rung_that_is_asked_for_is_checked_and_once_in_a_process(weights, played, monkeypatch):
+def test_only_the_rung_that_is_asked_for_is_checked_and_once_with_these_files(weights, played, monkeypatch, tmp_path):
     checked = []
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     launch._check.cache_clear()
     monkeypatch.setattr(launch, "check", lambda *plans, room: checked.append(plans[0].rung))
     monkeypatch.setattr(megakernel, "processors", lambda device: 132)
@@ -279,6 +343,28 @@ def test_only_the_rung_that_is_asked_for_is_checked_and_once_in_a_process(weight
     for config in (weights.config, replace(weights.config, rope_theta=5e5, max_position_embeddings=64)):
         launch.Kernels(random_weights(config), "streaming")
     assert checked == ["streaming"]
+    launch._check.cache_clear()  # as another process
+    launch.Kernels(random_weights(weights.config), "streaming")
+    assert checked == ["streaming"]
+    read = launch.nvrtc.read
+    monkeypatch.setattr(launch.nvrtc, "read", lambda package, file: read(package, file) + "#" * (file == "check.py"))
+    launch._check.cache_clear()
+    launch.Kernels(random_weights(weights.config), "streaming")
+    assert checked == 2 * ["streaming"]
+    launch._check.cache_clear()
+
+
+def test_a_plan_that_is_not_sound_is_refused_every_time(weights, played, monkeypatch, tmp_path):
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+
+    def refuse(*plans, room):
+        raise PlanError("streaming", "it is not sound")
+
+    monkeypatch.setattr(launch, "check", refuse)
+    for _ in range(2):
+        launch._check.cache_clear()
+        with pytest.raises(PlanError, match="it is not sound"):
+            launch.Kernels(random_weights(weights.config), "streaming")
     launch._check.cache_clear()
 
 

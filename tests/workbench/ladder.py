@@ -140,6 +140,7 @@ def ok_cell(
     counted: float | None = None,
     peak: int | None = None,
     launches: int | None = None,
+    barriers: int | None = None,
     direction: Direction = "forward",
 ) -> Cell:
     """A correct cell whose rounds alternate ``spread`` above and below ``time`` microseconds; ``counted`` bytes by ncu."""
@@ -158,6 +159,7 @@ def ok_cell(
         traffic=by_arithmetic if counted is None else Traffic(source="ncu", read=counted, written=0.0),
         peak_bytes=peak,
         launches=launches,
+        barriers=barriers,
     )
 
 

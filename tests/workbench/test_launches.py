@@ -56,6 +56,18 @@ def test_on_a_cpu_nothing_is_counted_and_why_is_said():
     assert found == ["launches are counted on NVIDIA GPUs only"] * 2
 
 
+def test_barriers_are_what_the_variants_own_counter_says(monkeypatch):
+    monkeypatch.setitem(toy_sum.get("parallel").tags, "barriers", lambda call: 7 * int(call.x.shape == (1, 5, 3)))
+
+    def broken(call):
+        raise RuntimeError("gave up")
+
+    monkeypatch.setitem(toy_sum.get("eager").tags, "barriers", broken)
+    requests = [Request(toy_case(B=1, T=5, V=3), name) for name in ("parallel", "eager", "nan")]
+    found = launches.count_barriers(toy_sum, requests)
+    assert found == [7, "RuntimeError: gave up", "its kernels count none"]
+
+
 @pytest.mark.gpu
 def test_a_gpu_counts_every_launch(device):
     x, y = torch.ones(1000, device=device), torch.empty(1000, device=device)

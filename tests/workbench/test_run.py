@@ -380,6 +380,23 @@ def test_launches_are_counted_where_a_criterion_asks_for_them_and_of_what_it_nam
     assert asked == []
 
 
+def test_barriers_are_counted_where_a_criterion_asks_for_them():
+    asked = []
+
+    def barriers(operation, requests, *, device):
+        asked.extend((request.case.name, request.variant) for request in requests)
+        return [3 for _ in requests]
+
+    criterion = Criterion(name="barriers", measure="barriers", of="parallel", at="first", equals=3)
+    result = run(study(criterion), steps=steps(barriers=barriers))
+    assert asked == [("first", "parallel")]
+    cell = result.cell("first", "parallel")
+    assert (cell.barriers, cell.launches, result.outcomes[0].status) == (3, None, "met")
+    assert result.cell("second", "parallel").barriers is None
+    unasked = result.cell("first", "eager").model_dump()
+    assert "barriers" not in unasked, "what was stored before is stored as it was"
+
+
 def test_launches_that_cannot_be_counted_leave_a_note():
     result = run(study(FEW))
     assert result.outcomes[0].status == "not_measured"

@@ -149,8 +149,11 @@ MISTAKES = {
         ("at_least", "atleast"),
         "criteria[0] (faster) has an unknown key 'atleast'. Did you mean 'at_least'?",
     ),
-    "no bound": (("at_least = 1.3", ""), "criteria[0] (faster) has neither of at_least and at_most; it needs exactly one."),
-    "two bounds": (("at_least = 1.3", "at_least = 1.3\nat_most = 2"), "has both of at_least and at_most"),
+    "no bound": (("at_least = 1.3", ""), "criteria[0] (faster) has none of at_least, at_most and equals; it needs exactly one."),
+    "two bounds": (
+        ("at_least = 1.3", "at_least = 1.3\nat_most = 2"),
+        "has more than one of at_least, at_most and equals; it needs exactly one.",
+    ),
     "bound that is no number": (("1.3", '"1.3"'), "at_least is '1.3'; it must be a number above 0."),
     "bound of zero": (("1.3", "0"), "at_least is 0; it must be a number above 0."),
     "bound that is not finite": (("1.3", "nan"), "at_least is nan; it must be a number above 0."),
@@ -184,6 +187,30 @@ MISTAKES = {
     "bytes over the least from below": (('"speedup"', '"dram_bytes_over_least"'), "are bounded from above; use at_most."),
     "launches over something": (('"speedup"', '"launches"\nover = "two"'), "launches are counted; leave over out."),
     "launches from below": (('"speedup"', '"launches"'), "a number of launches is bounded from above; use at_most."),
+    "barriers over something": (('"speedup"', '"barriers"\nover = "two"'), "barriers are counted; leave over out."),
+    "barriers from below": (('"speedup"', '"barriers"'), "a number of barriers is bounded from above; use at_most."),
+    "a time exactly": (("at_least = 1.3", "equals = 2"), "equals is for what is counted (launches, barriers); use at_least"),
+    "a part of a launch": (
+        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"launches"\nof = "one"\nequals'),
+        "equals is 1.3; it must be an integer of at least 0.",
+    ),
+    "mean of barriers": (
+        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"barriers"\nof = "one"\ncombine = "geomean"\nat_most'),
+        "what is counted exactly, or may be none, has no geometric mean; leave combine out.",
+    ),
+    "steps in a row of what is no step": (
+        ("controls", 'regimes = ["cold", "served"]\ncontrols'),
+        "regimes has 'served', which is of steps in a row; ladder has no such loop.",
+    ),
+    "other regime that is not timed": (
+        ('at = "big"', 'at = "big"\nover_regime = "served"'),
+        "over_regime is 'served', which is not among the study's regimes; add it there.",
+    ),
+    "other regime of a time alone": (
+        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"time"\nover_regime = "warm"\nof = "one"\nat_most'),
+        "over_regime is for times; leave it out, or use one of speedup, time_ratio as the measure.",
+    ),
+    "time from below": (('"speedup"', '"time"'), "a time is bounded from above; use at_most."),
     "floor of something else": (
         ('"speedup"', '"time_over_floor"\nover = "two"'),
         "a time is held against its floor; leave over out.",

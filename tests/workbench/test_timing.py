@@ -123,6 +123,78 @@ def test_of_several_baselines_the_first_that_is_correct_gives_the_noise(scripted
     assert "The A/A run is of parallel: zeros has no time here." in found.notes
 
 
+# Steps in a row
+
+
+class FakeLoop:
+    """A loop whose step takes so long, and may say that it made something wrong."""
+
+    made: list[str]
+
+    def __init__(self, variant, arguments, step=20e-6, wrong=None):
+        self.made.append(variant.name)
+        assert set(arguments) == {"x", "weight"}
+        self.step, self.wrong = step, wrong
+
+    def seconds(self):
+        if self.step is None:
+            raise RuntimeError("gave up")
+        return self.step
+
+    def problem(self):
+        return self.wrong
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    monkeypatch.setattr(FakeLoop, "made", [], raising=False)
+
+    def install(**facts):
+        makers = {
+            "running": FakeLoop,
+            "served": lambda variant, arguments: FakeLoop(variant, arguments, **facts.get(variant.name, {})),
+        }
+        monkeypatch.setattr(toy_sum, "loops", makers)
+        return FakeLoop.made
+
+    return install
+
+
+def test_steps_in_a_row_are_timed_beside_single_calls(scripted, loops):
+    scripted(lambda name, regime, n: 10.0)
+    made = loops(parallel={"step": 30e-6})
+    found = run(regimes=("cold", "running", "served"))
+    times = {timing.regime: timing.microseconds.median for timing in found.subjects["parallel"].timings}
+    assert times == {"cold": 10.0, "running": pytest.approx(20.0), "served": pytest.approx(30.0)}
+    assert {noise.regime for noise in found.noise} == {"cold", "running", "served"}
+    assert sorted(made) == sorted(2 * ["eager", "parallel", "eager"]), "one for each regime, of the baseline twice"
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "reason"),
+    [
+        ({"wrong": "token 3 is 5."}, "incorrect", "The steps that were timed (served) are wrong: token 3 is 5."),
+        ({"step": None}, "error", "RuntimeError: gave up"),
+    ],
+)
+def test_steps_in_a_row_that_are_wrong_have_no_time_to_be_believed(scripted, loops, facts, status, reason):
+    scripted(lambda name, regime, n: 10.0)
+    loops(parallel=facts)
+    found = run(regimes=("cold", "served"))
+    assert (found.subjects["parallel"].status, found.subjects["parallel"].reason) == (status, reason)
+    assert found.subjects["eager"].status == "ok"
+
+
+def test_controls_and_gradients_have_no_steps_in_a_row(scripted, loops):
+    scripted(lambda name, regime, n: 10.0)
+    made = loops()
+    found = run(regimes=("cold", "running"), controls=["product"], rounds=3)
+    assert {name: len(subject.timings) for name, subject in found.subjects.items()} == {"eager": 2, "parallel": 2, "product": 1}
+    made.clear()
+    run(regimes=("cold", "running"), direction="forward_backward", rounds=3)
+    assert made == []
+
+
 # What goes wrong
 
 

@@ -1,26 +1,54 @@
-"""All commands in one application, and how their errors reach the user."""
+"""All commands in one application, and how their errors reach the user. A command is imported when it is named."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from onelaunch import __version__
-from onelaunch.cli.doctor import doctor
-from onelaunch.cli.explain import explain
-from onelaunch.cli.generate import generate
-from onelaunch.cli.inspection import inspect
-from onelaunch.cli.study.application import study
 from onelaunch.errors import ArgumentError, OneLaunchError, UnknownNameError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 """Exit codes beside 0."""
 
 
+COMMANDS = {
+    "generate": "onelaunch.cli.generate",
+    "explain": "onelaunch.cli.explain",
+    "inspect": "onelaunch.cli.inspection",
+    "doctor": "onelaunch.cli.doctor",
+    "study": "onelaunch.cli.study.application",
+}
+"""Where each is: a function of that name, or an application of several. A text need not wait for what studies import."""
+
+
 class Commands(TyperGroup):
-    """Turns errors made on purpose into one line on stderr and an exit code."""
+    """Finds commands, and turns errors made on purpose into one line on stderr and an exit code."""
+
+    def __init__(self, **facts: Any) -> None:
+        super().__init__(**facts)
+        names: Any = dict.fromkeys(COMMANDS)
+        self.commands = names  # for what looks for a name that was meant
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        found = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+        alone = found
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+            alone.command(cmd_name)(found)
+        command = typer.main.get_command(alone)
+        command.name = cmd_name
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,11 +71,6 @@ application = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-application.add_typer(study, name="study")
-application.command()(generate)
-application.command()(explain)
-application.command()(inspect)
-application.command()(doctor)
 
 
 def _version(asked: bool) -> None:

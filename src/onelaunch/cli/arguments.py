@@ -9,12 +9,9 @@ import typer
 
 from onelaunch.errors import ArgumentError, did_you_mean, listing
 from onelaunch.operation import Case, Operation
-from onelaunch.workbench.study import Scale
 
 OperationName = Annotated[str, typer.Argument(metavar="OPERATION", help="Its name, such as linear_rnn.", show_default=False)]
 DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1...; auto is the first GPU, or the CPU.")]
-StudyName = Annotated[str, typer.Argument(metavar="NAME", help="A study's name, or the path of its file.", show_default=False)]
-ScaleName = Annotated[Scale | None, typer.Option("--scale", help="small suits a CPU, full a GPU.", show_default="by device")]
 
 
 def parse_case(operation: Operation[..., Any], shape: str, dtype: str) -> Case:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 
 EXTRA = frozenset({"jinja2", "markdown_it", "matplotlib", "numpy", "pydantic", "rich", "tomli", "typer"})
@@ -12,7 +12,9 @@ EXTRA = frozenset({"jinja2", "markdown_it", "matplotlib", "numpy", "pydantic", "
 def app() -> None:
     """Run the command line with the process's arguments."""
     try:
-        importlib.import_module("matplotlib")  # better missed now than after a study has run
+        for package in sorted(EXTRA - ({"tomli"} if sys.version_info >= (3, 11) else set())):
+            if importlib.util.find_spec(package) is None:  # better missed now than after a study has run
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         from onelaunch.cli.application import application
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in EXTRA:

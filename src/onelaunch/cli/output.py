@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from onelaunch.workbench.report.tables import STYLES, TONES, Table, to_rich
+if TYPE_CHECKING:
+    from onelaunch.workbench.report.tables import Table  # with pydantic, which only tables need
 
 
 def stdout() -> Console:
@@ -28,11 +30,15 @@ def heading(console: Console, title: str, text: str = "") -> None:
 
 def table(console: Console, content: Table) -> None:
     """A table as wide as the console."""
+    from onelaunch.workbench.report.tables import to_rich
+
     console.print(to_rich(content, console.width))
 
 
 def status_text(word: str) -> Text:
     """A status in its colour."""
+    from onelaunch.workbench.report.tables import STYLES, TONES
+
     return Text(word, style=STYLES[TONES[word]] if word in TONES else "")
 
 

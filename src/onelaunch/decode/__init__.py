@@ -5,11 +5,12 @@ from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import decode_step
 
 from onelaunch.decode import cost, reference, torch_variants, megakernel  # isort: skip  (register into decode_step)
+from onelaunch.decode import loops  # isort: skip  (register into decode_step)
 from onelaunch.decode.generate import Generation, Model, Stream
 from onelaunch.decode.sampling import Sampling
 from onelaunch.decode.weights import Weights, load_weights, random_weights
 
 __all__ = [
     "Generation", "KVCache", "Model", "ModelConfig", "Sampling", "Stream", "Weights", "cost", "decode_step", "load_weights",
-    "megakernel", "random_weights", "reference", "torch_variants",
+    "loops", "megakernel", "random_weights", "reference", "torch_variants",
 ]  # fmt: skip

@@ -42,8 +42,8 @@ class Tuning:
     hand-off has beside 192 KB.
     """
     pace: int = 0
-    """Ticks of the processor's clock from one chunk to the next, where there are hand-offs: copies that come evenly, and not as fast as
-    they can, make no queues.
+    """Ticks of the processor's clock from one chunk to the next, where there are hand-offs: copies that come evenly, and not as
+    fast as they can, make no queues.
     """
     stamps: bool = False
     """Whether the kernel notes when each CTA came where: :mod:`onelaunch.decode.stamps`."""

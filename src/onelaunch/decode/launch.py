@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from onelaunch.decode.rungs import plan_for
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import ArgumentError, DecodeStalled
-from onelaunch.hardware import processors, room_for
+from onelaunch.hardware import cache_folder, processors, room_for
 
 REGISTERS = 168
 """Of a thread, at most: nine warps share the registers of four partitions."""
@@ -44,6 +46,9 @@ def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> P
 PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
 """What plans look at of a configuration."""
 
+PROVED_BY = ("check.py", "config.py", "emit.py", "launch.py", "plan.py", "rungs.py")
+"""What a plan, its room and the proof are made by."""
+
 
 def _planned(config: ModelConfig) -> ModelConfig:
     return ModelConfig(**{name: getattr(config, name) for name in PLANNED})
@@ -52,13 +57,26 @@ def _planned(config: ModelConfig) -> ModelConfig:
 @functools.lru_cache(maxsize=64)
 def _check(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> None:
     plan, short = plan_for(config, rung, ctas), plan_for(config, rung, ctas, 1)
-    check(*((plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)), room=room_of(plan, tuning, ctas))
+    plans = (plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)
+    _prove((config, rung, ctas, tuning), lambda: check(*plans, room=room_of(plan, tuning, ctas)))
 
 
 @functools.lru_cache(maxsize=64)
 def _check_drawn(config: ModelConfig, rung: str, ctas: int) -> None:
     """The same of tokens that are drawn; once a text is, for it takes as long again."""
-    check(*(plan_for(config, rung, ctas, rounds=rounds) for rounds in DRAWN))
+    _prove((config, rung, ctas, DRAWN), lambda: check(*(plan_for(config, rung, ctas, rounds=rounds) for rounds in DRAWN)))
+
+
+def _prove(what: tuple[object, ...], proof: Callable[[], None]) -> None:
+    """A proof takes a second: that there is one is kept in the cache folder, for these files of code."""
+    code = [nvrtc.read("onelaunch.decode", file) for file in PROVED_BY]
+    proved = cache_folder() / "plans" / hashlib.sha256(repr((code, what)).encode()).hexdigest()[:32]
+    if proved.exists():
+        return
+    proof()
+    with contextlib.suppress(OSError):  # a folder that cannot be written: proved again by the next process
+        proved.parent.mkdir(parents=True, exist_ok=True)
+        proved.touch()
 
 
 def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:
@@ -141,6 +159,19 @@ class Kernels:
                 self.check(*noted.wait())
 
         return heed
+
+    def barriers(self, token: torch.Tensor, cache: KVCache) -> int:
+        """Barriers over the grid that a :meth:`step` met at, by the counter that every CTA bumps at each; waits for it.
+
+        Raises:
+            DecodeStalled: the step, or an earlier one, gave up.
+        """
+        with self.lock:
+            before = int(self.memory.counters[0])
+            self.step(token, cache)
+            self.check()
+            bumps = (int(self.memory.counters[0]) - before) % 2**32  # it goes on over launches, and around
+            return -(-bumps // self.plan.ctas)
 
     def place(self, position: int, token: torch.Tensor, owner: object = None) -> None:
         """Says where a text stands, and whose it is: its position, and the token ``[1]`` there."""

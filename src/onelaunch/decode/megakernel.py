@@ -38,6 +38,24 @@ def run(rung: str, call: DecodeCall) -> Results:
     return call.results(kernels_for(call.weights, rung).step(call.token, call.cache))
 
 
+def count_barriers(rung: str, call: DecodeCall) -> int:
+    """Over the grid, for one token, by the kernel's own counter."""
+    from onelaunch.decode.launch import kernels_for
+
+    return kernels_for(call.weights, rung).barriers(call.token, call.cache)
+
+
+def run_in_a_row(rung: str, call: DecodeCall, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """So many tokens ``[N]``, always the likeliest, in one launch (of a graph, one replay each), and the logits of the last."""
+    from onelaunch.decode.launch import kernels_for
+
+    kernels = kernels_for(call.weights, rung)
+    with kernels.lock:
+        kernels.place(call.position, call.token)
+        logits = kernels.tokens(call.cache, count)
+        return kernels.memory.tokens[call.position + 1 : call.position + 1 + count].long(), logits
+
+
 class KernelEngine(TorchEngine):
     """Prefill and the first token by PyTorch; then tokens by the kernel alone, many in a launch, however they are chosen.
 
@@ -165,7 +183,8 @@ def builds(rung: str, architecture: str) -> list[Build]:
 for name, rung in RUNGS.items():
     variant = decode_step.variant(
         name, launches=None if rung.separate else 1, fuses=() if rung.separate else ("token",), backward=False,
-        architectures=ARCHITECTURES, barriers=plan_for(MODELS["Qwen3-0.6B"], name, PROCESSORS).barriers(),
+        architectures=ARCHITECTURES, barriers=functools.partial(count_barriers, name),
+        in_a_row=functools.partial(run_in_a_row, name),
         engine=functools.partial(make_engine, name), engine_bytes=stream_bytes,
     )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
     variant.summary = rung.summary

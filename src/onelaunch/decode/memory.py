@@ -68,6 +68,7 @@ class Memory:
         """Candidates of each CTA: two sets by turns, and those that are drawn."""
         self.tallies = torch.zeros(ROUNDS * BINS, dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
+        """Of barriers over the grid, then those of key heads."""
         self.state = torch.zeros(STATE_WORDS + stamps * plan.ctas * stamp_words(plan), dtype=torch.int32, device=device)
 
     def reset(self) -> None:

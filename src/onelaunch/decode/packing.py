@@ -1,8 +1,8 @@
 """Weights in the order of their use: for each CTA one run of memory, a token long, that its copying thread walks through.
 
-Within a phase the order is: groups of up to six tiles; in each, columns in steps of 256, ``depth`` of them; tiles; steps; the 32
-columns of each warp; rows. So every thread's 16 bytes of a product are where a warp reads 512 bytes in a row; its 8 columns are in the
-order of the product's operands, :func:`as_operands`.
+Within a phase the order is: groups of up to six tiles; in each, columns in steps of 256, ``depth`` of them; tiles; steps;
+the 32 columns of each warp; rows. So every thread's 16 bytes of a product are where a warp reads 512 bytes in a row; its 8
+columns are in the order of the product's operands, :func:`as_operands`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def matrix(weights: Weights, layer: LayerWeights | None, op: Op) -> torch.Tensor
 
 
 def as_operands(values: torch.Tensor) -> torch.Tensor:
-    """Values ``[..., columns]`` with the third and fourth of each 8 columns in the places of the fifth and sixth, and these in theirs.
+    """Values ``[..., columns]``, of each 8 columns the second pair and the third in each other's places.
 
-    A thread's registers are those of an m16n8k16 then: the first pair of columns, the third, the second, the fourth.
+    A thread's registers are those of an m16n8k16 then: a quarter of them for each pair of columns, in this order.
     """
     return values.unflatten(-1, (-1, 2, 2, 2)).transpose(-3, -2).reshape(values.shape)
 

@@ -7,7 +7,7 @@ the measured time it compares with. Bytes count as measured only if the hardware
 
 Times at two shapes share no rounds: their interval is what both leave open, their noise the larger of both. A geometric mean over
 shapes is judged in the same way, its interval and its noise taken as if all shapes erred in the same direction; it is measured
-only where every shape is. Memory, bytes and launches are exact numbers, held against the bound as they are.
+only where every shape is. Memory, bytes and counts are exact numbers, held against the bound as they are.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from onelaunch.errors import listing
 from onelaunch.workbench import stats
-from onelaunch.workbench.plan import mebibytes
+from onelaunch.workbench.plan import mebibytes, microseconds
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Noise, Outcome, Result, Timing
-from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape, Study
+from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
 
 FEWEST_ROUNDS = 3
 """With fewer rounds there is no interval to believe."""
@@ -93,18 +93,13 @@ def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | N
     Each for its share of the work where the criterion asks so. ``None`` where that is not known, and outside the cold regime, for
     which floors are computed.
     """
-    if criterion.regime != "cold":
+    if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
     _, (selector, other) = result.study.sides(criterion, result.study.shape(shape))
     over = candidate(result, criterion, selector, other.name).cell
     floor = _floor(result, criterion, shape)
     timing = over.timing("cold") if over else None
     return timing.microseconds.high / floor / _share(result.study, criterion, shape) if timing and floor else None
-
-
-def microseconds(value: float) -> str:
-    """A time as people read it: ``8.12 us``, ``1.38 ms``."""
-    return f"{value / 1000:.3g} ms" if value >= 999.5 else f"{value:.3g} us"
 
 
 def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
@@ -169,7 +164,7 @@ def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
     chosen = f"; best of {best} at each shape" if best > 1 else ""
     text = (
         f"{_asked(criterion)} {ratio.median:.3g} in the geometric mean over {len(findings)} shapes{details}, "
-        f"{_bound(criterion)} was asked{because}; {row}{chosen}"
+        f"{criterion.bound} was asked{because}; {row}{chosen}"
     )
     return Finding("", status, text, "", ratio, best)
 
@@ -189,7 +184,7 @@ def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) ->
     row = ", ".join(f"{finding.shape} {finding.brief}" for finding in findings)
     best = max(finding.best_of for finding in findings)
     chosen = f"; best of {best} at each shape" if best > 1 else ""
-    return f"{_asked(criterion)} {_bound(criterion)} at {met} of {len(findings)} shapes, {needed} needed: {row}{chosen}."
+    return f"{_asked(criterion)} {criterion.bound} at {met} of {len(findings)} shapes, {needed} needed: {row}{chosen}."
 
 
 def _asked(criterion: Criterion) -> str:
@@ -200,21 +195,19 @@ def _asked(criterion: Criterion) -> str:
     return {
         "speedup": f"the speed of {of} over {over} is",
         "time_ratio": f"the time of {of} over that of {over} is",
+        "time": f"the time of {of} in microseconds is",
         "time_over_floor": f"the time of {of} over its floor is",
         "dram_bytes_ratio": f"the bytes of {over} over those of {of} are",
         "dram_bytes_over_least": f"the bytes of {of} over the least are",
         "peak_memory_ratio": f"the peak memory of {of} over that of {over} is",
         "launches": f"the launches of {of} are",
+        "barriers": f"the barriers of {of} are",
         "error": f"the error of {of} is",
     }[criterion.measure]
 
 
 def _per(criterion: Criterion) -> str:
     return f" per {'*'.join(criterion.per)}" if criterion.per else ""
-
-
-def _bound(criterion: Criterion) -> str:
-    return f"at least {criterion.at_least:g}" if criterion.at_least is not None else f"at most {criterion.at_most:g}"
 
 
 def _selector_words(selector: Selector) -> str:
@@ -231,18 +224,21 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
         return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")
     if criterion.measure == "error":
         return _error(result, criterion, shape.name)
-    sides = [candidate(result, criterion, selector, where.name) for selector, where in result.study.sides(criterion, shape)]
+    sides = [
+        candidate(result, asking, selector, where.name)
+        for asking, (selector, where) in zip((criterion, _over(criterion)), result.study.sides(criterion, shape), strict=False)
+    ]
     cells = [side.cell for side in sides if side.cell is not None]
     if len(cells) < len(sides):
         reason = "; ".join(dict.fromkeys(side.reason for side in sides if side.cell is None))
         return Finding(shape.name, "not_measured", f"not measured: {reason}", f"not measured ({reason})")
     among = max(side.among for side in sides)
-    if criterion.measure == "time_over_floor":
-        return _time_over_floor(result, criterion, cells[0], among)
+    if criterion.measure in ("time", "time_over_floor"):
+        return _time(result, criterion, cells[0], among)
     if criterion.measure == "dram_bytes_over_least":
         return _bytes_over_least(criterion, cells[0], among)
-    if criterion.measure == "launches":
-        return _launches(criterion, cells[0], among)
+    if criterion.measure in COUNTS:
+        return _count(criterion, cells[0], among)
     of, over = cells
     if criterion.measure == "dram_bytes_ratio":
         return _bytes(criterion, of, over, among)
@@ -252,7 +248,7 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
 
 
 def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
-    of_time, over_time = _timing(of, criterion), _timing(over, criterion)
+    of_time, over_time = _timing(of, criterion), _timing(over, _over(criterion))
     faster = criterion.measure == "speedup"
     ratio = _ratio(result.study, criterion, of, over)
     noise = _noise(result, criterion, (of.shape, over.shape))
@@ -263,10 +259,12 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
         floor = _floor(result, criterion, of.shape) or 0.0
         most = f"at most {gain:.2f}x the speed" if faster else f"at least {1 / gain:.2f}x the time"
         why = f"{most} of {over.variant} is possible, as the floor is {microseconds(floor)}"
+    other = f" {criterion.over_regime}" if criterion.over_regime else ""
+    medians = [microseconds(timing.microseconds.median) for timing in (of_time, over_time)]
     relation = "is {:.3g}x as fast as" if faster else "takes {:.3g}x the time of"
     details = [
         f"{ratio.low:.3g} to {ratio.high:.3g} in {ratio.samples} rounds",
-        f"{criterion.regime}: {microseconds(of_time.microseconds.median)} against {microseconds(over_time.microseconds.median)}",
+        f"{criterion.regime}: {medians[0]} against {medians[1]}{other}",
         *([f"A/A noise {noise:.3g}"] if noise else []),
         *([f"best of {among}"] if among > 1 else []),
     ]
@@ -274,32 +272,33 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
     against = f"{over.variant} at {of.shape}"
     if criterion.over_at is not None:
         against = f"{over.variant} at {over.shape}{_per(criterion)}, itself at {of.shape}"
-    text = (
-        f"{of.variant} {relation.format(ratio.median)} {against} ({', '.join(details)}), {_bound(criterion)} was asked{because}"
-    )
+    text = f"{of.variant} {relation.format(ratio.median)} {against} ({', '.join(details)}), {criterion.bound} was asked{because}"
     brief = f"{ratio.median:.3g}" + ("" if status == "met" else f" ({status}{because})")
     return Finding(of.shape, status, text, brief, ratio, among, noise, gain)
 
 
-def _time_over_floor(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
-    if cell.plan is None or not cell.plan.floor_microseconds:
-        text = f"not measured: there is no floor of {cell.variant} at {cell.shape}"
-        return Finding(cell.shape, "not_measured", text, "no floor")
-    time, floor = _timing(cell, criterion).microseconds, cell.plan.floor_microseconds
+def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
+    """A time of one variant, in microseconds or in floors."""
+    floor, time = 1.0, _timing(cell, criterion).microseconds
+    took = f"{time.median:.4g} us"
+    if criterion.measure == "time_over_floor":
+        if cell.plan is None or not cell.plan.floor_microseconds:
+            text = f"not measured: there is no floor of {cell.variant} at {cell.shape}"
+            return Finding(cell.shape, "not_measured", text, "no floor")
+        floor = cell.plan.floor_microseconds
+        took = f"{time.median / floor:.3g}x its floor"
     ratio = _scaled(time, 1 / floor)
     noise = _noise(result, criterion, (cell.shape,))
     status, why = _judge(ratio, criterion, noise)
+    against = f": {microseconds(time.median)} against {microseconds(floor)}" if criterion.measure == "time_over_floor" else ""
     details = [
-        f"{ratio.low:.3g} to {ratio.high:.3g} in {ratio.samples} rounds",
-        f"{criterion.regime}: {microseconds(time.median)} against {microseconds(floor)}",
+        f"{ratio.low:.4g} to {ratio.high:.4g} in {ratio.samples} rounds",
+        f"{criterion.regime}{against}",
         *([f"A/A noise {noise:.3g}"] if noise else []),
         *([f"best of {among}"] if among > 1 else []),
     ]
     because = f": {why}" if why else ""
-    text = (
-        f"{cell.variant} takes {ratio.median:.3g}x its floor at {cell.shape} ({', '.join(details)}), "
-        f"{_bound(criterion)} was asked{because}"
-    )
+    text = f"{cell.variant} takes {took} at {cell.shape} ({', '.join(details)}), {criterion.bound} was asked{because}"
     brief = f"{ratio.median:.3g}" + ("" if status == "met" else f" ({status}{because})")
     return Finding(cell.shape, status, text, brief, ratio, among, noise)
 
@@ -312,7 +311,7 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
 
 def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
     """Of the two cells' times, as the measure has it: round by round where they share rounds, each for its share of the work."""
-    of_time, over_time = _timing(of, criterion), _timing(over, criterion)
+    of_time, over_time = _timing(of, criterion), _timing(over, _over(criterion))
     share = _share(study, criterion, of.shape)
     a, b, scale = (over_time, of_time, 1 / share) if criterion.measure == "speedup" else (of_time, over_time, share)
     if criterion.over_at is None:
@@ -327,9 +326,14 @@ def _share(study: Study, criterion: Criterion, shape: str) -> float:
     return work[1] / work[0] if work[0] else 1.0
 
 
+def _over(criterion: Criterion) -> Criterion:
+    """The same as it is asked of ``over``, in its own regime."""
+    return criterion if criterion.over_regime is None else criterion.model_copy(update={"regime": criterion.over_regime})
+
+
 def _noise(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
-    """The larger noise of the shapes that times are taken at; ``None`` where one of them has no A/A run."""
-    found = [noise_at(result, criterion, shape) for shape in shapes]
+    """The larger noise of the shapes and regimes that times are taken at; ``None`` where one of them has no A/A run."""
+    found = [noise_at(result, asking, shape) for shape in shapes for asking in (criterion, _over(criterion))]
     known = [noise.floor for noise in found if noise is not None]
     return max(known) if len(known) == len(found) else None
 
@@ -379,12 +383,10 @@ def _bytes(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
     value = over.traffic.total / of.traffic.total
     amounts = f"{mebibytes(over.traffic.total)} of {over.variant} against {mebibytes(of.traffic.total)} of {of.variant}"
     if {of.traffic.source, over.traffic.source} != {"ncu"}:
-        text = (
-            f"not measured: no counted bytes at {of.shape}; by arithmetic {value:.2f} ({amounts}), {_bound(criterion)} was asked"
-        )
+        text = f"not measured: no counted bytes at {of.shape}; by arithmetic {value:.2f} ({amounts}), {criterion.bound} was asked"
         return Finding(of.shape, "not_measured", text, f"{value:.2f} by arithmetic, not counted", None, among)
     chosen = f", best of {among}" if among > 1 else ""
-    text = f"counted by ncu at {of.shape}: {value:.2f}x ({amounts}{chosen}), {_bound(criterion)} was asked"
+    text = f"counted by ncu at {of.shape}: {value:.2f}x ({amounts}{chosen}), {criterion.bound} was asked"
     return _exactly(criterion, of.shape, value, text, f"{value:.2f}", among)
 
 
@@ -396,10 +398,10 @@ def _bytes_over_least(criterion: Criterion, cell: Cell, among: int) -> Finding:
     chosen = f", best of {among}" if among > 1 else ""
     amounts = f"{mebibytes(cell.traffic.total)} of {cell.variant} against {mebibytes(cell.plan.least_bytes)} at the least{chosen}"
     if cell.traffic.source != "ncu":
-        by_hand = f"by arithmetic {value:.2f} ({amounts}), {_bound(criterion)} was asked"
+        by_hand = f"by arithmetic {value:.2f} ({amounts}), {criterion.bound} was asked"
         text = f"not measured: no counted bytes at {cell.shape}; {by_hand}"
         return Finding(cell.shape, "not_measured", text, f"{value:.2f} by arithmetic, not counted", None, among)
-    text = f"counted by ncu at {cell.shape}: {value:.2f}x ({amounts}), {_bound(criterion)} was asked"
+    text = f"counted by ncu at {cell.shape}: {value:.2f}x ({amounts}), {criterion.bound} was asked"
     return _exactly(criterion, cell.shape, value, text, f"{value:.2f}", among)
 
 
@@ -412,17 +414,19 @@ def _memory(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
     chosen = f", best of {among}" if among > 1 else ""
     amounts = f"{mebibytes(of.peak_bytes)} against {mebibytes(over.peak_bytes)}{chosen}"
     relation = f"takes {value:.3g}x the peak memory of"
-    text = f"{of.variant} {relation} {over.variant} at {of.shape} ({amounts}), {_bound(criterion)} was asked"
+    text = f"{of.variant} {relation} {over.variant} at {of.shape} ({amounts}), {criterion.bound} was asked"
     return _exactly(criterion, of.shape, value, text, f"{value:.3g}", among)
 
 
-def _launches(criterion: Criterion, cell: Cell, among: int) -> Finding:
-    if cell.launches is None:
-        text = f"not measured: the launches of {cell.variant} at {cell.shape} were not counted"
+def _count(criterion: Criterion, cell: Cell, among: int) -> Finding:
+    count = cell.count(criterion.measure)
+    if count is None:
+        text = f"not measured: the {criterion.measure} of {cell.variant} at {cell.shape} were not counted"
         return Finding(cell.shape, "not_measured", text, "not counted")
+    what = f"launches {count} times" if criterion.measure == "launches" else f"meets {count} barriers over the grid"
     chosen = f" (best of {among})" if among > 1 else ""
-    text = f"{cell.variant} launches {cell.launches} times a call at {cell.shape}{chosen}, {_bound(criterion)} was asked"
-    return _exactly(criterion, cell.shape, cell.launches, text, str(cell.launches), among)
+    text = f"{cell.variant} {what} a call at {cell.shape}{chosen}, {criterion.bound} was asked"
+    return _exactly(criterion, cell.shape, count, text, str(count), among)
 
 
 def _exactly(criterion: Criterion, shape: str, value: float, text: str, brief: str, among: int = 1) -> Finding:
@@ -434,6 +438,8 @@ def _exactly(criterion: Criterion, shape: str, value: float, text: str, brief: s
 
 def _held(criterion: Criterion, value: float) -> CriterionStatus:
     """Whether an exact number is on the right side of the bound."""
+    if criterion.equals is not None:
+        return "met" if value == criterion.equals else "missed"
     enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)
     return "met" if enough else "missed"
 

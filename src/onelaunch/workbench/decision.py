@@ -26,10 +26,10 @@ from typing import Any
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.criteria import STATUS_WORDS, candidate, microseconds, noise_at
-from onelaunch.workbench.plan import matrix_dtype
+from onelaunch.workbench.criteria import STATUS_WORDS, candidate, noise_at
+from onelaunch.workbench.plan import matrix_dtype, microseconds
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
-from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape
+from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
 
 MOSTLY = 0.5
 """A share of the time above this is most of it."""
@@ -184,7 +184,7 @@ def _cells(result: Result, criterion: Criterion, selector: Selector, shape: str)
 def _missed(result: Result, outcome: Outcome) -> str:
     criterion = outcome.criterion
     sentence = f"{criterion.name!r} is missed: {outcome.evidence}"
-    if criterion.measure in ("error", "peak_memory_ratio", "launches"):
+    if criterion.measure in ("error", "peak_memory_ratio", *COUNTS):
         return sentence
     for shape in _worst_first(result, outcome):
         cell = candidate(result, criterion, criterion.of, shape.name).cell
@@ -227,7 +227,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
     Only claims between variants of known launches are claims about fusion; being faster than a peer's library is a fact.
     """
     criterion = outcome.criterion
-    if criterion.measure != "speedup" or criterion.regime != "cold" or criterion.over_at is not None:
+    if criterion.measure != "speedup" or criterion.regime != "cold" or criterion.over_at or criterion.over_regime:
         return []
     sentences = []
     for shape in outcome.values:

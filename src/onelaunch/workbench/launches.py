@@ -1,14 +1,15 @@
-"""Count what one call launches: the kernels, copies and fills of a CUDA graph that it is captured in.
+"""Count what one call launches, and the barriers over the grid that its kernel meets at.
 
-A graph holds what the device is given, whoever launched it: libraries, compilers and the backward pass included. No profiler has
-to be permitted for that.
+Launches are the kernels, copies and fills of a CUDA graph that the call is captured in. A graph holds what the device is given,
+whoever launched it: libraries, compilers and the backward pass included. No profiler has to be permitted for that. Barriers are
+counted by the kernel itself: a variant whose kernel does so has a tag ``barriers``, which runs a call and reads the counter.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,19 @@ def count_launches(
     device = torch.device(device)
     if device.type != "cuda" or torch.version.hip:
         return ["launches are counted on NVIDIA GPUs only"] * len(requests)
-    return [_count_or_why_not(operation, request, device, seed) for request in requests]
+    return [_or_why_not(_launches, operation, request, device, seed) for request in requests]
+
+
+def count_barriers(
+    operation: Operation[..., Any],
+    requests: Sequence[Request],
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> list[int | str]:
+    """Barriers over the grid in one call for each request, or why they could not be counted, in the order of the requests."""
+    device = torch.device(device)
+    return [_or_why_not(_barriers, operation, request, device, seed) for request in requests]
 
 
 def launches_in(graph: torch.cuda.CUDAGraph) -> int:
@@ -54,14 +67,26 @@ def launches_in(graph: torch.cuda.CUDAGraph) -> int:
     return found
 
 
-def _count_or_why_not(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
+Count = Callable[[Operation[..., Any], Request, torch.device, int], int | str]
+
+
+def _or_why_not(count: Count, operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
     try:
-        return _count(operation, request, device, seed)
+        return count(operation, request, device, seed)
     except Exception as error:  # noqa: BLE001 - whatever a variant does wrong here, the others are counted
         return status_of(error)[1]
 
 
-def _count(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int:
+def _barriers(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
+    counter = None if request.control else operation.get(request.variant).tags.get("barriers")
+    if counter is None:
+        return "its kernels count none"
+    inputs = make_inputs(operation, request.case, device, seed, request.direction)
+    with torch.no_grad():
+        return counter(operation.bind(**inputs.arguments))
+
+
+def _launches(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int:
     control = operation.controls[request.variant] if request.control else None
     callee = Callee.variant(operation, request.variant) if control is None else Callee.control(operation, control)
     inputs = make_inputs(operation, request.case, device, seed, request.direction)

@@ -111,6 +111,11 @@ def mebibytes(count: float) -> str:
     return f"{amount:.1f} MiB" if 1 <= amount < 1000 else f"{amount:.3g} MiB" if amount < 1 else f"{amount / 1024:.2f} GiB"
 
 
+def microseconds(value: float) -> str:
+    """A time as people read it: ``8.12 us``, ``1.38 ms``."""
+    return f"{value / 1000:.3g} ms" if value >= 999.5 else f"{value:.3g} us"
+
+
 def _infeasible_mean(study: Study, criterion: Criterion, shapes: Sequence[Shape]) -> str | None:
     """The same for the geometric mean of the bytes saved."""
     moved = [

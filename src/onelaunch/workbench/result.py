@@ -14,17 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onelaunch.errors import ResultCorrupt, ResultExists, listing
 from onelaunch.operation import Direction
-from onelaunch.workbench.study import Criterion, Grown, Study
+from onelaunch.workbench.study import Criterion, Grown, Regime, Study
 
 SCHEMA = 2
 """Version 1 knew no means over shapes, no times at two shapes, no memory and no criteria that do not decide: what it stored reads
 as it stands."""
 
 READABLE = (1, 2)
-
-Regime = Literal["cold", "warm", "eager"]
-"""cold: inputs rotated through more than three last-level caches, graph replay on a GPU; warm: the same inputs again;
-eager: as a Python caller of the public function sees it, checks and dispatch included."""
 
 Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
 """``incorrect``: the verdict failed, no time was taken. ``invalid``: faster than its floor, the time is not believed."""
@@ -117,7 +113,7 @@ class Plan(Stored):
 class Cell(Grown, Stored):
     """One variant (or control) at one shape in one direction."""
 
-    LATER = ("launches",)
+    LATER = ("launches", "barriers")
 
     shape: str
     direction: Direction
@@ -135,9 +131,15 @@ class Cell(Grown, Stored):
     ``None`` where it is not measured, such as on a CPU."""
     launches: int | None = None
     """Kernels, copies and fills of one call, as counted in a CUDA graph; ``None`` where no criterion asks for them."""
+    barriers: int | None = None
+    """Over the grid in one call, as the variant's kernel counts them; ``None`` where no criterion asks for them."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
+
+    def count(self, measure: str) -> int | None:
+        """What was counted of one call: its ``launches`` or ``barriers``."""
+        return {"launches": self.launches, "barriers": self.barriers}[measure]
 
 
 class Noise(Stored):

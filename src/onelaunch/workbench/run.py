@@ -22,11 +22,11 @@ from onelaunch.workbench.compiling import compile_ahead, places_to_compile
 from onelaunch.workbench.count import Request, analytic, count_all
 from onelaunch.workbench.criteria import evaluate
 from onelaunch.workbench.decision import decide
-from onelaunch.workbench.launches import count_launches
+from onelaunch.workbench.launches import count_barriers, count_launches
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.provenance import provenance
 from onelaunch.workbench.result import Cell, Noise, Result, StoredCeilings, Traffic
-from onelaunch.workbench.study import DRAM_BYTES, Measure, Scale, Shape, Study
+from onelaunch.workbench.study import COUNTS, DRAM_BYTES, Measure, Scale, Shape, Study
 from onelaunch.workbench.timing import Interrupted, Measurements, measure
 from onelaunch.workbench.verify import Judge
 
@@ -61,6 +61,7 @@ class Steps:
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
     launches: Callable[..., Sequence[int | str]] = count_launches
+    barriers: Callable[..., Sequence[int | str]] = count_barriers
     compile: Callable[..., list[str]] = compile_ahead
 
 
@@ -100,7 +101,7 @@ def run_study(
         count: DRAM bytes by the hardware's counters where they can be read: at the shapes where a criterion asks for bytes
             (``True``; of what launches a known number of kernels, and of what the criterion names: a loop of thousands would keep
             the profiler busy for minutes), of everything everywhere (``"all"``), or nowhere. Elsewhere bytes are by arithmetic.
-            Launches are counted where a criterion asks for them, of what it names, unless this is ``False``.
+            Launches and barriers are counted where a criterion asks for them, of what it names, unless this is ``False``.
         on_progress: is told how far the run is.
         save_to: the file; :func:`default_path` by default.
         force: replace a result that is there already.
@@ -139,7 +140,7 @@ def run_study(
         ceilings=ceilings,
         rounds=rounds or study.rounds,
         counted=_places_to_count(study, count),
-        launches_counted=_places_of(study, ("launches",)) if count else frozenset(),
+        counts={what: _places_of(study, (what,)) for what in COUNTS if count},
         count_everything=count == "all",
         steps=steps,
         on_progress=on_progress or (lambda _: None),
@@ -171,7 +172,8 @@ class _Run:
     ceilings: StoredCeilings
     rounds: int
     counted: frozenset[tuple[str, Direction]]
-    launches_counted: frozenset[tuple[str, Direction]]
+    counts: Mapping[Measure, frozenset[tuple[str, Direction]]]
+    """Where launches and barriers are counted."""
     count_everything: bool
     steps: Steps
     on_progress: Callable[[Progress], None]
@@ -212,7 +214,8 @@ class _Run:
             name = place[0].name, place[1]
             cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
             counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
-            counted = counted and (name not in self.launches_counted or any(cell.launches is not None for cell in cells))
+            for what, places in self.counts.items():
+                counted = counted and (name not in places or any(cell.count(what) is not None for cell in cells))
             if counted and all(cell.status != "interrupted" for cell in cells):
                 self.finished.append(place)
                 self.cells |= {(cell.shape, cell.direction, cell.variant): cell for cell in cells}
@@ -292,8 +295,9 @@ class _Run:
         self._take(able, found, {})  # kept before counting, which may be interrupted
         if (case.name, direction) in self.counted:
             self._take(able, found, self._count(case, direction, able))
-        if (case.name, direction) in self.launches_counted:
-            self._count_launches(case, direction, able)
+        for what, places in self.counts.items():
+            if (case.name, direction) in places:
+                self._count_calls(what, case, direction, able)
 
     def _baselines(self, variants: Sequence[str]) -> tuple[str, ...]:
         """Whose A/A run may give the noise: the study's baseline, or what a user would get here."""
@@ -319,16 +323,17 @@ class _Run:
             return {}
         return {planned.variant: traffic for planned, traffic in zip(ready, found, strict=True)}
 
-    def _count_launches(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> None:
-        """Of what is correct and named by a criterion on launches; a note says why where they cannot be counted."""
-        named = _named_for(self.study, ("launches",))
+    def _count_calls(self, what: Measure, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> None:
+        """Of what is correct and named by a criterion on them; a note says why where they cannot be counted."""
+        named = _named_for(self.study, (what,))
+        count = {"launches": self.steps.launches, "barriers": self.steps.barriers}[what]
         ready = [planned for planned in able if planned.variant in named and self.cells[_key(planned)].status == "ok"]
         requests = [Request(case, planned.variant, direction, planned.control) for planned in ready]
-        for planned, found in zip(ready, self.steps.launches(self.operation, requests, device=self.device), strict=True):
+        for planned, found in zip(ready, count(self.operation, requests, device=self.device), strict=True):
             if isinstance(found, int):
-                self.cells[_key(planned)] = self.cells[_key(planned)].model_copy(update={"launches": found})
+                self.cells[_key(planned)] = self.cells[_key(planned)].model_copy(update={what: found})
             else:
-                self.notes.append(f"Launches of {planned.variant} at {case.name} were not counted: {found}")
+                self.notes.append(f"{what.capitalize()} of {planned.variant} at {case.name} were not counted: {found}")
 
     def _slowness(self, planned: PlannedCell) -> float:
         times = self.cells[_key(planned)].timings

@@ -20,30 +20,46 @@ from onelaunch.operation import Case, Direction, Variant, find_operation
 Scale = Literal["small", "full"]
 """``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""
 
+Regime = Literal["cold", "warm", "eager", "running", "served"]
+"""cold: inputs rotated through more than three last-level caches, graph replay on a GPU; warm: the same inputs again;
+eager: as a Python caller of the public function sees it, checks and dispatch included. Of operations that are steps:
+running: a step of many in a row, each on what the one before gave, with nothing handed to the host; served: a step of many that
+come through the public loop, as its reader sees it."""
+
+LOOPS: tuple[Regime, ...] = ("running", "served")
+"""Regimes of many steps in a row; an operation says how they are made: :class:`onelaunch.operation.Loop`."""
+
 Measure = Literal[
     "speedup",
     "time_ratio",
+    "time",
     "time_over_floor",
     "dram_bytes_ratio",
     "dram_bytes_over_least",
     "peak_memory_ratio",
     "launches",
+    "barriers",
     "error",
 ]
 
-TIMES: tuple[Measure, ...] = ("speedup", "time_ratio", "time_over_floor")
+TIMES: tuple[Measure, ...] = ("speedup", "time_ratio", "time", "time_over_floor")
 """Measures that have rounds, an interval and a noise; the others are exact numbers."""
 
 DRAM_BYTES: tuple[Measure, ...] = ("dram_bytes_ratio", "dram_bytes_over_least")
 """Measures for which the hardware has to count."""
 
+COUNTS: tuple[Measure, ...] = ("launches", "barriers")
+"""Measures of one call that are counted where a criterion asks for them: whole numbers, which may be asked exactly."""
+
 ALONE: dict[Measure, tuple[str, str]] = {
+    "time": ("a time is held against microseconds", "a time is"),
     "time_over_floor": ("a time is held against its floor", "a time over its floor is"),
     "dram_bytes_over_least": ("bytes are held against the least", "bytes over the least are"),
     "launches": ("launches are counted", "a number of launches is"),
+    "barriers": ("barriers are counted", "a number of barriers is"),
     "error": ("an error is judged against the oracle", "an error is"),
 }
-"""Measures of ``of`` alone, bounded from above: how to say what each is held against, and that it is bounded."""
+"""Measures of ``of`` alone, bounded from above or, if counted, exact: what each is held against, and that it is bounded."""
 
 
 class Grown(BaseModel):
@@ -96,16 +112,18 @@ Selector = str | dict[str, Any]
 class Criterion(Declared):
     """One condition of success.
 
-    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``. ``time_over_floor``: time
-    of ``of`` / its floor, the time that the fewest bytes or the matrix products need on this device.
+    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``. ``time``: of ``of``, in
+    microseconds. ``time_over_floor``: time of ``of`` / its floor, the time that the fewest bytes or the matrix products need on
+    this device.
     ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``dram_bytes_over_least``: bytes of ``of`` / the fewest bytes of
     any way of computing, as the plan has them. ``peak_memory_ratio``: peak memory of ``of`` / peak memory of ``over``.
-    ``launches``: kernels, copies and fills of one call of ``of``, as counted. ``error``: the largest norm-wise error of ``of``.
-    ``over`` is the study's baseline by default. Where a selector stands for the fastest variant, bytes, memory and launches are
+    ``launches``: kernels, copies and fills of one call of ``of``, as counted. ``barriers``: barriers over the grid in one call of
+    ``of``, as its kernel counts them. ``error``: the largest norm-wise error of ``of``.
+    ``over`` is the study's baseline by default. Where a selector stands for the fastest variant, bytes, memory and counts are
     those of the fastest variant too.
     """
 
-    LATER = ("combine", "over_at", "per", "decides")
+    LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals")
 
     name: str
     measure: Measure
@@ -125,15 +143,26 @@ class Criterion(Declared):
     """Whether it takes part in the decision. One that does not is judged and shown all the same, such as a claim of the write-up
     that is kept for what it taught."""
     direction: Direction = "forward"
-    regime: Literal["cold", "warm", "eager"] = "cold"
+    regime: Regime = "cold"
+    over_regime: Regime | None = None
+    """That of ``over``, where it is another one: such as steps that are served over the same steps running."""
     at_least: float | None = None
     at_most: float | None = None
+    equals: int | None = None
+    """Instead of a bound, for what is counted."""
 
     @model_validator(mode="after")
     def _one_bound(self) -> Criterion:
-        if (self.at_least is None) == (self.at_most is None):
-            raise ValueError(f"criterion {self.name!r} needs exactly one of at_least and at_most")
+        if [self.at_least, self.at_most, self.equals].count(None) != 2:
+            raise ValueError(f"criterion {self.name!r} needs exactly one of at_least, at_most and equals")
         return self
+
+    @property
+    def bound(self) -> str:
+        """In words: ``at least 1.3``."""
+        if self.equals is not None:
+            return f"exactly {self.equals}"
+        return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
 
 
 class Study(Declared):
@@ -147,7 +176,7 @@ class Study(Declared):
     """Names; all of the operation's when empty."""
     controls: tuple[str, ...] = ()
     directions: tuple[Direction, ...] = ("forward",)
-    regimes: tuple[Literal["cold", "warm", "eager"], ...] = ("cold", "warm", "eager")
+    regimes: tuple[Regime, ...] = ("cold", "warm", "eager")
     rounds: int = Field(default=20, ge=3)
     shapes: tuple[Shape, ...] = Field(min_length=1)
     criteria: tuple[Criterion, ...] = ()

@@ -18,6 +18,8 @@ from onelaunch.errors import ArgumentError, OneLaunchError, StudyError, UnknownO
 from onelaunch.operation import Operation, find_operation
 from onelaunch.workbench.study import (
     ALONE,
+    COUNTS,
+    LOOPS,
     SHAPE_KEYS,
     TIMES,
     Criterion,
@@ -183,13 +185,24 @@ class _Reader:
     def _criterion(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
         where = f"criteria[{index}] ({table.get('name', 'without a name')})"
         self._keys(where, table, Criterion)
-        bounds = {key: table[key] for key in ("at_least", "at_most") if key in table}
+        bounds = {key: table[key] for key in ("at_least", "at_most", "equals") if key in table}
         if len(bounds) != 1:
-            self.fail(f"{where} has {'both' if bounds else 'neither'} of at_least and at_most; it needs exactly one.")
+            several = "more than one" if bounds else "none"
+            self.fail(f"{where} has {several} of at_least, at_most and equals; it needs exactly one.")
+        if "equals" in bounds:
+            self._exact_count(where, table)
+            return table
         for key, value in bounds.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
                 self.fail(f"{where}: {key} is {value!r}; it must be a number above 0.")
         return table
+
+    def _exact_count(self, where: str, table: Mapping[str, Any]) -> None:
+        value = table["equals"]
+        if table["measure"] not in COUNTS:
+            self.fail(f"{where}: equals is for what is counted ({listing(COUNTS)}); use at_least or at_most.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            self.fail(f"{where}: equals is {value!r}; it must be an integer of at least 0.")
 
     def _validate(self, prepared: dict[str, Any]) -> Study:
         try:
@@ -209,6 +222,9 @@ class _Reader:
         for key in ("directions", "regimes"):
             if not getattr(study, key):
                 self.fail(f"{key} is empty; leave it out for the default.")
+        for regime in study.regimes:
+            if regime in LOOPS and regime not in operation.loops:
+                self.fail(f"regimes has {regime!r}, which is of steps in a row; {operation.name} has no such loop.")
         for shape in study.shapes:
             self._distinct(f"directions of {shape.name}", shape.directions)
             if others := [direction for direction in shape.directions if direction not in study.directions]:
@@ -242,11 +258,13 @@ class _Reader:
         self._check_direction(where, study, criterion)
         if criterion.regime not in study.regimes:
             self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
+        if criterion.over_regime is not None:
+            self._check_other_regime(where, study, criterion)
         if criterion.measure in ALONE:
             against, what = ALONE[criterion.measure]
             if criterion.over is not None:
                 self.fail(f"{where}: {against}; leave over out.")
-            if criterion.at_most is None:
+            if criterion.at_least is not None:
                 self.fail(f"{where}: {what} bounded from above; use at_most.")
         if criterion.measure == "time_over_floor" and criterion.regime == "warm":
             self.fail(f"{where}: floors are for data that lies in memory, not in caches; use cold or eager as the regime.")
@@ -270,6 +288,8 @@ class _Reader:
             self.fail(f"{where}: a geometric mean is taken over all shapes; leave in_at_least or combine out.")
         if criterion.measure == "error":
             self.fail(f"{where}: of errors the largest counts, not their mean; leave combine out.")
+        if criterion.equals is not None or criterion.measure == "barriers":
+            self.fail(f"{where}: what is counted exactly, or may be none, has no geometric mean; leave combine out.")
         if len(shapes) < 2:
             self.fail(f"{where}: a geometric mean needs two shapes or more; leave combine out.")
 
@@ -290,6 +310,12 @@ class _Reader:
             if name not in operation.dimensions:
                 hint = did_you_mean(name, operation.dimensions)
                 self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
+
+    def _check_other_regime(self, where: str, study: Study, criterion: Criterion) -> None:
+        if criterion.measure not in (paired := [measure for measure in TIMES if measure not in ALONE]):
+            self.fail(f"{where}: over_regime is for times; leave it out, or use one of {listing(paired)} as the measure.")
+        if criterion.over_regime not in study.regimes:
+            self.fail(f"{where}: over_regime is {criterion.over_regime!r}, which is not among the study's regimes; add it there.")
 
     def _check_selector(
         self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from onelaunch.operation import Case, Control, Direction, Operation
+from onelaunch.operation import Case, Control, Direction, Loop, Operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.calls import Callee, status_of
 from onelaunch.workbench.clocks import Clocks
 from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.sampling import Rotation, Sampler, make_sampler, rotate
+from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.truth import Truth
 from onelaunch.workbench.verify import Judge, judge_answer
 
@@ -101,7 +102,7 @@ def measure(
         controls: names of the operation's controls, timed beside the variants.
         baseline: the variant that is timed twice for the A/A run, of several the first that is correct; in the order of
             ``variants`` by default.
-        regimes: which of ``cold``, ``warm`` and ``eager``.
+        regimes: which; those of steps in a row where the operation has such loops, forward and of variants alone.
         rounds: how many samples of each subject and regime.
         device: where.
         seed: of the inputs.
@@ -151,6 +152,7 @@ class _Entry:
     part: Control | None
     hidden: bool = False
     sampler: Sampler | None = None
+    loops: dict[Regime, Loop] = field(default_factory=dict)
     rounds: dict[Regime, list[float]] = field(default_factory=dict)
 
     @property
@@ -159,7 +161,11 @@ class _Entry:
 
     def fail(self, error: Exception) -> None:
         self.subject.status, self.subject.reason = status_of(error)
-        self.sampler = None  # frees its memory
+        self.release()
+
+    def release(self) -> None:
+        """Free its memory."""
+        self.sampler, self.loops = None, {}
 
 
 @dataclass
@@ -260,9 +266,11 @@ class _Session:
                 verdicts = [
                     (regime, judge_answer(truth, answer))
                     for regime in self.regimes
-                    if regime not in entry.sampler.refused
+                    if regime not in LOOPS and regime not in entry.sampler.refused
                     for answer in entry.sampler.answers(regime)
                 ]
+                said = ((regime, loop.problem()) for regime, loop in entry.loops.items() if regime in entry.rounds)
+                problem = next(((regime, why) for regime, why in said if why is not None), None)
             except Exception as error:  # noqa: BLE001 - see above
                 entry.fail(error)
                 continue
@@ -270,6 +278,9 @@ class _Session:
                 entry.subject.status = "incorrect"
                 entry.subject.reason = f"The outputs of the timed calls ({wrong[0]}) do not pass: {wrong[1].explain()}"
                 entry.subject.verdict = wrong[1]
+            elif problem is not None:
+                entry.subject.status = "incorrect"
+                entry.subject.reason = f"The steps that were timed ({problem[0]}) are wrong: {problem[1]}"
             elif entry.sampler.refused:
                 entry.subject.status, entry.subject.reason = next(iter(entry.sampler.refused.values()))
 
@@ -282,7 +293,7 @@ class _Session:
     def release(self) -> None:
         """Give the memory of inputs, outputs and graphs back: what comes next (a larger shape, a profiled process) needs it."""
         for entry in self.entries.values():
-            entry.sampler = None
+            entry.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -334,8 +345,12 @@ class _Session:
         if entry.part not in rotations:
             rotations[entry.part] = rotate(self._truth(entry), self.device)
         entry.sampler = make_sampler(entry.callee, rotations[entry.part], self.device)
-        entry.sampler.prepare(self.regimes)
+        entry.sampler.prepare([regime for regime in self.regimes if regime not in LOOPS])
         entry.subject.peak_bytes = entry.sampler.peak_bytes
+        if entry.part is None and self.direction == "forward":
+            variant, arguments = self.operation.get(entry.callee.name), rotations[entry.part].sets[0].arguments
+            makers = {regime: self.operation.loops[regime] for regime in self.regimes if regime in LOOPS}
+            entry.loops = {regime: make(variant, arguments) for regime, make in makers.items()}
 
     def _warm_up(self) -> None:
         """Mixed load; a subject that fails here fails."""
@@ -352,6 +367,8 @@ class _Session:
         if entry.sampler is None or regime in entry.sampler.refused:
             return None
         try:
+            if regime in LOOPS:
+                return 1e6 * entry.loops[regime].seconds() if regime in entry.loops else None
             return entry.sampler.sample(regime)
         except Exception as error:  # noqa: BLE001 - see above
             entry.fail(error)

@@ -13,6 +13,9 @@ from onelaunch.cli.study.show import show
 
 study = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
     help="Declare, run, read and compare studies. Start with: onelaunch study run 040-linear-rnn",
 )
 study.command("list")(list_all)

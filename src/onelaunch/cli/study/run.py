@@ -11,7 +11,8 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onelaunch.cli import output
-from onelaunch.cli.arguments import DeviceName, ScaleName, StudyName
+from onelaunch.cli.arguments import DeviceName
+from onelaunch.cli.study.arguments import ScaleName, StudyName
 from onelaunch.errors import ResultExists
 from onelaunch.hardware import ceilings, describe, resolve
 from onelaunch.workbench.report import RESULT, write_report

@@ -10,7 +10,8 @@ from rich.markdown import Markdown
 from rich.padding import Padding
 
 from onelaunch.cli import output
-from onelaunch.cli.arguments import DeviceName, ScaleName, StudyName
+from onelaunch.cli.arguments import DeviceName
+from onelaunch.cli.study.arguments import ScaleName, StudyName
 from onelaunch.errors import UnknownShape
 from onelaunch.hardware import ceilings, describe, resolve
 from onelaunch.operation import Direction

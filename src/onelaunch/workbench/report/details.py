@@ -14,6 +14,7 @@ from onelaunch.workbench.report.summary import (
     directions,
     main_regime,
     reference,
+    regimes,
     shapes,
     sizes,
     speedup,
@@ -40,6 +41,10 @@ READING = (
     "Cold: inputs rotated through more than three last-level caches, replayed as a graph on a GPU. Warm: the same inputs again. "
     "Eager: as a Python caller sees it, checks and dispatch included. Times are medians over rounds with their 95 % bootstrap "
     "interval; speeds are medians of ratios taken round by round."
+)
+IN_A_ROW = (
+    "Running: a step of many in a row on the device, each on what the one before gave. "
+    "Served: the same through the public loop, as its reader sees it."
 )
 HISTORY = "History, as the original write-up reported it. Nothing here was measured by this run or used in its decision."
 
@@ -68,21 +73,22 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
     rows = []
     for cell in cells:
         gain, distance = speedup(cell, over, regime), times_floor(cell, regime)
-        measured = [timing.microseconds for name in REGIMES if (timing := believed(cell, name))]
+        measured = [timing.microseconds for name in regimes(result) if (timing := believed(cell, name))]
         rows.append(
             (
                 f"{cell.variant} (control)" if cell.control else cell.variant,
                 words(cell.status),
-                *(q.interval(timing.microseconds) if (timing := believed(cell, name)) else q.NONE for name in REGIMES),
+                *(q.interval(timing.microseconds) if (timing := believed(cell, name)) else q.NONE for name in regimes(result)),
                 _speed(gain, is_reference=cell is over and bool(measured)),
                 q.ratio(distance) if distance else q.NONE,
                 q.span([estimate.samples for estimate in measured]) if measured else q.NONE,
             )
         )
+    heads = [f"{'?' if name == 'warm' else ''}>{name}" for name in regimes(result)]
     floor = next((q.time(cell.plan.floor_microseconds) for cell in cells if cell.plan and not cell.control), "not known")
     return Table(
         f"{shape.name}: {sizes(shape)}, {way(direction)}; floor {floor}",
-        columns("variant", "status", ">cold", "?>warm", ">eager", f">speed ({regime or 'not timed'})", ">/ floor", "?>rounds"),
+        columns("variant", "status", *heads, f">speed ({regime or 'not timed'})", ">/ floor", "?>rounds"),
         tuple(rows),
     )
 
@@ -107,7 +113,8 @@ def _shapes(result: Result) -> Section:
 
 def _times(result: Result, direction: Direction) -> Section:
     tables = tuple(times_table(result, shape, direction) for shape in shapes(result, direction))
-    return Section(f"All times, {way(direction)}", (READING,), tables, folded=len(tables) > MANY)
+    reading = (READING,) if regimes(result) == REGIMES else (READING, IN_A_ROW)
+    return Section(f"All times, {way(direction)}", reading, tables, folded=len(tables) > MANY)
 
 
 def _savings(result: Result) -> Section:
@@ -153,7 +160,8 @@ def _traffic(result: Result, direction: Direction) -> Section:
             tables.append(Table(title, heads, tuple(_traffic_row(cell) for cell in cells), "; ".join(notes)))
     text = (
         "Own bytes: the fewest that this way of computing must move; planned: the time that those, its FLOPs and launches take "
-        "at the measured ceilings. Read and written: one call, counted by the hardware (ncu) or by arithmetic. "
+        "at the measured ceilings. Barriers: over the grid, as the kernel counted them. "
+        "Read and written: one call, counted by the hardware (ncu) or by arithmetic. "
         "Peak memory: most that PyTorch had allocated above the inputs during one call; results and gradients are in it."
     )
     title = f"Bytes and launches, {way(direction)}"
@@ -163,6 +171,8 @@ def _traffic(result: Result, direction: Direction) -> Section:
 def _traffic_row(cell: Cell) -> tuple[str, ...]:
     plan, traffic = cell.plan, cell.traffic
     launches = f"{cell.launches} counted" if cell.launches is not None else q.launches(plan.launches) if plan else q.NONE
+    if cell.barriers is not None:
+        launches += f", {q.plural(cell.barriers, 'barrier')}"
     planned = (launches, q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
     moved = (q.NONE, q.NONE, q.NONE, "not counted")
     if traffic:

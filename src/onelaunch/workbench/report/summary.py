@@ -15,7 +15,7 @@ from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio
-from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape, Study
+from onelaunch.workbench.study import LOOPS, TIMES, Criterion, Selector, Shape, Study
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """In the order of preference for comparing variants."""
@@ -93,6 +93,11 @@ def cells_at(result: Result, shape: str, direction: Direction) -> tuple[Cell, ..
     return tuple(cell for cell in result.cells if (cell.shape, cell.direction) == (shape, direction))
 
 
+def regimes(result: Result) -> tuple[Regime, ...]:
+    """Those that a table of times has a column for: cold, warm, eager, and of steps in a row those that the study declares."""
+    return (*REGIMES, *(regime for regime in LOOPS if regime in result.study.regimes))
+
+
 def main_regime(result: Result) -> Regime | None:
     """The regime in which variants are compared: the first of cold, warm, eager that was measured."""
     measured = {timing.regime for cell in result.cells if cell.status == "ok" for timing in cell.timings}
@@ -140,18 +145,21 @@ def asked(criterion: Criterion, study: Study) -> str:
     of, over = selector(criterion.of), selector(study.over(criterion))
     if criterion.over_at is not None:
         over += f" at {criterion.over_at}" + (f" per {'*'.join(criterion.per)}" if criterion.per else "")
-    bound = f"at least {criterion.at_least:g}" if criterion.at_least is not None else f"at most {criterion.at_most:g}"
+    bound = criterion.bound
     what = {
         "speedup": f"{of} {bound}x as fast as {over}",
         "time_ratio": f"{of} takes {bound}x the time of {over}",
+        "time": f"{of} takes {bound} us",
         "time_over_floor": f"{of} takes {bound}x its floor",
         "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
         "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
         "peak_memory_ratio": f"{of} takes {bound}x the peak memory of {over}",
         "launches": f"{of} launches {bound} times a call",
+        "barriers": f"{of} meets {bound} barriers over the grid a call",
         "error": f"norm-wise error of {of} {bound}",
     }[criterion.measure]
     regime = f", {criterion.regime}" if criterion.measure in TIMES else ""
+    regime += f" over {criterion.over_regime}" if criterion.over_regime else ""
     aside = "" if criterion.decides else "; decides nothing"
     return f"{what} {_asked_at(criterion, study)} ({way(criterion.direction)}{regime}{aside})"
 

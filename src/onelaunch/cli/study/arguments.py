@@ -1,0 +1,12 @@
+"""Options that commands on studies share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from onelaunch.workbench.study import Scale
+
+StudyName = Annotated[str, typer.Argument(metavar="NAME", help="A study's name, or the path of its file.", show_default=False)]
+ScaleName = Annotated[Scale | None, typer.Option("--scale", help="small suits a CPU, full a GPU.", show_default="by device")]

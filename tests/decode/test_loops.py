@@ -1,0 +1,67 @@
+"""Tokens in a row by PyTorch's variants: how many, from where, and that they are the text that the public loop makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch.decode import KVCache, decode_step, random_weights
+from onelaunch.decode.engine import Request, TorchEngine
+from onelaunch.decode.loops import FEWEST, MOST, Running, Served, enough, first_difference
+from onelaunch.decode.model import prefill
+from onelaunch.errors import ContextExceeded
+from tests.decode.models import SMALL
+
+EAGER = decode_step.get("eager")
+
+
+def arguments(config, prompt):
+    weights = random_weights(config, 4)
+    logits, cache = prefill(weights, torch.tensor(prompt), KVCache.empty(config, len(prompt)))
+    return {"token": logits.argmax(keepdim=True), "weights": weights, "cache": cache}
+
+
+def test_steps_in_a_row_make_the_text_that_an_engine_makes():
+    given = arguments(SMALL, [3, 4, 5])
+    running = Running(EAGER, given)
+    assert running.seconds() > 0
+    (tokens, logits) = running._made
+    first, *rest = TorchEngine(given["weights"], "eager").run(Request((3, 4, 5), running.count + 1))
+    assert (first, rest) == (int(given["token"]), tokens.tolist())
+    assert int(logits.argmax()) == rest[-1]
+    assert running.problem() is None
+
+
+@pytest.mark.parametrize("position", [0, 1, 40])
+def test_what_is_served_begins_at_the_position_and_is_read_to_its_end(position):
+    cache = KVCache.empty(SMALL).with_length(position)
+    served = Served(EAGER, {"token": torch.tensor([1]), "weights": random_weights(SMALL), "cache": cache})
+    assert len(served.prompt) == max(position, 1)
+    assert served.seconds() > 0
+    assert len(served.tokens) == served.count + 1
+    assert served.problem() is None
+
+
+def test_the_context_bounds_a_run():
+    short = replace(SMALL, max_position_embeddings=20)
+    running = Running(EAGER, arguments(short, list(range(12))))
+    assert running.count == 8
+    full = KVCache.empty(short, 20).with_length(19)
+    assert Running(EAGER, {"token": torch.tensor([1]), "weights": random_weights(short), "cache": full}).count == 1
+    with pytest.raises(ContextExceeded):
+        Running(EAGER, {"token": torch.tensor([1]), "weights": random_weights(short), "cache": full.with_length(20)})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "room", "count"),
+    [(1e-9, 10**6, MOST), (1.0, 10**6, FEWEST), (1e-3, 10**6, 48), (1e-3, 20, 20), (0.0, 3, 3)],
+)
+def test_runs_are_long_enough_to_be_timed(seconds, room, count):
+    assert enough(seconds, room) == count
+
+
+def test_where_texts_differ():
+    assert first_difference((1, 2, 3), [1, 2, 3]) is None
+    assert first_difference((1, 2, 3), [1, 5, 4]) == "token 2 of 3 is 2; single steps make 5."

@@ -1,0 +1,133 @@
+"""Texts by the decode kernels on a GPU, through the public API: those of transformers and the oracle, and the same on and on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onelaunch.decode import KVCache, Model, ModelConfig, decode_step, random_weights
+from onelaunch.decode.engine import make_engine
+from onelaunch.decode.hub import BUNDLED, find_model
+from onelaunch.decode.model import forward, logits_of
+from onelaunch.decode.reference import config_of
+from onelaunch.decode.rungs import RUNGS, plan_for
+from onelaunch.hardware import is_hopper, processors
+from onelaunch.workbench.count import Request
+from onelaunch.workbench.launches import count_barriers
+
+pytestmark = pytest.mark.gpu
+
+each_rung = pytest.mark.parametrize("rung", RUNGS)
+
+
+@pytest.fixture(autouse=True)
+def hopper(device):
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+
+
+# The bundled model
+
+CLEAR = ("def main(", "    def __init__(self")
+"""Prompts behind which, for 512 tokens, the two largest logits are 0.07 apart or more: three times what rounding keys and values
+to bfloat16 changes. In PyTorch's bfloat16 the second becomes another text after 24 tokens."""
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """Texts of the bundled model by transformers, in float32 with the same weights."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra decode")
+    model = transformers.Qwen3ForCausalLM.from_pretrained(find_model(BUNDLED), dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))
+    texts = {}
+    for prompt in CLEAR:
+        tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            texts[prompt] = model.generate(tokens, do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=512)
+            top = model(texts[prompt]).logits[0, tokens.shape[1] - 1 : -1].topk(2).values
+        assert float((top[:, 0] - top[:, 1]).min()) > 0.06
+    return texts
+
+
+@each_rung
+def test_512_greedy_tokens_are_those_of_transformers(rung, theirs):
+    model = Model.from_pretrained(BUNDLED, device="cuda", dtype="bfloat16", variant=rung)
+    for prompt, expected in theirs.items():
+        found = model.generate(prompt, max_new_tokens=512, ignore_end=True, temperature=0)
+        assert torch.equal(found.sequences, expected), prompt
+
+
+# Random weights
+
+MODELS = {
+    "0.6B": ModelConfig(20_000, 1024, 3072, 3, 16, 8, 128, tie_word_embeddings=True),
+    "untied": ModelConfig(20_000, 1024, 3072, 2, 16, 8, 128),
+    "1.7B": ModelConfig(5000, 2048, 6144, 1, 16, 8, 128, tie_word_embeddings=True),
+}
+
+STEP = decode_step.case(
+    "bfloat16", layers=3, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=20_000, position=200
+)
+
+TOLERANCE = 0.04
+"""Of two logits, over the root mean square of all: the gate's cap."""
+
+
+@each_rung
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_the_oracles(rung, name, device):
+    """Wherever its two largest logits differ by more than the tolerance; elsewhere one of those that are as near."""
+    weights = random_weights(MODELS[name], 6, device)
+    prompt = torch.randint(MODELS[name].vocab_size, (40,))
+    found = Model(make_engine(weights, rung)).generate(prompt, max_new_tokens=300, ignore_end=True)
+    assert len(found.tokens) == 300
+    exact = oracle(weights, found.sequences[0], len(prompt))
+    near = TOLERANCE * exact.square().mean(1).sqrt()
+    best = exact.topk(2).values
+    taken = exact.gather(1, torch.tensor(found.tokens, device=device)[:, None])[:, 0]
+    assert (best[:, 0] - taken <= near).all()
+    assert (best[:, 0] - best[:, 1] > near).double().mean() > 0.5, "most tokens must be the oracle's own"
+    assert len(set(found.tokens)) > 20, "a text that says little tells little"
+
+
+def oracle(weights, text: torch.Tensor, first: int) -> torch.Tensor:
+    """Logits ``[N, V]`` float64 of which each token from ``first`` on was to be the largest."""
+    exact, device = weights.map(torch.Tensor.double), weights.device
+    cache = KVCache.empty(weights.config, len(text), device, torch.float64)
+    with torch.no_grad():
+        return logits_of(exact, forward(exact, text[:-1].to(device), cache)[first - 1 :])
+
+
+# What studies time
+
+
+@each_rung
+@pytest.mark.parametrize("loop", ["running", "served"])
+def test_tokens_in_a_row_are_those_of_single_steps(rung, loop, device):
+    reading = decode_step.make_inputs(STEP, device, 5)
+    made = decode_step.loops[loop](decode_step.get(rung), reading.arguments)
+    for _ in range(3):
+        assert 0 < made.seconds() < 0.1
+    assert made.problem() is None
+
+
+@each_rung
+def test_barriers_are_counted_for_a_study(rung, device):
+    (found,) = count_barriers(decode_step, [Request(STEP, rung)], device=device)
+    assert found == plan_for(config_of(STEP), rung, processors(device)).barriers()
+
+
+# On and on
+
+ENDLESS = ModelConfig(2000, 256, 768, 4, 8, 4, 64, tie_word_embeddings=True, max_position_embeddings=2048)
+TOKENS = 100_000
+
+
+def test_100_000_tokens_in_a_row_are_the_same_text_again_and_again(device):
+    """From an empty context to a full one, 49 times: what one text left in the kernel's memory must not be seen by the next."""
+    model = Model(make_engine(random_weights(ENDLESS, 2, device), "streaming"))
+    texts = [model.generate([1], max_new_tokens=TOKENS, ignore_end=True)]
+    assert (len(texts[0].tokens), texts[0].finish) == (ENDLESS.max_position_embeddings - 1, "context")
+    while sum(len(text.tokens) for text in texts) < TOKENS:
+        texts.append(model.generate([1], max_new_tokens=TOKENS, ignore_end=True))
+        assert texts[-1] == texts[0], f"text {len(texts)} is another one"

@@ -1,0 +1,45 @@
+"""The study of the decode kernels: its bounds are those of the plans, and of the tokens a second that their names say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from onelaunch.decode.contract import DIMENSIONS
+from onelaunch.decode.reference import config_of
+from onelaunch.decode.rungs import RUNGS, plan_for
+from onelaunch.workbench.study_file import load_study
+
+
+@pytest.fixture(scope="module")
+def study(pytestconfig):
+    return load_study(pytestconfig.rootpath / "studies" / "decode-megakernel.toml")
+
+
+def test_barriers_are_asked_as_plans_have_them(study):
+    asked = {criterion.of: criterion for criterion in study.criteria if criterion.measure == "barriers"}
+    assert asked.keys() == RUNGS.keys() - {"graph"}
+    for rung, criterion in asked.items():
+        (shape,) = study.shapes_of(criterion)
+        assert criterion.equals == plan_for(config_of(study.case(shape)), rung, 132).barriers()
+
+
+def test_tokens_a_second_are_microseconds_of_a_step(study):
+    named = [criterion for criterion in study.criteria if criterion.measure == "time"]
+    assert len(named) == 5
+    for criterion in named:
+        said = int(re.search(r"([\d,]+) tokens/s", criterion.name)[1].replace(",", ""))
+        assert 1e6 / criterion.at_most == pytest.approx(said, rel=1e-3)
+        assert criterion.regime == "running"
+
+
+def test_every_position_is_of_the_same_model_but_for_what_its_name_says(study):
+    models = {}
+    for shape in study.at_scale("full"):
+        sizes = tuple(shape.sizes[name] for name in DIMENSIONS[:-1])
+        models.setdefault((sizes, shape.options.get("tied", True)), []).append(shape.name)
+        assert shape.name.endswith(f"position {shape.sizes['position']}")
+    assert sorted(map(len, models.values())) == [2, 2, 8]
+    for (_, tied), names in models.items():
+        assert tied != any(name.startswith("untied") for name in names)
