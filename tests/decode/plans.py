@@ -14,6 +14,7 @@ MODELS = {
     "tied": TINY,
     "untied, a key head": replace(TINY, tie_word_embeddings=False, num_key_value_heads=1, head_dim=32, num_hidden_layers=1),
     "odd sizes": replace(TINY, vocab_size=101, hidden_size=264, intermediate_size=520, head_dim=64),
+    "whole chunks": ModelConfig(100, 1024, 1024, 2, 8, 2, 128, max_position_embeddings=512, tie_word_embeddings=True),
     "three layers": replace(TINY, num_key_value_heads=4, rope_theta=1e6, head_dim=8, num_hidden_layers=3),
 }
 

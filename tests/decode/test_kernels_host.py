@@ -16,6 +16,7 @@ from tests.decode.plans import MODELS, TINY, packed, text
 pytestmark = needs_compiler
 
 CASES = [*((rung, "tied", 5) for rung in RUNGS), ("streaming", "odd sizes", 3), ("streaming", "untied, a key head", 9)]
+CASES += [("streaming", "whole chunks", 9)]
 CASES += [("fused_phases", "three layers", 2), ("streaming", "three layers", 5)]
 
 
@@ -51,10 +52,18 @@ def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
             assert torch.equal(written[:, :, :position], given[:, :, :position])
 
 
-@pytest.mark.parametrize("rung", ["eight_barriers", "fused_phases", "streaming", "graph"])
-def test_tokens_of_one_launch_are_those_of_many_in_any_timing(rung, libraries):
-    weights, cache, _, _ = text(TINY, 62)
-    kernel, memory = kernel_and_memory(weights, plan_for(TINY, rung, 5), libraries)
+ROWS = [
+    *(("tied", rung, 5) for rung in ("eight_barriers", "fused_phases", "streaming", "graph")),
+    ("whole chunks", "streaming", 9),
+]
+
+
+@pytest.mark.parametrize(("model", "rung", "ctas"), ROWS)
+def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, rung, ctas, libraries):
+    weights, cache, _, _ = text(MODELS[model], 62)
+    plan = plan_for(MODELS[model], rung, ctas)
+    assert plan.keys_stream == (model == "whole chunks")
+    kernel, memory = kernel_and_memory(weights, plan, libraries)
     single, steps = cache.map(torch.clone), [9]
     for position in range(62, 67):
         logits = kernel(memory, single, token=torch.tensor(steps[-1:]), position=position, seed=position)

@@ -49,7 +49,7 @@ def check(*tokens: Plan, room: Room | None = None) -> None:
     tokens = tokens if len(tokens) > 1 else (plan,) * 4
     clocks = _Clocks(plan)
     for number, each in enumerate(tokens):
-        clocks.token = number
+        clocks.begin_token(number)
         for layer, phase in each.instances(min(plan.config.num_hidden_layers, LAYERS)):
             clocks.follow(phase, layer, f"token {number}, layer {layer}")
 
@@ -138,8 +138,13 @@ class _Clocks:
         self.states: dict[tuple[str, int, int], _State] = {}
         self.found: dict[tuple[str, int, int], _Past] = {}
         """Of pieces that several CTAs read in the phase at hand."""
+        self.begun = self.known
+        """What each CTA knew when it began the token: all that keys and values that are fetched ahead can rely on."""
         self.arrivals: dict[int, tuple[int, list[int]]] = {}
         """Of each counter: when it was last bumped, and by whom."""
+
+    def begin_token(self, number: int) -> None:
+        self.token, self.begun = number, self.known.copy()
 
     def follow(self, phase: Phase, layer: int, where: str) -> None:
         """One phase: what is known at its begin, its reads, its writes, what is known at its end."""
@@ -212,7 +217,8 @@ class _Clocks:
         # the cache's first words are the caller's, sums begin as zero
         if not past.written.all() and piece.buffer != "cache" and not _buffer(self.plan, piece).sums:
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that nobody writes ({where})")
-        if (early := self.known[cta, past.writer] < past.written).any():
+        known = self.begun if self.plan.keys_stream and piece.buffer == "cache" else self.known
+        if (early := known[cta, past.writer] < past.written).any():
             writer = int(past.writer[early.argmax()])
             problem = (
                 f"reads words {piece.begin} to {piece.end} of {piece.buffer} before CTA {writer} has written them for certain"

@@ -7,7 +7,7 @@ from typing import Final
 
 from onelaunch import nvrtc
 from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import CHUNK, MOST_TILES, ROUNDS, STEP, TILE, Edge, Op, Phase, Plan, padded, passes
+from onelaunch.decode.plan import CHUNK, MOST_TILES, ROUNDS, STEP, TILE, Edge, Op, Phase, Plan, depth, padded, passes
 from onelaunch.decode.rungs import POSITIONS
 
 WARPS: Final = 8
@@ -47,12 +47,6 @@ class Tuning:
     """
     stamps: bool = False
     """Whether the kernel notes when each CTA came where: :mod:`onelaunch.decode.stamps`."""
-
-
-def depth(config: ModelConfig) -> int:
-    """Granules of a tile that follow each other in the stream: four where all matrices' columns allow it."""
-    steps = [padded(columns) // STEP for columns in (config.hidden_size, config.query_size, config.intermediate_size)]
-    return next(each for each in (4, 2, 1) if not any(step % each for step in steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +126,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
         numbers |= {f"MOST_{op.upper()}": max(together), f"LEAST_{op.upper()}": min(together)}
     flags = {
         "STREAMS": plan.streams, "SEPARATE": plan.separate, "TAGGED": any(buffer.tagged for buffer in plan.buffers),
-        "ROPE_APART": "rope" in ops, "NORM_APART": "norm" in ops, "STAMPED": tuning.stamps,
+        "ROPE_APART": "rope" in ops, "NORM_APART": "norm" in ops, "STAMPED": tuning.stamps, "KEYS_STREAM": plan.keys_stream,
     }  # fmt: skip
     lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from onelaunch.decode.cache import KVCache
-from onelaunch.decode.emit import BINS, PRODUCTS, WARPS, depth
+from onelaunch.decode.emit import BINS, PRODUCTS, WARPS
 from onelaunch.decode.model import rms_norm
 from onelaunch.decode.packing import CHANNELS, Stream, as_operands, columns, granules
-from onelaunch.decode.plan import GRANULE, ROUNDS, TILE, Op, Phase, Piece, Plan, Share, padded, passes
+from onelaunch.decode.plan import GRANULE, ROUNDS, TILE, Op, Phase, Piece, Plan, Share, depth, padded, passes
 from onelaunch.decode.rope import rotate, rotation
 from onelaunch.decode.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
 from onelaunch.decode.weights import Weights

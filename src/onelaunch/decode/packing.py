@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.emit import PRODUCTS, WARPS, depth
-from onelaunch.decode.plan import GRANULE, STEP, TILE, Op, Plan, padded, passes
+from onelaunch.decode.emit import PRODUCTS, WARPS
+from onelaunch.decode.plan import GRANULE, STEP, TILE, Op, Plan, depth, padded, passes
 from onelaunch.decode.rungs import tiles
 from onelaunch.decode.weights import LayerWeights, Weights
 

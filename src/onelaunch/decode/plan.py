@@ -116,6 +116,8 @@ class Plan:
     """Of them, those that have positions at the length at hand."""
     streams: bool
     """Whether weights are fetched ahead of the edges."""
+    keys_stream: bool = False
+    """Whether keys and values of earlier positions are fetched ahead like weights: as soon as the token before is done."""
     separate: bool = False
     """Whether each phase is a launch: all edges are then the launches' own."""
 
@@ -153,6 +155,13 @@ def padded(columns: int) -> int:
 
 ROUNDS = 9
 """In which a drawn token's limits are found, at most: top-k looks at a key's value in three, top-p at equals too, in six."""
+
+
+def depth(config: ModelConfig) -> int:
+    """Granules of a tile that follow each other in the stream: four where all matrices' columns allow it."""
+    steps = [padded(columns) // STEP for columns in (config.hidden_size, config.query_size, config.intermediate_size)]
+    return next(each for each in (4, 2, 1) if not any(step % each for step in steps))
+
 
 MOST_TILES = 6
 """Tiles whose sums a CTA keeps in registers."""

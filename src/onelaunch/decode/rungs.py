@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import ROUNDS, TILE, Buffer, Edge, Op, Phase, Piece, Plan, Share, Wait, split
+from onelaunch.decode.plan import ROUNDS, TILE, Buffer, Edge, Op, Phase, Piece, Plan, Share, Wait, depth, split
 
 HALF_TILE = TILE // 2
 """Channels of the MLP in a tile: each has a row of the gate and one of the up projection."""
@@ -133,7 +133,8 @@ class _Builder:
         found = tuple(self.connected(layer))
         closing = self.product("down", "final", self.whole("act"))
         tail = (self.head(), self.next_token()) if self.rounds is None else (self.head(), *self.drawing(self.rounds))
-        facts = (self.buffers(), self.splits, self.used, rung.streams, rung.separate)
+        keys_stream = rung.streams and depth(config) == 4  # whole chunks for each phase: others go between them
+        facts = (self.buffers(), self.splits, self.used, rung.streams, keys_stream, rung.separate)
         return Plan(config, self.name, self.ctas, found, closing, tail, *facts)
 
     # Buffers

@@ -148,44 +148,62 @@ DEVICE float score(const Query& query, const float (&key)[8]) {
   return sum;
 }
 
-// Keys or values of a warp's next positions, DEEP of each lane's.
-struct Rows {
-  uint4 row[DEEP];
-  DEVICE Rows(const Worker& w, const u16* rows, int head, int first, int end) {
-    const u16* base = rows + w.cached(head) + channel_of(w);
-#pragma unroll
-    for (int i = 0; i < DEEP; ++i) {
-      const int at = first + i * WARPS * AT_ONCE + w.lane / LANES;
-      row[i] = {0, 0, 0, 0};
-      if (at < end) row[i] = load_plain((const uint4*)(base + (long long)at * HEAD));
-    }
+// A unit's part of a key head's positions. The newest one is not in the cache yet.
+struct Span {
+  int head, begin, end, cached;
+  bool used;
+  DEVICE Span(int unit, int position) : head(unit / SPLITS) {
+    const int positions = position + 1, parts = used_at(position), size = (positions + parts - 1) / parts;
+    begin = unit % SPLITS * size, end = begin + size < positions ? begin + size : positions;
+    cached = !ROPE_APART && end == positions ? end - 1 : end;
+    used = unit % SPLITS < parts;
   }
 };
+// Keys and values of earlier positions come through the ring like weights, where chunks are whole phases' and no wait is in their way:
+// keys in the first half of a chunk, values in the second.
+constexpr int ROUND = WARPS * AT_ONCE * DEEP, ROWS = CHUNK / (4 * HEAD);
+static_assert(ROWS % ROUND == 0, "a chunk is for whole rounds of all warps");
+
+// Keys and values of a warp's positions in a round, DEEP of each lane's.
 struct Batch {
-  Rows keys, values;
-  DEVICE Batch(const Worker& w, int head, int first, int end)
-      : keys(w, w.a.keys, head, first, end), values(w, w.a.values, head, first, end) {}
+  uint4 keys[DEEP], values[DEEP];
+  DEVICE void load(Worker& w, const Span& span, int base) {
+    const char *keys_at, *values_at;
+    const int row = w.warp * AT_ONCE + w.lane / LANES, within = (base - span.begin) % ROWS;
+    if constexpr (KEYS_STREAM) {
+      keys_at = (base < span.cached ? w.chunk() : w.s.stages) + within * HEAD * 2, values_at = keys_at + CHUNK / 2;
+    } else {
+      const long long at = w.cached(span.head) + (long long)base * HEAD;
+      keys_at = (const char*)(w.a.keys + at), values_at = (const char*)(w.a.values + at);
+    }
+#pragma unroll
+    for (int i = 0; i < DEEP; ++i) {
+      const int mine = row + i * WARPS * AT_ONCE, offset = mine * HEAD * 2 + channel_of(w) * 2;
+      keys[i] = values[i] = {0, 0, 0, 0};
+      if (base + mine < span.cached) keys[i] = read_row(keys_at + offset), values[i] = read_row(values_at + offset);
+    }
+    if (KEYS_STREAM && base < span.cached && (within + ROUND == ROWS || base + ROUND >= span.cached)) w.drop();
+  }
+  DEVICE static uint4 read_row(const char* at) { return KEYS_STREAM ? *(const uint4*)at : load_plain((const uint4*)at); }
 };
 
-// Positions up to end of the cache; the first ones are on their way. Once keys or values have been used, the next ones follow.
-DEVICE void attend_cached(Worker& w, int head, int first, int end, Batch batch, const float (&query)[GROUP][8], Found& f) {
+// All cached positions of the span, by rounds; the first round's are there or on their way.
+DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const float (&query)[GROUP][8], Found& f) {
 #pragma unroll 1
-  while (first < end) {
+  for (int base = span.begin; base < span.cached; base += ROUND) {
     w.refresh();
-    const int next = first + WARPS * AT_ONCE * DEEP;
     float scores[GROUP][DEEP];
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) {
-      const bool valid = first + i * WARPS * AT_ONCE + w.lane / LANES < end;
+      const bool valid = base + i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES < span.cached;
       float key[8];
-      unpack(batch.keys.row[i], key);
+      unpack(batch.keys[i], key);
 #pragma unroll
       for (int g = 0; g < GROUP; ++g) {
         const float found = score(query[g], key);
         scores[g][i] = valid ? found : 2 * NOTHING;
       }
     }
-    batch.keys = Rows(w, w.a.keys, head, next, end);
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
       float larger = f.most[g];
@@ -193,15 +211,16 @@ DEVICE void attend_cached(Worker& w, int head, int first, int end, Batch batch, 
       for (int i = 0; i < DEEP; ++i) larger = fmaxf(larger, scores[g][i]);
       f.rescale(g, larger);
     }
+    Batch next;
+    next.load(w, span, base + ROUND);
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) {
       float value[8];
-      unpack(batch.values.row[i], value);
+      unpack(batch.values[i], value);
 #pragma unroll
       for (int g = 0; g < GROUP; ++g) f.add(g, scores[g][i], value);
     }
-    batch.values = Rows(w, w.a.values, head, next, end);
-    first = next;
+    batch = next;
   }
 }
 
@@ -250,7 +269,7 @@ DEVICE void combine_warps(Worker& w, float* slot, int sharing) {
     for (int warp = 0; warp < sharing; ++warp) most = fmaxf(most, found[(warp * GROUP + g) * FOUND_WORDS + HEAD]);
     for (int warp = 0; warp < sharing; ++warp) {
       const float* its = found + (warp * GROUP + g) * FOUND_WORDS;
-      const float weight = exp2f(its[HEAD] - most);
+      const float weight = power(its[HEAD] - most);
       sum += weight * its[HEAD + 1];
       value += weight * its[channel];
     }
@@ -263,45 +282,41 @@ DEVICE void combine_warps(Worker& w, float* slot, int sharing) {
 // The newest position's key and value are turned, used and kept by the warp whose turn it is.
 DEVICE void attend(Worker& w) {
   w.refresh();
-  const int positions = w.position + 1, used = w.used(), size = (positions + used - 1) / used;
   for (int unit = w.begin(ATTENTION); unit < w.end(ATTENTION); ++unit) {
-    const int head = unit / SPLITS, part = unit % SPLITS;
-    if (part >= used) {  // nothing to add, but each word is written in every use
+    const Span span(unit, w.position);
+    float* slot = w.a.words + PARTIAL + unit * SLOT;
+    if (!span.used) {  // nothing to add, but each word is written in every use
       if constexpr (TAGGED)
-        for (int at = 4 * w.thread; at < SLOT; at += 4 * WORKERS_THREADS)
-          put(w.a.words + PARTIAL + unit * SLOT + at, float4{0, 0, 0, 0}, w.use());
+        for (int at = 4 * w.thread; at < SLOT; at += 4 * WORKERS_THREADS) put(slot + at, float4{0, 0, 0, 0}, w.use());
       continue;
     }
     if (unit > w.begin(ATTENTION)) w.meet();  // what all have found has been read
-    const int begin = part * size, end = begin + size < positions ? begin + size : positions, all = (end - begin + AT_ONCE - 1) / AT_ONCE;
-    const bool last = !ROPE_APART && end == positions, newest = last && (all - 1) % WARPS == w.warp;
-    const int first = begin + w.warp * AT_ONCE, cached = last ? end - 1 : end;
-    const int sharing = all < WARPS ? all : WARPS;
-    float* slot = w.a.words + PARTIAL + unit * SLOT;
-    if (first < end) {
+    const int all = (span.end - span.begin + AT_ONCE - 1) / AT_ONCE, sharing = all < WARPS ? all : WARPS;
+    const bool newest = span.cached < span.end && (all - 1) % WARPS == w.warp;
+    Batch batch;
+    if constexpr (!ROPE_APART) batch.load(w, span, span.begin);  // of earlier tokens: no need to wait
+    if (w.warp < sharing) {  // the others have no position in any round
       Found f;
+      float queries[GROUP][8];
       if constexpr (ROPE_APART) {
-        float queries[GROUP][8];
-        take_heads(w, w.a.words + QUERIES + head * GROUP * HEAD, GROUP, queries);
+        take_heads(w, w.a.words + QUERIES + span.head * GROUP * HEAD, GROUP, queries);
         w.mark(ATTENTION, READY);
-        attend_cached(w, head, first, cached, Batch(w, head, first, cached), queries, f);
+        batch.load(w, span, span.begin);
       } else {
-        const Batch batch(w, head, first, cached);  // of earlier tokens: no need to wait
-        float queries[GROUP][8];
-        turn_heads(w, head, newest, queries);
-        if (newest) {  // all lanes of the warp for their shuffles, one position of it counts
-          float key[8], value[8];
-          read(w.s.newest + channel_of(w), key);
-          read(w.s.newest + HEAD + channel_of(w), value);
-#pragma unroll
-          for (int g = 0; g < GROUP; ++g) {
-            const float found = score(queries[g], key), counted = w.lane < LANES ? found : 2 * NOTHING;
-            f.rescale(g, fmaxf(f.most[g], counted));
-            f.add(g, counted, value);
-          }
-        }
-        attend_cached(w, head, first, cached, batch, queries, f);
+        turn_heads(w, span.head, newest, queries);
       }
+      if (newest) {  // all lanes of the warp for their shuffles, one position of it counts
+        float key[8], value[8];
+        read(w.s.newest + channel_of(w), key);
+        read(w.s.newest + HEAD + channel_of(w), value);
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+          const float found = score(queries[g], key), counted = w.lane < LANES ? found : 2 * NOTHING;
+          f.rescale(g, fmaxf(f.most[g], counted));
+          f.add(g, counted, value);
+        }
+      }
+      attend_cached(w, span, batch, queries, f);
       combine_lanes(w, f, slot, sharing);
     }
     if (sharing > 1) combine_warps(w, slot, sharing);

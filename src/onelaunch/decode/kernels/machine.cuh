@@ -101,6 +101,11 @@ DEVICE uint4 load_plain(const uint4* at) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
+// What other threads wrote, and this one was told of, is seen by copies that it asks for.
+DEVICE void see_for_copies() {
+  __threadfence();
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 DEVICE void begin_after_earlier_launches() { wait_for_earlier_launches(); }
 DEVICE void let_next_launch_begin() { let_later_launches_begin(); }
 

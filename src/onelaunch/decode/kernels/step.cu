@@ -58,24 +58,61 @@ struct Arguments {
 
 // The thread that copies. In a plan that does not stream it stops where the workers have not yet arrived. Before the chunk at which
 // hand-offs end, what is on its way is bounded, and how soon one chunk follows another: hand-offs queue behind it.
-DEVICE void copy_weights(const Arguments& a, const char* from, int granules, int hand_offs, int tokens, Shared& s) {
-  const int chunks = (granules + 3) / 4;
+struct Copier {
+  const Arguments& a;
+  Shared& s;
   Ring ring;
   int issued = 0;
   long long earliest = 0;
-  for (int token = 0; token < tokens; ++token) {
-    for (int chunk = 0; chunk < chunks; ++chunk, ++issued) {
-      if constexpr (!STREAMS && !SEPARATE) await(a, s, [&] { return (int)(*s.allowed - issued) > 0; });
-      if (!await_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return;  // nobody waits for the rest
-      if (chunk < hand_offs) {
-        if (issued >= FLIGHT) await_ring(a, s, s.full + (issued - FLIGHT) % STAGES, ((issued - FLIGHT) / STAGES) & 1);
-        if constexpr (PACE > 0) await(a, s, [&] { return ticks() >= earliest; });
-        earliest = ticks() + PACE;
-      }
-      const int bytes = GRANULE * (granules - 4 * chunk < 4 ? granules - 4 * chunk : 4);
-      ring_expect(s.full + ring.stage, bytes);
-      ring_copy(s.stages + ring.stage * CHUNK, from + (long long)chunk * CHUNK, bytes, s.full + ring.stage);
-      ring.advance();
+
+  // The place of the next chunk, of so many bytes, once it is free; or none: nobody waits for the rest.
+  DEVICE char* next(int bytes, bool bounded, int pace) {
+    if constexpr (!STREAMS && !SEPARATE) await(a, s, [&] { return (int)(*s.allowed - issued) > 0; });
+    if (!await_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return nullptr;
+    if (bounded) {
+      if (issued >= FLIGHT) await_ring(a, s, s.full + (issued - FLIGHT) % STAGES, ((issued - FLIGHT) / STAGES) & 1);
+      if (pace > 0) await(a, s, [&] { return ticks() >= earliest; });
+      earliest = ticks() + pace;
+    }
+    ring_expect(s.full + ring.stage, bytes);
+    return s.stages + ring.stage * CHUNK;
+  }
+  DEVICE void copy(char* to, const void* from, int bytes) { ring_copy(to, from, bytes, s.full + ring.stage); }
+  DEVICE void done() { ring.advance(), ++issued; }
+};
+DEVICE void copy_weights(Copier& c, const char* from, int granules, int chunk, bool bounded) {
+  const int bytes = GRANULE * (granules - 4 * chunk < 4 ? granules - 4 * chunk : 4);
+  if (char* to = c.next(bytes, bounded, PACE)) c.copy(to, from + (long long)chunk * CHUNK, bytes), c.done();
+}
+// Earlier positions of a layer. Those of the token before are there once it is done.
+DEVICE void copy_cache(Copier& c, const int* share, int layer, int token, int position) {
+  for (int unit = share[2 * ATTENTION]; unit < share[2 * ATTENTION + 1]; ++unit) {
+    const Span span(unit, position);
+    if (!span.used || span.begin >= span.cached) continue;
+    if (layer == 0) {
+      await(c.a, c.s, [&] { return *c.s.made >= token; });
+      see_for_copies();
+    }
+    for (int base = span.begin; base < span.cached; base += ROWS) {
+      const int bytes = 2 * HEAD * (span.cached - base < ROWS ? span.cached - base : ROWS);
+      const long long at = ((long long)(layer * HEADS + span.head) * c.a.capacity + base) * HEAD;
+      char* to = c.next(2 * bytes, true, 0);
+      if (!to) return;
+      c.copy(to, c.a.keys + at, bytes), c.copy(to + CHUNK / 2, c.a.values + at, bytes), c.done();
+    }
+  }
+}
+DEVICE void copy_tokens(const Arguments& a, const int* share, Shared& s) {
+  const int qkv = phase_granules(share, QKV, HIDDEN) / 4, layer = layer_granules(share), chunks = (layer * LAYERS + 3) / 4;
+  const int granules = layer * LAYERS + phase_granules(share, LM_HEAD, HIDDEN);
+  const int position = a.position < 0 ? (int)a.state[POSITION] : a.position;
+  const char* from = a.stream + a.starts[cta_index()];
+  Copier c = {a, s};
+  for (int token = 0; token < a.count; ++token) {
+    int until = qkv;  // whole layers are whole chunks, where keys and values come too
+    for (int chunk = 0, at = 0; chunk < (granules + 3) / 4 && !*s.gone; ++chunk) {
+      if (KEYS_STREAM && chunk == until && at < LAYERS) copy_cache(c, share, at++, token, position + token), until += layer / 4;
+      copy_weights(c, from, granules, chunk, chunk < chunks);
     }
   }
 }
@@ -101,9 +138,7 @@ DEVICE void decode_tokens(const Arguments& a) {
   Shared s = set_up(a);
   const int* share = s.share;
   if (thread_index() >= WORKERS_THREADS) {
-    const int layers = layer_granules(share) * LAYERS, granules = layers + phase_granules(share, LM_HEAD, HIDDEN);
-    if (thread_index() == WORKERS_THREADS)
-      copy_weights(a, a.stream + a.starts[cta_index()], granules, (layers + 3) / 4, a.count, s);
+    if (thread_index() == WORKERS_THREADS) copy_tokens(a, share, s);
   } else {
     Worker w(a, s, share);
     while (*s.made < a.count) {
@@ -127,7 +162,8 @@ DEVICE void decode_phase(const Arguments& a, int layer) {
       for (int each = 0; each < PHASE && PHASE != LM_HEAD; ++each) before += phase_granules(share, each, columns_of(each));
       const int granules = phase_granules(share, PHASE, columns_of(PHASE));
       const char* from = a.stream + a.starts[cta_index()] + (long long)before * GRANULE;
-      copy_weights(a, from, granules, 0, 1, s);  // weights are nobody's result: no need to wait
+      Copier c = {a, s};
+      for (int chunk = 0; chunk < (granules + 3) / 4; ++chunk) copy_weights(c, from, granules, chunk, false);  // nobody's result: no need to wait
     }
   } else {
     begin_after_earlier_launches();

@@ -1,6 +1,12 @@
 // A working thread, the words that CTAs hand each other, and the vector that a phase multiplies.
 #pragma once
 
+// CTAs that share the positions of a key head.
+DEVICE int used_at(int position) {
+  const int wanted = (position + POSITIONS) / POSITIONS;
+  return wanted < SPLITS ? wanted : SPLITS;
+}
+
 struct Worker {
   const Arguments& a;
   Shared& s;
@@ -38,11 +44,7 @@ struct Worker {
   DEVICE void mark_token(int at) const {
     if constexpr (STAMPED) stamp(at, (u32)ticks()), stamp(at + 1, (u32)nanoseconds());
   }
-  // CTAs that share the positions of a key head.
-  DEVICE int used() const {
-    const int wanted = (position + POSITIONS) / POSITIONS;
-    return wanted < SPLITS ? wanted : SPLITS;
-  }
+  DEVICE int used() const { return used_at(position); }
   DEVICE const u16* layer_norms() const { return a.norms + (long long)afresh(layer) * (2 * HIDDEN + 2 * HEAD); }
   DEVICE const u16* embedded() const { return a.embedding + (long long)*s.token * HIDDEN; }
   DEVICE long long cached(int head) const { return (long long)(afresh(layer) * HEADS + head) * a.capacity * HEAD; }
@@ -90,6 +92,11 @@ struct Worker {
     if (lane < end / 4 && there) ring_arrive(s.empty + mine.stage);  // once for each time that it was filled
     ring = ring.after(end / 4);
     if (DEPTH < 4) left = end % 4 ? 4 - end % 4 : 0;
+  }
+  // The next chunk of the ring, for all lanes to read; then drop() gives it back.
+  DEVICE const char* chunk() {
+    there = all_lanes(there & await_ring(a, s, s.full + ring.stage, ring.phase));
+    return s.stages + ring.stage * CHUNK;
   }
   DEVICE void drop() {
     warp_meets();
