@@ -72,7 +72,8 @@ def box_of(columns: int) -> str:
 def build(name: str, kernel: Any, boxes: dict[str, str], constants: dict[str, Any], warps: int) -> KernelBuild:
     """A kernel as an unpacked call in bfloat16 launches it."""
     numbers = dict.fromkeys(("T", "heads", "segments", "part_steps", "sequences", "rows", "values"), "i32") | {"scale": "fp32"}
-    wide = dict.fromkeys(("part_states", "part_decays"), "*fp32")
+    numbers |= dict.fromkeys(("pitch", "out_pitch"), "i32:16")
+    wide = dict.fromkeys(("part_states", "part_decays", "sums"), "*fp32")
     known = {**numbers, **wide, **boxes}
     signature = {
         argument: "constexpr" if argument in constants else known.get(argument, "*bf16") for argument in kernel.arg_names
@@ -122,8 +123,8 @@ def sum_build(name: str, keys: int, values: int, *, scalar: bool, reverse: bool)
     return build(name, sum_kernel, boxes, constants, 4)
 
 
-def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> KernelBuild:
-    """Gradients of q, k and g."""
+def gradients_build(name: str, keys: int, values: int, *, scalar: bool, normalizer: float | None = None) -> KernelBuild:
+    """Gradients of q, k and g, or of what log-decays with a ``normalizer`` were made of."""
     from onelaunch.ops.gla import hopper_launch
     from onelaunch.ops.gla.hopper_gradient_kernels import gradients_kernel
 
@@ -135,8 +136,11 @@ def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> Kerne
         **dict.fromkeys(("states", "dstates", "states_low"), descriptor_type([block, 64], torch.bfloat16)),
     }
     absent = ["offsets", *(["g", "dg_tiles"] if scalar else ["log_decay", "states_low"])]
+    absent += ["sums"] if normalizer is None else []
     boxes |= {"dg": "*fp32"} if scalar else {}
-    constants = {"PANELS": keys // 64, "STEPS": 0, "LIMIT": 40.0, "PACKED": False, **dict.fromkeys(absent)}
+    constants = {
+        "PANELS": keys // 64, "STEPS": 0, "LIMIT": 40.0, "NORMALIZER": normalizer, "PACKED": False, **dict.fromkeys(absent),
+    }  # fmt: skip
     return build(name, gradients_kernel, boxes, constants, hopper_launch.GRADIENT_WARPS)
 
 
@@ -163,4 +167,9 @@ def _(architecture: str) -> list[KernelBuild]:
                 sum_build(f"sums back, {said}", keys, values, scalar=scalar, reverse=True),
                 gradients_build(f"gradients, {said}", keys, values, scalar=scalar),
             ]
+        said = f"K = {keys}, V = {values}"
+        builds += [
+            walk_build(f"walk that keeps states, {said}", keys, values, scalar=False, read=True, reverse=False, keep=True),
+            gradients_build(f"gradients through logsigmoid, {said}", keys, values, scalar=False, normalizer=16.0),
+        ]
     return builds

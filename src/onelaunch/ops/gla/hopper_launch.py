@@ -11,7 +11,7 @@ import torch
 from onelaunch.hardware import processors
 from onelaunch.ops.copy_engine import addressable, described
 from onelaunch.ops.gated_scan.launch import cdiv
-from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, empty_final, inner_contiguous
+from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, inner_contiguous, pitch_of, room_like
 
 PANEL = 64
 """Channels that are copied at once."""
@@ -101,6 +101,15 @@ def boxes(box: list[int], *tensors: torch.Tensor) -> list[Any]:
     return [described(matrix(tensor), box) for tensor in tensors]
 
 
+def targets(box: list[int], *tensors: torch.Tensor) -> list[Any]:
+    """The same of tensors that are written to: none of them may be a copy."""
+    for tensor in tensors:
+        flat = tensor.flatten(0, 1).flatten(1)
+        if flat.data_ptr() != tensor.data_ptr() or addressable(flat) is not flat:
+            raise ValueError(f"the copy engine cannot write {list(tensor.shape)} of strides {tensor.stride()}")
+    return boxes(box, *tensors)
+
+
 def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torch.Tensor]) -> None:
     """Fill ``out`` (what readers see) and ``states`` (what enters each chunk, ``[slots, H, V, K]``), whichever is given.
 
@@ -136,20 +145,27 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
             **sum_tiles(keys, values).options("ADD", "FADE"), **shared,
         )  # fmt: skip
     readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
-    target = None if out is None else boxes([CHUNK, PANEL], out)[0]
+    target = None if out is None else targets([CHUNK, PANEL], out)[0]
     kept = [described(each.flatten(0, 2), [PANEL, keys]) for each in states] if tiles.staged else states
     walk_kernel[grid](
         readers, *sources, *decays, out, target, first, *(*kept, None, None)[:2], *sums, offsets, length, heads, parts,
-        part_steps, call.scale, values,
+        part_steps, call.scale, values, 0 if out is None else pitch_of(out),
         LIMIT=LIMITS[call.q.dtype], READ=out is not None, KEEP=bool(states), STAGED=bool(states) and tiles.staged,
         INITIAL=first is not None, PARTS=parts > 1, SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"), **shared,
     )  # fmt: skip
 
 
-def forward(call: Attention) -> torch.Tensor:
-    """``o [B, T, H, V]``."""
+def empty_states(call: Attention, count: int) -> list[torch.Tensor]:
+    """Room for so many tensors of a state per chunk, ``[slots, H, V, K]``."""
+    _, _, heads, keys, values = call.sizes
+    shape = (call.slots, heads, values, keys)
+    return [torch.empty(shape, dtype=call.q.dtype, device=call.q.device) for _ in range(count)]
+
+
+def forward(call: Attention, states: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """``o [B, T, H, V]``; fills ``states``, where given, for :func:`backward`."""
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
-    walk(call, Walk(call.q, call.k, call.v, reverse=False), out, [])
+    walk(call, Walk(call.q, call.k, call.v, reverse=False), out, states or [])
     return out
 
 
@@ -157,34 +173,54 @@ GRADIENT_WARPS = 4
 """Of a program that computes gradients of a chunk: one warpgroup, so that a processor holds two programs."""
 
 
-def backward(call: Attention, do: torch.Tensor) -> Gradients:
-    """Gradients of q, k, v and g from that of ``o``; nothing was kept but the inputs."""
+class LogSigmoid(NamedTuple):
+    """What log-decays, one for each channel, were made by: ``g = logsigmoid(z) / normalizer``."""
+
+    normalizer: float
+    sums: torch.Tensor
+    """``[slots, H, K]`` float32: room for what each chunk adds to the gradient of a bias in z; zeros where slots may be spare."""
+
+
+def backward(
+    call: Attention,
+    do: torch.Tensor,
+    into: Into | None = None,
+    decays: LogSigmoid | None = None,
+    states: list[torch.Tensor] | None = None,
+) -> Gradients:
+    """Gradients of q, k, v and g from that of ``o``.
+
+    Those of q, k and v go where ``into`` says; with ``decays`` that of g is the gradient of z. ``states`` are those that
+    :func:`forward` filled; without them a walk makes them again, from nothing but the inputs.
+    """
     from onelaunch.ops.gla.hopper_gradient_kernels import gradients_kernel
 
     batch, length, heads, keys, values = call.sizes
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
-    device, dtype = q.device, q.dtype
-    # one decay of a head sums over all of a state: its rounding would show, see hopper_gradient_kernels.py
-    count = 3 if call.scalar else 2
-    dstates, *states = (torch.empty((call.slots, heads, values, keys), dtype=dtype, device=device) for _ in range(count))
-    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=device) for x in (q, k, v))
-    walk(call, Walk(None, k, v, reverse=False), None, states)
+    if states is None:
+        # one decay of a head sums over all of a state: its rounding would show, see hopper_gradient_kernels.py
+        states = empty_states(call, 2 if call.scalar else 1)
+        walk(call, Walk(None, k, v, reverse=False), None, states)
+    (dstates,) = empty_states(call, 1)
+    to_q, to_k, to_v = into or (None, None, None)
+    dq, dk, dv = room_like(q, to_q), room_like(k, to_k), room_like(v, to_v)
     walk(call, Walk(k, q, do, reverse=True), dv, [dstates])
     panels, block = keys // PANEL, PANEL if values % (2 * PANEL) else 2 * PANEL
     square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block, PANEL]
     if call.scalar:  # a part for each panel
-        dg = torch.empty((panels, batch, length, heads), dtype=torch.float32, device=device)
-        log_decay, decays, targets = call.g.contiguous(), None, (*boxes(square, dq, dk), None)
+        dg = torch.empty((panels, batch, length, heads), dtype=torch.float32, device=q.device)
+        log_decay, described_decays, written = call.g.contiguous(), None, (*targets(square, dq, dk), None)
     else:
-        dg = torch.empty(call.g.shape, dtype=dtype, device=device)
-        log_decay, decays, targets = None, boxes(square, call.g)[0], boxes(square, dq, dk, dg)
+        dg = room_like(call.g, None)
+        log_decay, described_decays, written = None, boxes(square, call.g)[0], targets(square, dq, dk, dg)
     held = [described(x.flatten(0, 2), tall) for x in (*states[:1], dstates, *states[1:])]
     offsets = call.sequences.offsets
     gradients_kernel[(call.slots * heads * panels,)](
-        *boxes(square, q, k), decays, *boxes(wide, v, do), *(*held, None)[:3], log_decay, dq, dk, dg, *targets, offsets,
-        length, heads, call.sequence_count, batch * length, call.scale, values,
-        PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[dtype], PACKED=offsets is not None,
-        num_warps=GRADIENT_WARPS,
+        *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*held, None)[:3], log_decay, dq, dk, dg, *written,
+        None if decays is None else decays.sums, offsets,
+        length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq),
+        PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
+        NORMALIZER=None if decays is None else decays.normalizer, PACKED=offsets is not None, num_warps=GRADIENT_WARPS,
     )  # fmt: skip
     if call.scalar:
         dg = dg.sum(0).to(call.g.dtype)

@@ -106,7 +106,7 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
     tiles_r, tiles_a, tiles_v, tiles_low, tiles_s, tiles_kept = tiles
     _, ends, strong = vectors
     arrived, decayed, ready, free, taken = bars
-    out_values, out_tiles = outputs
+    out_values, out_tiles, out_pitch = outputs
     initial, states, states_low, part_states, part_decays = memory
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
@@ -229,9 +229,9 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
             else:
                 t = rows_of(rows, left)
                 u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-                width = (heads + (left >> 31)) * values  # as in rows_of
-                tile = out_values + at.to(gl.int64) * width + (head * values + first_value)
-                gl.store(tile + t * width + u, b_v.load(rows), mask=t < left)
+                pitch = out_pitch + (left >> 31)  # as in rows_of
+                tile = out_values + at.to(gl.int64) * pitch + (head * values + first_value)
+                gl.store(tile + t * pitch + u, b_v.load(rows), mask=t < left)
             if not SCALAR:  # last, when out takes no registers any more
                 state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         stage += 1
@@ -245,7 +245,7 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "part_steps"])
 def walk_kernel(
     readers, adders, v, g, log_decay, o, out_tiles, initial, states, states_low, part_states, part_decays, offsets,
-    T, heads, segments, part_steps, scale, values,
+    T, heads, segments, part_steps, scale, values, out_pitch,
     SLICES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
     REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr,
     EXACT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
@@ -253,8 +253,9 @@ def walk_kernel(
 ):  # fmt: skip
     """``g`` describes log-decays per channel; without it, ``log_decay`` [B, T, H] has one per head.
 
-    ``EXACT``: adders in two 16-bit parts, always so where a channel has its decay. ``STAGED``: ``states`` are described and
-    leave through shared memory; else they are a pointer.
+    ``out_pitch``: elements from row to row of ``o`` [B T, H V], where it is written. ``EXACT``: adders in two 16-bit parts,
+    always so where a channel has its decay. ``STAGED``: ``states`` are described and leave through shared memory; else they are
+    a pointer.
     """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = adders.block_type.shape[1]
@@ -297,7 +298,7 @@ def walk_kernel(
     fence_async_shared()  # copies arrive at these barriers
     sizes = (heads, segments, part_steps)
     descriptors = (readers, adders, v, g)
-    outputs = (o, out_tiles)
+    outputs = (o, out_tiles, out_pitch)
     memory = (initial, states, states_low, part_states, part_decays)
     tiles = (tiles_r, tiles_a, tiles_v, tiles_g, tiles_s, tiles_kept)
     vectors = (sums, ends, strong)
