@@ -178,7 +178,7 @@ def pairs_by_levels(dq, stash, dg, dscores, dscores_low, q, k, g, x, high, low, 
 @gluon.jit
 def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
     """do S^T, v dS^T [C, PANEL] and do v^T [C, C], and S dS summed over V [PANEL]."""
-    v, _, states, _, states_low = descriptors
+    v, _, _, _, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
     BV: gl.constexpr = v.block_type.shape[1]
     fine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -189,7 +189,7 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     phase = 0
     for first in range(0, values, BV):
         if first > 0:
-            mbarrier.expect(bar, 2 * v.block_type.nbytes + (2 if states_low is None else 3) * states.block_type.nbytes)
+            mbarrier.expect(bar, (4 if states_low is None else 5) * v.block_type.nbytes)
             fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first)
         mbarrier.wait(bar, phase)
         phase ^= 1
@@ -209,14 +209,23 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
 
 @gluon.jit
 def fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first):
-    """Copy a block of v, do, S and dS."""
+    """Copy a block of v, do, S and dS.
+
+    Where one of states is two boxes, these lie in the rows of the chunk, side by side ``cells`` apart.
+    """
     v, do, states, dstates, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
     row, head = rows
     tma_load(v, [row, head * values + first], bar, t_v)
     tma_load(do, [row, head * values + first], bar, t_do)
-    tma_load(states, [cells + first, channel], bar, t_s)
-    tma_load(dstates, [cells + first, channel], bar, t_ds)
+    BOX: gl.constexpr = states.block_type.shape[0]
+    if t_s.shape[0] > BOX:
+        for turn in gl.static_range(2):
+            tma_load(states, [row, channel + turn * cells], bar, t_s.slice(turn * BOX, BOX, dim=0))
+            tma_load(dstates, [row, channel + turn * cells], bar, t_ds.slice(turn * BOX, BOX, dim=0))
+    else:
+        tma_load(states, [cells + first, channel], bar, t_s)
+        tma_load(dstates, [cells + first, channel], bar, t_ds)
     if states_low is not None:
         tma_load(states_low, [cells + first, channel], bar, t_low)
 
@@ -422,13 +431,14 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
 def gradients_kernel(
     q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, sums, offsets,
     T, heads, sequences, rows, scale, values, pitch,
-    PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr,
+    PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr, SPREAD: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg [B, T, H, K]; with a decay per head ``dg`` has float32 parts [PANELS, B, T, H] of it.
 
     ``rows``: B T. ``pitch``: elements from row to row of dq and of dk [B T, H K]. With a ``NORMALIZER`` log-decays, one for each
     channel, are logsigmoid(z) / NORMALIZER: dg is the gradient of z, and ``sums`` [slots, H, K] float32 what each chunk adds to
-    that of a bias, but for spare slots, which are not written.
+    that of a bias, but for spare slots, which are not written. ``SPREAD``: states lie as the walks leave them so.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = q.dtype
@@ -464,8 +474,12 @@ def gradients_kernel(
     tma_load(q, [row, column], bars.index(0), tiles.index(0))
     tma_load(k, [row, column], bars.index(0), tiles.index(1))
     descriptors = (v, do, states, dstates, states_low)
-    mbarrier.expect(bars.index(1), 2 * v.block_type.nbytes + (3 if SCALAR else 2) * states.block_type.nbytes)
-    cells = (slot * heads + head) * values
+    mbarrier.expect(bars.index(1), (5 if SCALAR else 4) * v.block_type.nbytes)  # blocks of states are as large
+    if SPREAD:
+        cells = heads * PANELS * PANEL
+        channel = column
+    else:
+        cells = (slot * heads + head) * values
     fetch_values(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
     results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, sums)
     at = (row, left, head, cells, channel)

@@ -110,10 +110,33 @@ def targets(box: list[int], *tensors: torch.Tensor) -> list[Any]:
     return boxes(box, *tensors)
 
 
+def rows_of_states(states: torch.Tensor) -> torch.Tensor:
+    """``[rows, K]``, or the matrix that states are spread in."""
+    return states if states.dim() == 2 else states.flatten(0, 2)
+
+
+def lend_room(call: Attention, into: Into | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Matrices ``[B T, 2 H K]`` in which states and their gradients can lie until dq, dk and dg are written there.
+
+    For V of two chunks a state is as large as dq and dk of its chunk and head: its first 64 rows lie in the place of dq, the
+    others in that of dk. The program that writes those has read them before, and no other one reads them. Gradients of states
+    lie so in a matrix of their own, of which dg takes the first half. ``None`` unless dq and dk lie beside each other, all
+    chunks are whole, and states leave through shared memory.
+    """
+    batch, length, heads, keys, values = call.sizes
+    if into is None or call.scalar or call.sequences.offsets is not None or length % CHUNK:
+        return None
+    width, gap = heads * keys, into.k.data_ptr() - into.q.data_ptr()
+    if values != 2 * CHUNK or keys > 2 * PANEL or gap != width * into.q.element_size():
+        return None
+    both = into.q.as_strided((batch * length, 2 * width), (pitch_of(into.q), 1))
+    return both, torch.empty_like(both, memory_format=torch.contiguous_format)
+
+
 def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torch.Tensor]) -> None:
     """Fill ``out`` (what readers see) and ``states`` (what enters each chunk, ``[slots, H, V, K]``), whichever is given.
 
-    A second tensor of states takes what rounding took of the first.
+    A second tensor of states takes what rounding took of the first. A matrix takes them spread, see :func:`lend_room`.
     """
     from onelaunch.ops.gla.hopper_sum_kernels import sum_kernel
     from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
@@ -146,12 +169,14 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
         )  # fmt: skip
     readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
     target = None if out is None else targets([CHUNK, PANEL], out)[0]
-    kept = [described(each.flatten(0, 2), [PANEL, keys]) for each in states] if tiles.staged else states
+    spread = bool(states) and states[0].dim() == 2
+    kept = [described(rows_of_states(each), [PANEL, keys]) for each in states] if tiles.staged else states
     walk_kernel[grid](
         readers, *sources, *decays, out, target, first, *(*kept, None, None)[:2], *sums, offsets, length, heads, parts,
         part_steps, call.scale, values, 0 if out is None else pitch_of(out),
         LIMIT=LIMITS[call.q.dtype], READ=out is not None, KEEP=bool(states), STAGED=bool(states) and tiles.staged,
-        INITIAL=first is not None, PARTS=parts > 1, SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"), **shared,
+        SPREAD=spread, INITIAL=first is not None, PARTS=parts > 1, SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"),
+        **shared,
     )  # fmt: skip
 
 
@@ -197,30 +222,32 @@ def backward(
 
     batch, length, heads, keys, values = call.sizes
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
+    to_q, to_k, to_v = into or (None, None, None)
+    lent = lend_room(call, into) if states is None else None
     if states is None:
         # one decay of a head sums over all of a state: its rounding would show, see hopper_gradient_kernels.py
-        states = empty_states(call, 2 if call.scalar else 1)
+        states = empty_states(call, 2 if call.scalar else 1) if lent is None else [lent[0]]
         walk(call, Walk(None, k, v, reverse=False), None, states)
-    (dstates,) = empty_states(call, 1)
-    to_q, to_k, to_v = into or (None, None, None)
+    dstates = empty_states(call, 1)[0] if lent is None else lent[1]
     dq, dk, dv = room_like(q, to_q), room_like(k, to_k), room_like(v, to_v)
     walk(call, Walk(k, q, do, reverse=True), dv, [dstates])
     panels, block = keys // PANEL, PANEL if values % (2 * PANEL) else 2 * PANEL
-    square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block, PANEL]
+    square, wide, tall = [CHUNK, PANEL], [CHUNK, block], [block if lent is None else PANEL, PANEL]
     if call.scalar:  # a part for each panel
         dg = torch.empty((panels, batch, length, heads), dtype=torch.float32, device=q.device)
         log_decay, described_decays, written = call.g.contiguous(), None, (*targets(square, dq, dk), None)
     else:
-        dg = room_like(call.g, None)
+        dg = room_like(call.g, None if lent is None else dstates[:, : heads * keys].view(call.g.shape))
         log_decay, described_decays, written = None, boxes(square, call.g)[0], targets(square, dq, dk, dg)
-    held = [described(x.flatten(0, 2), tall) for x in (*states[:1], dstates, *states[1:])]
+    held = [described(rows_of_states(x), tall) for x in (*states[:1], dstates, *states[1:])]
     offsets = call.sequences.offsets
     gradients_kernel[(call.slots * heads * panels,)](
         *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*held, None)[:3], log_decay, dq, dk, dg, *written,
         None if decays is None else decays.sums, offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq),
         PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
-        NORMALIZER=None if decays is None else decays.normalizer, PACKED=offsets is not None, num_warps=GRADIENT_WARPS,
+        NORMALIZER=None if decays is None else decays.normalizer, SPREAD=lent is not None, PACKED=offsets is not None,
+        num_warps=GRADIENT_WARPS,
     )  # fmt: skip
     if call.scalar:
         dg = dg.sum(0).to(call.g.dtype)
