@@ -231,3 +231,32 @@ def test_a_destination_that_gradients_do_not_fit_into_is_refused():
     with pytest.raises(ValueError, match="copy engine cannot write"):
         hopper_launch.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))
     assert SMALL["K"] == 16
+
+
+def test_room_is_lent_where_a_state_is_as_large_as_what_is_written_there():
+    pytest.importorskip("triton")
+    from onelaunch.ops.gla import hopper_launch, launch
+
+    def lent(length: int = 128, keys: int = 64, values: int = 128, gap: int = 0, offsets: torch.Tensor | None = None) -> Any:
+        """Of two heads."""
+        matrix = torch.zeros(2 * length, 8 + gap + 4 * keys + 2 * values, dtype=torch.bfloat16)
+        _, q, _, k, v = matrix.split_with_sizes([8, 2 * keys, gap, 2 * keys, 2 * values], 1)
+        into = launch.Into(*(each.view(2, length, 2, -1) for each in (q, k, v)))
+        given = [torch.empty(into_one.shape, dtype=torch.bfloat16) for into_one in (into.q, into.k, into.v, into.q)]
+        call = launch.Attention.of(*given, None, offsets, 1.0)
+        return call, into, hopper_launch.lend_room(call, into)
+
+    for keys in (64, 128):
+        call, into, found = lent(keys=keys)
+        both, own = found
+        assert both.shape == own.shape == (256, 4 * keys)
+        assert both.numel() == call.slots * 2 * 128 * keys  # all states
+        both.fill_(1)
+        assert bool((into.q == 1).all())
+        assert bool((into.k == 1).all())
+        assert not into.v.any()
+        assert own.data_ptr() != both.data_ptr()
+    offsets = torch.tensor([0, 256], dtype=torch.int32)
+    for refused in ({"length": 100}, {"keys": 256}, {"values": 64}, {"values": 256}, {"gap": 8}, {"offsets": offsets}):
+        assert lent(**refused)[2] is None
+    assert hopper_launch.lend_room(lent()[0], None) is None

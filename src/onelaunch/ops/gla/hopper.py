@@ -73,7 +73,7 @@ def build(name: str, kernel: Any, boxes: dict[str, str], constants: dict[str, An
     """A kernel as an unpacked call in bfloat16 launches it."""
     numbers = dict.fromkeys(("T", "heads", "segments", "part_steps", "sequences", "rows", "values"), "i32") | {"scale": "fp32"}
     numbers |= dict.fromkeys(("pitch", "out_pitch"), "i32:16")
-    wide = dict.fromkeys(("part_states", "part_decays", "sums"), "*fp32")
+    wide = dict.fromkeys(("part_states", "part_decays"), "*fp32")
     known = {**numbers, **wide, **boxes}
     signature = {
         argument: "constexpr" if argument in constants else known.get(argument, "*bf16") for argument in kernel.arg_names
@@ -140,7 +140,6 @@ def gradients_build(
         **dict.fromkeys(("states", "dstates", "states_low"), descriptor_type([64 if spread else block, 64], torch.bfloat16)),
     }
     absent = ["offsets", *(["g", "dg_tiles"] if scalar else ["log_decay", "states_low"])]
-    absent += ["sums"] if normalizer is None else []
     boxes |= {"dg": "*fp32"} if scalar else {}
     constants = {
         "PANELS": keys // 64, "STEPS": 0, "LIMIT": 40.0, "NORMALIZER": normalizer, "SPREAD": spread, "PACKED": False,

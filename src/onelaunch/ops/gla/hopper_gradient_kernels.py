@@ -252,7 +252,7 @@ def channel_gradients(
     """dq, dk and dg of a panel of channels, each with its decay."""
     row, left, head, cells, channel = at
     values, pitch, width, column = sizes
-    dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, sums = results
+    dq, dk, dg, dq_tiles, dk_tiles, dg_tiles = results
     t_v, t_do, _, _, _ = blocks
     E: gl.constexpr = tiles.dtype
     LOWEST: gl.constexpr = -1e30 if E == gl.bfloat16 else -65504.0  # noqa: SIM300
@@ -359,8 +359,6 @@ def channel_gradients(
     if NORMALIZER is not None:
         y = tiles.index(4 + zero_of(one, vector)).load(acc).to(gl.float32) * NORMALIZER
         b_dg *= log_sigmoid_slope(y) * (1.0 / NORMALIZER)
-        found = gl.sum(gl.where(rows_of(acc, left) < left, b_dg, 0.0), 0)
-        gl.store(sums + gl.program_id(0).to(gl.int64) * PANEL + gl.arange(0, PANEL, layout=across), found)
     put(t_g, b_dg, dg, dg_tiles, row, column, width, left)
 
 
@@ -369,7 +367,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     """The same where a head has one decay; what this panel adds to dg goes ``to`` [B, T, H]."""
     row, left, head, cells, channel = at
     values, pitch, _, column = sizes
-    dq, dk, _, dq_tiles, dk_tiles, _, _ = results
+    dq, dk, _, dq_tiles, dk_tiles, _ = results
     t_v, t_do, _, _, _ = blocks
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all steps in each warp, as in prepare_heads
     down: gl.constexpr = gl.SliceLayout(1, acc)
@@ -429,7 +427,7 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
 
 @gluon.jit(do_not_specialize=["T", "heads", "sequences"])
 def gradients_kernel(
-    q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, sums, offsets,
+    q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
     T, heads, sequences, rows, scale, values, pitch,
     PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr, SPREAD: gl.constexpr,
     PACKED: gl.constexpr,
@@ -437,8 +435,7 @@ def gradients_kernel(
     """dq, dk and dg [B, T, H, K]; with a decay per head ``dg`` has float32 parts [PANELS, B, T, H] of it.
 
     ``rows``: B T. ``pitch``: elements from row to row of dq and of dk [B T, H K]. With a ``NORMALIZER`` log-decays, one for each
-    channel, are logsigmoid(z) / NORMALIZER: dg is the gradient of z, and ``sums`` [slots, H, K] float32 what each chunk adds to
-    that of a bias, but for spare slots, which are not written. ``SPREAD``: states lie as the walks leave them so.
+    channel, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ``SPREAD``: states lie as the walks leave them so.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = q.dtype
@@ -481,9 +478,9 @@ def gradients_kernel(
     else:
         cells = (slot * heads + head) * values
     fetch_values(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
-    results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, sums)
+    results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)
     at = (row, left, head, cells, channel)
-    sizes = (values, pitch, width, column)
+    sizes = (BV if SPREAD else values, pitch, width, column)  # known then: nothing more is fetched
     if SCALAR:
         to = dg + panel.to(gl.int64) * rows * heads
         head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc)

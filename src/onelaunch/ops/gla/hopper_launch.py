@@ -198,24 +198,17 @@ GRADIENT_WARPS = 4
 """Of a program that computes gradients of a chunk: one warpgroup, so that a processor holds two programs."""
 
 
-class LogSigmoid(NamedTuple):
-    """What log-decays, one for each channel, were made by: ``g = logsigmoid(z) / normalizer``."""
-
-    normalizer: float
-    sums: torch.Tensor
-    """``[slots, H, K]`` float32: room for what each chunk adds to the gradient of a bias in z; zeros where slots may be spare."""
-
-
 def backward(
     call: Attention,
     do: torch.Tensor,
     into: Into | None = None,
-    decays: LogSigmoid | None = None,
+    normalizer: float | None = None,
     states: list[torch.Tensor] | None = None,
 ) -> Gradients:
     """Gradients of q, k, v and g from that of ``o``.
 
-    Those of q, k and v go where ``into`` says; with ``decays`` that of g is the gradient of z. ``states`` are those that
+    Those of q, k and v go where ``into`` says. With a ``normalizer`` log-decays, one for each channel, were made by ``g =
+    logsigmoid(z) / normalizer``, and the gradient of z takes the place of that of g. ``states`` are those that
     :func:`forward` filled; without them a walk makes them again, from nothing but the inputs.
     """
     from onelaunch.ops.gla.hopper_gradient_kernels import gradients_kernel
@@ -243,10 +236,10 @@ def backward(
     offsets = call.sequences.offsets
     gradients_kernel[(call.slots * heads * panels,)](
         *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*held, None)[:3], log_decay, dq, dk, dg, *written,
-        None if decays is None else decays.sums, offsets,
+        offsets,
         length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq),
         PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
-        NORMALIZER=None if decays is None else decays.normalizer, SPREAD=lent is not None, PACKED=offsets is not None,
+        NORMALIZER=normalizer, SPREAD=lent is not None, PACKED=offsets is not None,
         num_warps=GRADIENT_WARPS,
     )  # fmt: skip
     if call.scalar:

@@ -4,7 +4,7 @@ Queries, keys, values and gates have no activation: the gradient of the packed p
 of ``in_proj_weight``, is their gradients side by side. Called one by one, operations hand them on as tensors of their own, and a
 pass over memory puts them together. Here the kernels of ``gla`` and ``output_chain`` write into columns of dz, and so does the
 product that makes the gradient of r. Log-decays are ``logsigmoid(z) / normalizer``: on Hopper the gradient of z leaves the
-recurrence's registers, together with sums for the bias, elsewhere a launch makes it.
+recurrence's registers, elsewhere a launch makes it.
 
 Nothing of dz is seen from outside: it is made and used up within one call of the backward pass. What is kept from the forward
 pass is not written to, so that there may be another one.
@@ -235,14 +235,14 @@ def run_backward(
     del a
     if not inside or do is None:
         return found
-    dgk, dbias, dinitial = recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
+    dgk, dinitial = recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
     del do
     columns, rank = plan.layout.rows, plan.sizes.rank
     dz = dz.view(-1, plan.layout.pitch)
     if wants_gk:
         found[2] = dgk.mT @ y.view(-1, plan.layout.pitch)[:, columns - rank : columns]
     if wants_bias:
-        found[3] = (dgk.sum(0) if dbias is None else dbias).to(dgk.dtype)
+        found[3] = dgk.sum(0)
     if wants_x or wants_packed:
         torch.mm(dgk, gk_weight, out=dz[:, columns - rank : columns])
     del dgk
@@ -265,9 +265,9 @@ def recurrence_gradients(
     initial: torch.Tensor | None,
     states: torch.Tensor,
     dz: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Fill the columns of q, k and v in dz; of the log-decays before their activation dz ``[M, H * K]`` and, where the kernels
-    sum it up, the gradient of their bias in float32; and that of the initial state.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill the columns of q, k and v in dz; return gradients of log-decays before their activation ``[M, H * K]``, and of the
+    initial state.
     """
     from onelaunch.ops.gla import hopper_launch, launch
     from onelaunch.ops.projections import launch as projections_launch
@@ -278,14 +278,12 @@ def recurrence_gradients(
     call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
     width = plan.decays.rows
     if plan.kernels.recurrence == "hopper":
-        sums = torch.empty((call.slots, width), dtype=torch.float32, device=y.device)
-        decays = hopper_launch.LogSigmoid(plan.sizes.normalizer, sums)
-        found = hopper_launch.backward(call, do, into, decays, [states] if states.numel() else None)
-        return found.g.view(-1, width), sums.sum(0), found.initial
+        found = hopper_launch.backward(call, do, into, plan.sizes.normalizer, [states] if states.numel() else None)
+        return found.g.flatten(0, 1).view(-1, width), found.initial
     found = launch.backward(call, do, dfinal, into)
     nothing, dg = gk.new_empty(0), found.g.view(-1, width)
     made = projections_launch.activation_gradients([dg], gk.view(-1, plan.decays.pitch), nothing, nothing, plan.decays)
-    return made[:, :width], None, found.initial
+    return made[:, :width], found.initial
 
 
 def fake_backward(
