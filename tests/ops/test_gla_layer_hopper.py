@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.operation import find_operation
+from onelaunch.operation import Case, find_operation
 from onelaunch.ops import gla_layer
 from onelaunch.ops.gla_layer import packed
 from onelaunch.ops.gla_layer.composition import segments_of
-from tests.ops.cases import GLA, assert_captured_step_follows_its_inputs, assert_correct, assert_near, differentiable
+from onelaunch.workbench.verify import judge
+from tests.ops.cases import GLA, assert_captured_step_follows_its_inputs, assert_near, assert_ok, differentiable
 from tests.ops.gla_layer_cases import GLA_LAYER, TENSORS
 from tests.ops.test_gla_hopper import HOPPER
 from tests.ops.test_gla_layer_packed import by_parts, gradients_of
@@ -48,16 +49,21 @@ def by_kernels(given: dict[str, Any], *, keep_states: bool = False) -> torch.Ten
     return packed.forward(*tensors, None, *numbers, want_final, keep_states, KERNELS, grad=True)[0]
 
 
+def assert_training_correct(case: Case, variant: str, device: torch.device) -> None:
+    """The whole gate with gradients; there is no call without them."""
+    assert_ok(judge(GLA_LAYER, case, variant=variant, device=device, directions=("forward_backward",)), GLA_LAYER, case, variant)
+
+
 @each_variant
 @each_size
 def test_results_and_gradients_pass_the_gate(name, variant, device):
-    assert_correct(GLA_LAYER, GLA_LAYER.case("bfloat16", name=name, **SIZES[name]), variant, device)
+    assert_training_correct(GLA_LAYER.case("bfloat16", name=name, **SIZES[name]), variant, device)
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float16"}, {"initial_state": True, "final_state": True}], ids=str)
 def test_the_portable_recurrence_where_hopper_cannot(options, device):
     case = GLA_LAYER.case(**{"dtype": "bfloat16", **SIZES["last_tiles_in_part"], **options})
-    assert_correct(GLA_LAYER, case, "packed", device)
+    assert_training_correct(case, "packed", device)
 
 
 @pytest.mark.parametrize("keep_states", [False, True])
