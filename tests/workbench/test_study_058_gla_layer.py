@@ -43,7 +43,8 @@ def test_its_criteria_are_those_that_were_set(study):
         "a step of decoding in six launches": (None, 6),
     }
     faster, _, forward, training, few = study.criteria
-    assert (faster.at, faster.of, faster.over, faster.direction) == (TARGETS, "composed", "fla", "forward_backward")
+    assert (faster.at, faster.of, faster.over, faster.direction) == (TARGETS, "packed", "fla", "forward_backward")
+    assert (forward.of, training.of, few.of) == ("composed", "packed", "composed")
     full = study.at_scale("full")
     assert set(forward.at) == {shape.name for shape in full}
     assert set(training.at) == {shape.name for shape in full if shape.sizes["T"] > 1}
@@ -53,7 +54,7 @@ def test_its_criteria_are_those_that_were_set(study):
 def test_a_plan_of_it_finds_nothing_that_is_out_of_reach(study):
     plan = plan_study(study, RATES, "cpu", "full")
     assert plan.infeasible == {}
-    assert {cell.variant for cell in plan.cells} == {"unfused", "compiled", "composed", "fla"}
+    assert {cell.variant for cell in plan.cells} == {"unfused", "compiled", "composed", "packed", "packed_states", "fla"}
 
 
 def test_it_runs_without_a_gpu(study, tmp_path, monkeypatch):

@@ -144,6 +144,10 @@ class GatedLayer(PackedModule, ABC):
     def project(self, x: torch.Tensor) -> Projected:
         """Everything that is linear in ``x [B, T, D]``, the gate and the decay through their activations."""
 
+    def whole(self, given: Inputs) -> torch.Tensor | None:
+        """The result, where all of the layer is one operation; else ``None``."""
+        return None
+
     def with_decay(
         self, decay: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: torch.Tensor
     ) -> Projected:
@@ -195,6 +199,8 @@ class GatedLayer(PackedModule, ABC):
             output_attentions,
             cu_seqlens,
         )
+        if (whole := self.whole(given)) is not None:
+            return whole, None, None
         q, k, v, gate, decay = self.project(given.x)
         conv_state = None
         if self.use_short_conv:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from onelaunch.errors import ArgumentError
 from onelaunch.nn import inputs
 from onelaunch.nn.gated import GatedLayer, Projected
-from onelaunch.ops import Segment
+from onelaunch.nn.inputs import Inputs
+from onelaunch.ops import Segment, gla_layer
 from onelaunch.ops.gla_layer.composition import project
 
 
@@ -106,6 +109,27 @@ class GatedLinearAttention(GatedLayer):
         self.pack("gk_proj_weight", {"gk_proj.1.weight": heads * size}, rank)
         self.pack("gk_proj_bias", {"gk_proj.1.bias": heads * size})
         self.reset_parameters()
+
+    def whole(self, given: Inputs) -> torch.Tensor | None:
+        """By ``gla_layer``, whose backward pass is one: without a cache, padding or packed sequences, and as it is by default."""
+        plain = self._silu_on_the_way_out and self.use_output_gate and self.feature_map is None and not self.use_short_conv
+        norm_weight = cast("torch.Tensor | None", self.get_submodule(self.norm_name).weight)
+        if not plain or self.num_kv_groups > 1 or self.clamp_min is not None or norm_weight is None:
+            return None
+        if given.cache is not None or given.padding is not None or given.cu_seqlens is not None:
+            return None
+        out, _ = gla_layer(
+            given.x,
+            self.in_proj_weight,
+            self.gk_proj_weight,
+            self.gk_proj_bias,
+            norm_weight,
+            self.o_proj.weight,
+            heads=self.num_heads,
+            normalizer=self.gate_logit_normalizer,
+            eps=self.norm_eps,
+        )
+        return out
 
     def project(self, x: torch.Tensor) -> Projected:
         *projected, decay = project(

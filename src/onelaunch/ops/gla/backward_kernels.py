@@ -137,7 +137,7 @@ def through_states(
 @triton.jit
 def chunk_gradients(
     p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-    q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t,
+    q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t,
     BK: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     BENIGN: tl.constexpr,
 ):  # fmt: skip
@@ -160,11 +160,11 @@ def chunk_gradients(
         b_g = load_decay(p_g, g_stride_t, t, left, c, K, EVEN)
         b_dg += whole * exp(tl.sum(b_g, 0, keep_dims=True))
         from_states *= exp(sum_before(b_g, t, PRECISION))
-        store_rows(p_dq, (b_dq + from_states) * scale, H * K, t, left, c, K, EVEN)
+        store_rows(p_dq, (b_dq + from_states) * scale, d_stride_t, t, left, c, K, EVEN)
         b_q = load_rows(p_q, q_stride_t, t, left, c, K, EVEN).to(tl.float32) * scale
         b_dg += sum_onward(b_q * from_states, t, PRECISION)
         from_dstates *= exp(sum_after(b_g, t, PRECISION))
-        store_rows(p_dk, b_dk + from_dstates, H * K, t, left, c, K, EVEN)
+        store_rows(p_dk, b_dk + from_dstates, d_stride_t, t, left, c, K, EVEN)
         b_k = load_rows(p_k, k_stride_t, t, left, c, K, EVEN).to(tl.float32)
         b_dg += sum_earlier(b_k * from_dstates, t, PRECISION)
         store_rows(p_dg, b_dg, H * K, t, left, c, K, EVEN)
@@ -173,7 +173,7 @@ def chunk_gradients(
 @triton.jit
 def chunk_gradients_scalar(
     p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-    q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t,
+    q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t,
     BK: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The same with a decay per head."""
@@ -205,8 +205,8 @@ def chunk_gradients_scalar(
         dg_behind += tl.sum(b_q * from_states, 1, keep_dims=True)
         dg_before += tl.sum(b_k * from_dstates, 1, keep_dims=True)
         dg_whole += tl.sum(whole, 1, keep_dims=True)
-        store_rows(p_dq, (b_dq + from_states + alone * b_k) * scale, H * K, t, left, c, K, EVEN)
-        store_rows(p_dk, b_dk + from_dstates + alone * b_q, H * K, t, left, c, K, EVEN)
+        store_rows(p_dq, (b_dq + from_states + alone * b_k) * scale, d_stride_t, t, left, c, K, EVEN)
+        store_rows(p_dk, b_dk + from_dstates + alone * b_q, d_stride_t, t, left, c, K, EVEN)
     b_dg = dg_whole * exp(tl.sum(b_g, 0, keep_dims=True))
     b_dg += sum_earlier(dg_before, t, PRECISION) + sum_onward(dg_behind, t, PRECISION)
     # [t, s]: from s to all steps from t on; what comes from before t is what passes t
@@ -239,12 +239,12 @@ def gradients_kernel(
     q, k, v, g, do, offsets, states, dstates, dq, dk, dg, scale,
     T, H, K, V, sequences,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
-    g_stride_b, g_stride_t, g_stride_h, do_stride_b, do_stride_t, do_stride_h,
+    g_stride_b, g_stride_t, g_stride_h, do_stride_b, do_stride_t, do_stride_h, d_stride_t,
     BK: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk [B, T, H, K] and dg [B, T, H, K or 1], contiguous."""
+    """dq, dk [B, T, H, K], tokens ``d_stride_t`` apart, and dg [B, T, H, K or 1], contiguous."""
     slot, h = tl.program_id(0) // H, tl.program_id(0) % H
     b, start, left = find_chunk(offsets, slot, T, sequences, STEPS, PACKED)
     if left <= 0:
@@ -257,24 +257,24 @@ def gradients_kernel(
     p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
     p_do = row_pointer(do, b, start, h, do_stride_b, do_stride_t, do_stride_h)
     steps = tl.cast(T, tl.int64)
-    p_dq = row_pointer(dq, b, start, h, steps * H * K, H * K, K)
-    p_dk = row_pointer(dk, b, start, h, steps * H * K, H * K, K)
+    p_dq = row_pointer(dq, b, start, h, steps * d_stride_t, d_stride_t, K)
+    p_dk = row_pointer(dk, b, start, h, steps * d_stride_t, d_stride_t, K)
     index = slot.to(tl.int64) * H + h
     if SCALAR:
         p_dg = row_pointer(dg, b, start, h, steps * H, H, 1)
         chunk_gradients_scalar(
             p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN,
+            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN,
         )  # fmt: skip
         return
     p_dg = row_pointer(dg, b, start, h, steps * H * K, H * K, K)
     if chunk_is_benign(p_q, q_stride_t, p_k, k_stride_t, p_g, g_stride_t, t, left, K, BK, LIMIT, LARGEST, EVEN):
         chunk_gradients(
             p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN, True,
+            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN, True,
         )  # fmt: skip
     else:
         chunk_gradients(
             p_q, p_k, p_v, p_g, p_do, p_dq, p_dk, p_dg, states, dstates, index, scale, t, left, H, K, V,
-            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN, False,
+            q_stride_t, k_stride_t, v_stride_t, g_stride_t, do_stride_t, d_stride_t, BK, BV, LOW, PARTS, PRECISION, EVEN, False,
         )  # fmt: skip

@@ -72,6 +72,7 @@ def box_of(columns: int) -> str:
 def build(name: str, kernel: Any, boxes: dict[str, str], constants: dict[str, Any], warps: int) -> KernelBuild:
     """A kernel as an unpacked call in bfloat16 launches it."""
     numbers = dict.fromkeys(("T", "heads", "segments", "part_steps", "sequences", "rows", "values"), "i32") | {"scale": "fp32"}
+    numbers |= dict.fromkeys(("pitch", "out_pitch"), "i32:16")
     wide = dict.fromkeys(("part_states", "part_decays"), "*fp32")
     known = {**numbers, **wide, **boxes}
     signature = {
@@ -81,8 +82,9 @@ def build(name: str, kernel: Any, boxes: dict[str, str], constants: dict[str, An
 
 
 def walk_build(
-    name: str, keys: int, values: int, *, scalar: bool, read: bool, reverse: bool, keep: bool, parts: bool = False
-) -> KernelBuild:
+    name: str, keys: int, values: int, *, scalar: bool, read: bool, reverse: bool, keep: bool, parts: bool = False,
+    spread: bool = False,
+) -> KernelBuild:  # fmt: skip
     """A walk along all of T, or along parts of it."""
     from onelaunch.ops.gla import hopper_launch
     from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
@@ -101,7 +103,8 @@ def walk_build(
         absent += ["readers", "o", "out_tiles"]
     constants = {
         "SLICES": values // (64 * tiles.groups), "LIMIT": 40.0, "PACKED": False,
-        "READ": read, "REVERSE": reverse, "KEEP": keep, "STAGED": keep and tiles.staged, "INITIAL": False,
+        "READ": read, "REVERSE": reverse, "KEEP": keep, "STAGED": keep and tiles.staged, "SPREAD": spread,
+        "INITIAL": False,
         "PARTS": parts, "EXACT": keep or not scalar, "SCORES": tiles.scores,
         **tiles.options("ATTEND", "PREPARE"), **dict.fromkeys(absent),
     }  # fmt: skip
@@ -122,8 +125,10 @@ def sum_build(name: str, keys: int, values: int, *, scalar: bool, reverse: bool)
     return build(name, sum_kernel, boxes, constants, 4)
 
 
-def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> KernelBuild:
-    """Gradients of q, k and g."""
+def gradients_build(
+    name: str, keys: int, values: int, *, scalar: bool, normalizer: float | None = None, spread: bool = False
+) -> KernelBuild:
+    """Gradients of q, k and g, or of what log-decays with a ``normalizer`` were made of."""
     from onelaunch.ops.gla import hopper_launch
     from onelaunch.ops.gla.hopper_gradient_kernels import gradients_kernel
 
@@ -132,11 +137,14 @@ def gradients_build(name: str, keys: int, values: int, *, scalar: bool) -> Kerne
     boxes = {
         **square,
         **dict.fromkeys(("v", "do"), box_of(block)),
-        **dict.fromkeys(("states", "dstates", "states_low"), descriptor_type([block, 64], torch.bfloat16)),
+        **dict.fromkeys(("states", "dstates", "states_low"), descriptor_type([64 if spread else block, 64], torch.bfloat16)),
     }
     absent = ["offsets", *(["g", "dg_tiles"] if scalar else ["log_decay", "states_low"])]
     boxes |= {"dg": "*fp32"} if scalar else {}
-    constants = {"PANELS": keys // 64, "STEPS": 0, "LIMIT": 40.0, "PACKED": False, **dict.fromkeys(absent)}
+    constants = {
+        "PANELS": keys // 64, "STEPS": 0, "LIMIT": 40.0, "NORMALIZER": normalizer, "SPREAD": spread, "PACKED": False,
+        **dict.fromkeys(absent),
+    }  # fmt: skip
     return build(name, gradients_kernel, boxes, constants, hopper_launch.GRADIENT_WARPS)
 
 
@@ -163,4 +171,16 @@ def _(architecture: str) -> list[KernelBuild]:
                 sum_build(f"sums back, {said}", keys, values, scalar=scalar, reverse=True),
                 gradients_build(f"gradients, {said}", keys, values, scalar=scalar),
             ]
+        said = f"K = {keys}, V = {values}"
+        builds += [
+            walk_build(f"walk that keeps states, {said}", keys, values, scalar=False, read=True, reverse=False, keep=True),
+            gradients_build(f"gradients through logsigmoid, {said}", keys, values, scalar=False, normalizer=16.0),
+        ]
+    for keys in (64, 128):
+        said = f"K = {keys}, V = 128"
+        for reverse in (False, True):
+            name = f"walk {'back ' if reverse else ''}for states in lent room, {said}"
+            builds.append(walk_build(name, keys, 128, scalar=False, read=reverse, reverse=reverse, keep=True, spread=True))
+        name = f"gradients from states in lent room, {said}"
+        builds.append(gradients_build(name, keys, 128, scalar=False, normalizer=16.0, spread=True))
     return builds

@@ -19,6 +19,8 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
     C,
     cut,
     exp2_flushed,
+    find_chunk,
+    log_sigmoid_slope,
     ones_where,
     plus,
     rows_of,
@@ -40,29 +42,6 @@ from onelaunch.ops.gluon_compat import (
 
 LONGEST = gl.constexpr(-512.0)
 """Logarithm to base 2 of a decay within a chunk down to which a difference of two is good for a decay: to 2^-12."""
-
-
-@gluon.jit
-def find_chunk(offsets, slot, T, sequences, STEPS: gl.constexpr, PACKED: gl.constexpr):
-    """First row of the chunk in ``slot``, and steps from there to its sequence's end, none in a spare slot: see kernels.py."""
-    if PACKED:
-        n = slot * 0
-        high = n + sequences
-        for _ in gl.static_range(STEPS):
-            middle = (n + high) // 2
-            below = gl.load(offsets + middle).to(gl.int32) // C + middle <= slot
-            n = gl.where(below, middle, n)
-            high = gl.where(below, high, middle)
-        first = gl.load(offsets + n).to(gl.int32)
-        length = gl.load(offsets + n + 1).to(gl.int32) - first
-        done = (slot - first // C - n) * C
-    else:
-        chunks = gl.cdiv(T, C)
-        n = slot // chunks
-        first = n * T
-        length = T + 0 * n
-        done = (slot - n * chunks) * C
-    return first + done, length - done
 
 
 @gluon.jit
@@ -199,7 +178,7 @@ def pairs_by_levels(dq, stash, dg, dscores, dscores_low, q, k, g, x, high, low, 
 @gluon.jit
 def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: gl.constexpr):
     """do S^T, v dS^T [C, PANEL] and do v^T [C, C], and S dS summed over V [PANEL]."""
-    v, _, states, _, states_low = descriptors
+    v, _, _, _, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
     BV: gl.constexpr = v.block_type.shape[1]
     fine: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -210,7 +189,7 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
     phase = 0
     for first in range(0, values, BV):
         if first > 0:
-            mbarrier.expect(bar, 2 * v.block_type.nbytes + (2 if states_low is None else 3) * states.block_type.nbytes)
+            mbarrier.expect(bar, (4 if states_low is None else 5) * v.block_type.nbytes)
             fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first)
         mbarrier.wait(bar, phase)
         phase ^= 1
@@ -230,21 +209,30 @@ def through_states(descriptors, tiles, bar, rows, cells, channel, values, acc: g
 
 @gluon.jit
 def fetch_values(descriptors, tiles, bar, rows, cells, channel, values, first):
-    """Copy a block of v, do, S and dS."""
+    """Copy a block of v, do, S and dS.
+
+    Where one of states is two boxes, these lie in the rows of the chunk, side by side ``cells`` apart.
+    """
     v, do, states, dstates, states_low = descriptors
     t_v, t_do, t_s, t_ds, t_low = tiles
     row, head = rows
     tma_load(v, [row, head * values + first], bar, t_v)
     tma_load(do, [row, head * values + first], bar, t_do)
-    tma_load(states, [cells + first, channel], bar, t_s)
-    tma_load(dstates, [cells + first, channel], bar, t_ds)
+    BOX: gl.constexpr = states.block_type.shape[0]
+    if t_s.shape[0] > BOX:
+        for turn in gl.static_range(2):
+            tma_load(states, [row, channel + turn * cells], bar, t_s.slice(turn * BOX, BOX, dim=0))
+            tma_load(dstates, [row, channel + turn * cells], bar, t_ds.slice(turn * BOX, BOX, dim=0))
+    else:
+        tma_load(states, [cells + first, channel], bar, t_s)
+        tma_load(dstates, [cells + first, channel], bar, t_ds)
     if states_low is not None:
         tma_load(states_low, [cells + first, channel], bar, t_low)
 
 
 @gluon.jit
-def put(tile, values, out, out_tiles, row, column, width, left):
-    """A gradient [C, PANEL] to where it belongs; the caller waits for the copy."""
+def put(tile, values, out, out_tiles, row, column, pitch, left):
+    """A gradient [C, PANEL] to where it belongs, in rows a pitch apart; the caller waits for the copy."""
     tile.store(values.to(tile.dtype))
     if left >= C:
         fence_async_shared()
@@ -253,14 +241,17 @@ def put(tile, values, out, out_tiles, row, column, width, left):
         rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         t = rows_of(rows, left)
         u = column + gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-        gl.store(out + (row + t).to(gl.int64) * width + u, tile.load(rows), mask=t < left)
+        gl.store(out + (row + t).to(gl.int64) * pitch + u, tile.load(rows), mask=t < left)
 
 
 @gluon.jit
-def channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, acc: gl.constexpr):
+def channel_gradients(
+    descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr,
+    acc: gl.constexpr,
+):  # fmt: skip
     """dq, dk and dg of a panel of channels, each with its decay."""
     row, left, head, cells, channel = at
-    values, width, column = sizes
+    values, pitch, width, column = sizes
     dq, dk, dg, dq_tiles, dk_tiles, dg_tiles = results
     t_v, t_do, _, _, _ = blocks
     E: gl.constexpr = tiles.dtype
@@ -363,8 +354,11 @@ def channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes
     row = gl.max(numbers.index(2).load(vector), 0)
     column = gl.max(numbers.index(3).load(vector), 0) * PANEL
     left = gl.max(numbers.index(4).load(vector), 0)
-    put(t_q, b_dq, dq, dq_tiles, row, column, width, left)
-    put(t_k, b_dk, dk, dk_tiles, row, column, width, left)
+    put(t_q, b_dq, dq, dq_tiles, row, column, pitch, left)
+    put(t_k, b_dk, dk, dk_tiles, row, column, pitch, left)
+    if NORMALIZER is not None:
+        y = tiles.index(4 + zero_of(one, vector)).load(acc).to(gl.float32) * NORMALIZER
+        b_dg *= log_sigmoid_slope(y) * (1.0 / NORMALIZER)
     put(t_g, b_dg, dg, dg_tiles, row, column, width, left)
 
 
@@ -372,7 +366,7 @@ def channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes
 def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc: gl.constexpr):
     """The same where a head has one decay; what this panel adds to dg goes ``to`` [B, T, H]."""
     row, left, head, cells, channel = at
-    values, width, column = sizes
+    values, pitch, _, column = sizes
     dq, dk, _, dq_tiles, dk_tiles, _ = results
     t_v, t_do, _, _, _ = blocks
     vector: gl.constexpr = gl.BlockedLayout([C // 32], [32], [gl.num_warps()], [0])  # all steps in each warp, as in prepare_heads
@@ -423,8 +417,8 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
     of_q, of_k = warpgroup_mma_wait(num_outstanding=0, deps=(of_q, of_k))
     onward = gl.convert_layout(gl.sum(b_q * (of_q + from_states) - b_k * of_k, 1), vector)
     earlier = gl.convert_layout(gl.sum(b_k * from_dstates, 1), vector)
-    put(t_q, from_states + of_q + alone * b_k, dq, dq_tiles, row, column, width, left)
-    put(t_k, from_dstates + of_k + alone * b_q, dk, dk_tiles, row, column, width, left)
+    put(t_q, from_states + of_q + alone * b_k, dq, dq_tiles, row, column, pitch, left)
+    put(t_k, from_dstates + of_k + alone * b_q, dk, dk_tiles, row, column, pitch, left)
     found = gl.sum(onward, 0) - gl.associative_scan(onward, 0, plus) + onward
     found += gl.associative_scan(earlier, 0, plus) - earlier
     found += gl.sum(whole, 0) * gl.exp2(total)
@@ -434,12 +428,14 @@ def head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, 
 @gluon.jit(do_not_specialize=["T", "heads", "sequences"])
 def gradients_kernel(
     q, k, g, v, do, states, dstates, states_low, log_decay, dq, dk, dg, dq_tiles, dk_tiles, dg_tiles, offsets,
-    T, heads, sequences, rows, scale, values,
-    PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr,
+    T, heads, sequences, rows, scale, values, pitch,
+    PANELS: gl.constexpr, STEPS: gl.constexpr, LIMIT: gl.constexpr, NORMALIZER: gl.constexpr, SPREAD: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg [B, T, H, K]; with a decay per head ``dg`` has float32 parts [PANELS, B, T, H] of it.
 
-    ``rows``: B T.
+    ``rows``: B T. ``pitch``: elements from row to row of dq and of dk [B T, H K]. With a ``NORMALIZER`` log-decays, one for each
+    channel, are logsigmoid(z) / NORMALIZER, and dg is the gradient of z. ``SPREAD``: states lie as the walks leave them so.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = q.dtype
@@ -475,17 +471,21 @@ def gradients_kernel(
     tma_load(q, [row, column], bars.index(0), tiles.index(0))
     tma_load(k, [row, column], bars.index(0), tiles.index(1))
     descriptors = (v, do, states, dstates, states_low)
-    mbarrier.expect(bars.index(1), 2 * v.block_type.nbytes + (3 if SCALAR else 2) * states.block_type.nbytes)
-    cells = (slot * heads + head) * values
+    mbarrier.expect(bars.index(1), (5 if SCALAR else 4) * v.block_type.nbytes)  # blocks of states are as large
+    if SPREAD:
+        cells = heads * PANELS * PANEL
+        channel = column
+    else:
+        cells = (slot * heads + head) * values
     fetch_values(descriptors, blocks, bars.index(1), (row, head), cells, channel, values, 0)
     results = (dq, dk, dg, dq_tiles, dk_tiles, dg_tiles)
     at = (row, left, head, cells, channel)
-    sizes = (values, width, column)
+    sizes = (BV if SPREAD else values, pitch, width, column)  # known then: nothing more is fetched
     if SCALAR:
         to = dg + panel.to(gl.int64) * rows * heads
         head_gradients(descriptors, tiles, blocks, results, bars, at, sizes, scale, log_decay, heads, to, acc)
     else:
-        channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT, acc)
+        channel_gradients(descriptors, tiles, blocks, both, results, bars, at, sizes, scale, LIMIT, NORMALIZER, acc)
     tma_store_wait(pendings=0)
     keep_barriers((bars,))
     tiles._keep_alive()  # noqa: SLF001 - else reductions that follow the stores may take the room that these still read

@@ -47,6 +47,29 @@ def span(offsets, n, T, segment, part_steps, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def find_chunk(offsets, slot, T, sequences, STEPS: gl.constexpr, PACKED: gl.constexpr):
+    """First row of the chunk in ``slot``, and steps from there to its sequence's end, none in a spare slot: see kernels.py."""
+    if PACKED:
+        n = slot * 0
+        high = n + sequences
+        for _ in gl.static_range(STEPS):
+            middle = (n + high) // 2
+            below = gl.load(offsets + middle).to(gl.int32) // C + middle <= slot
+            n = gl.where(below, middle, n)
+            high = gl.where(below, high, middle)
+        first = gl.load(offsets + n).to(gl.int32)
+        length = gl.load(offsets + n + 1).to(gl.int32) - first
+        done = (slot - first // C - n) * C
+    else:
+        chunks = gl.cdiv(T, C)
+        n = slot // chunks
+        first = n * T
+        length = T + 0 * n
+        done = (slot - n * chunks) * C
+    return first + done, length - done
+
+
+@gluon.jit
 def place(sizes, SLICES: gl.constexpr):
     """Sequence, head, slice of values and part of the sequence that a program works on."""
     heads, segments, _ = sizes
@@ -126,6 +149,13 @@ def store_in_parts(x, high, low):
 def exp2_flushed(x):
     """2^x, 0 where that is not a normal number: a third of the instructions."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def log_sigmoid_slope(y):
+    """The derivative of logsigmoid by its result, 1 - exp(y); a series where the exponential is all but 1."""
+    series = -y * (1.0 + y * (0.5 + y * (1.0 / 6.0)))
+    return gl.where(y > -0.01, series, 1.0 - exp2_flushed(y * LOG2E))
 
 
 @gluon.jit

@@ -100,13 +100,13 @@ def store_state(to, state, turn, K: gl.constexpr):
 @gluon.jit
 def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
            GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
-           REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, SCALAR: gl.constexpr, INITIAL: gl.constexpr,
-           PARTS: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
+           REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, SPREAD: gl.constexpr, SCALAR: gl.constexpr,
+           INITIAL: gl.constexpr, PARTS: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
     """States [V, K] in registers, for PANEL values; what readers see of them, and of the values in their tile."""
     tiles_r, tiles_a, tiles_v, tiles_low, tiles_s, tiles_kept = tiles
     _, ends, strong = vectors
     arrived, decayed, ready, free, taken = bars
-    out_values, out_tiles = outputs
+    out_values, out_tiles, out_pitch = outputs
     initial, states, states_low, part_states, part_decays = memory
     K: gl.constexpr = tiles_a.shape[2]
     E: gl.constexpr = tiles_a.dtype
@@ -165,7 +165,10 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
                 else:
                     store_in_parts(state, kept, tiles_kept.index(GROUPS + GROUP))
                 fence_async_shared()
-                tma_store(states, [cell, 0], kept)
+                if SPREAD:
+                    tma_store(states, [(slot + j) * C, (first_value // PANEL * heads + head) * K], kept)
+                else:
+                    tma_store(states, [cell, 0], kept)
                 if states_low is not None:
                     tma_store(states_low, [cell, 0], tiles_kept.index(GROUPS + GROUP))
             else:
@@ -229,9 +232,9 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
             else:
                 t = rows_of(rows, left)
                 u = gl.arange(0, PANEL, layout=gl.SliceLayout(0, rows))[None, :]
-                width = (heads + (left >> 31)) * values  # as in rows_of
-                tile = out_values + at.to(gl.int64) * width + (head * values + first_value)
-                gl.store(tile + t * width + u, b_v.load(rows), mask=t < left)
+                pitch = out_pitch + (left >> 31)  # as in rows_of
+                tile = out_values + at.to(gl.int64) * pitch + (head * values + first_value)
+                gl.store(tile + t * pitch + u, b_v.load(rows), mask=t < left)
             if not SCALAR:  # last, when out takes no registers any more
                 state = state * ends_flat.index(2 * stage + 1).load(across)[None, :]
         stage += 1
@@ -245,16 +248,17 @@ def attend(descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "part_steps"])
 def walk_kernel(
     readers, adders, v, g, log_decay, o, out_tiles, initial, states, states_low, part_states, part_decays, offsets,
-    T, heads, segments, part_steps, scale, values,
+    T, heads, segments, part_steps, scale, values, out_pitch,
     SLICES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, READ: gl.constexpr,
-    REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, INITIAL: gl.constexpr, PARTS: gl.constexpr,
-    EXACT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ATTEND_REGISTERS: gl.constexpr,
-    PREPARE_REGISTERS: gl.constexpr,
+    REVERSE: gl.constexpr, KEEP: gl.constexpr, STAGED: gl.constexpr, SPREAD: gl.constexpr, INITIAL: gl.constexpr,
+    PARTS: gl.constexpr, EXACT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``g`` describes log-decays per channel; without it, ``log_decay`` [B, T, H] has one per head.
 
-    ``EXACT``: adders in two 16-bit parts, always so where a channel has its decay. ``STAGED``: ``states`` are described and
-    leave through shared memory; else they are a pointer.
+    ``out_pitch``: elements from row to row of ``o`` [B T, H V], where it is written. ``EXACT``: adders in two 16-bit parts,
+    always so where a channel has its decay. ``STAGED``: ``states`` are described and leave through shared memory; else they are
+    a pointer. ``SPREAD``: so they lie where the chunk's rows of a matrix [B T, V / PANEL, H, K] do, see hopper_launch.py.
     """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = adders.block_type.shape[1]
@@ -297,7 +301,7 @@ def walk_kernel(
     fence_async_shared()  # copies arrive at these barriers
     sizes = (heads, segments, part_steps)
     descriptors = (readers, adders, v, g)
-    outputs = (o, out_tiles)
+    outputs = (o, out_tiles, out_pitch)
     memory = (initial, states, states_low, part_states, part_decays)
     tiles = (tiles_r, tiles_a, tiles_v, tiles_g, tiles_s, tiles_kept)
     vectors = (sums, ends, strong)
@@ -306,9 +310,9 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                          PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
+                          PACKED, READ, REVERSE, KEEP, STAGED, SPREAD, SCALAR, INITIAL, PARTS, EXACT)),
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
-                          PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
+                          PACKED, READ, REVERSE, KEEP, STAGED, SPREAD, SCALAR, INITIAL, PARTS, EXACT)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            READ, REVERSE, SCALAR, EXACT)),
             ],
@@ -319,7 +323,7 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (attend, (descriptors, outputs, memory, tiles, vectors, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                          PACKED, READ, REVERSE, KEEP, STAGED, SCALAR, INITIAL, PARTS, EXACT)),
+                          PACKED, READ, REVERSE, KEEP, STAGED, SPREAD, SCALAR, INITIAL, PARTS, EXACT)),
                 (prepare, (tiles, vectors, bars, offsets, log_decay, T, sizes, scale, LIMIT, SLICES, PACKED,
                            READ, REVERSE, SCALAR, EXACT)),
             ],

@@ -397,12 +397,12 @@ def read_kernel(
     q, k, values, g, offsets, states, out, scale,
     T, H, K, V, sequences,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
-    values_stride_b, values_stride_t, values_stride_h, g_stride_b, g_stride_t, g_stride_h,
+    values_stride_b, values_stride_t, values_stride_h, g_stride_b, g_stride_t, g_stride_h, out_stride_t,
     BK: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, LIMIT: tl.constexpr, LARGEST: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """out [B, T, H, V] contiguous: o from the states that enter the chunks and v, or, TRANSPOSED, dv from the gradients of the
-    states behind the chunks and do.
+    """out [B, T, H, V], tokens ``out_stride_t`` apart: o from the states that enter the chunks and v, or, TRANSPOSED, dv from the
+    gradients of the states behind the chunks and do.
     """
     blocks = tl.cdiv(V, BV)
     slot, h = tl.program_id(0) // (blocks * H), (tl.program_id(0) // blocks) % H
@@ -438,5 +438,5 @@ def read_kernel(
             reading = b_q * scale * exp(sum_before(b_g, t, PRECISION))
         b_state = tl.load(state_pointers(states, index, c, v, K, V), mask=inside_state(c, v, K, V), other=0.0)
         result = split_product(reading.to(LOW), b_state.to(LOW), result, 1, PRECISION)
-    p_out = row_pointer(out, b, start, h, tl.cast(T, tl.int64) * H * V, H * V, V)
-    store_rows(p_out, result, H * V, t, left, v, V, EVEN)
+    p_out = row_pointer(out, b, start, h, tl.cast(T, tl.int64) * out_stride_t, out_stride_t, V)
+    store_rows(p_out, result, out_stride_t, t, left, v, V, EVEN)

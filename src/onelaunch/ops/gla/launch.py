@@ -205,15 +205,20 @@ def carry_grid(call: Attention, tiles: Tiles) -> tuple[int]:
 
 
 @products_by_warps()
-def read(call: Attention, values: torch.Tensor, states: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    """o from v and the states that enter the chunks, or, ``transposed``, dv from do and the gradients of those behind them."""
+def read(
+    call: Attention, values: torch.Tensor, states: torch.Tensor, *, transposed: bool, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """o from v and the states that enter the chunks, or, ``transposed``, dv from do and the gradients of those behind them.
+
+    Written where ``into`` says, see :class:`Into`, or to new memory.
+    """
     _, _, heads, keys, width = call.sizes
     tiles = read_tiles(keys, width, family(call.q.device))
-    out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
+    out = room_like(call.v, into)
     rounding = call.rounding
     kernels.read_kernel[(call.slots * heads * cdiv(width, tiles.values),)](
         call.q, call.k, values, call.g, call.sequences.offsets, states, out, call.scale,
-        *call.numbers(), *strides(call.q, call.k, values, call.g),
+        *call.numbers(), *strides(call.q, call.k, values, call.g), pitch_of(out),
         STEPS=call.sequences.bisection_steps(), PARTS=rounding.parts, LIMIT=rounding.limit, LARGEST=rounding.largest,
         TRANSPOSED=transposed, num_stages=tiles.stages, **call.flags(tiles),
     )  # fmt: skip
@@ -302,6 +307,38 @@ class Gradients(NamedTuple):
     """``[N, H, K, V]``, or no elements without an initial state."""
 
 
+class Into(NamedTuple):
+    """Where gradients of q, k and v go: ``[B, T, H, X]``, as they are packed with others in one matrix.
+
+    Tokens are one pitch apart, of all batch entries one behind the other; heads and channels have nothing between them. For the
+    copy engine of Hopper, the pitch and where each begins are multiples of 16 bytes. That of q and k is the same.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def room_like(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """Where to write what is shaped ``[B, T, H, X]`` like ``tensor``: ``into``, or new memory without gaps."""
+    if into is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    (batch, length, heads, channels), strides = tensor.shape, into.stride()
+    together = strides[3] == 1 and (heads == 1 or strides[2] == channels)
+    in_order = batch == 1 or strides[0] == length * pitch_of(into)
+    if into.shape != tensor.shape or into.dtype != tensor.dtype or not (together and in_order):
+        raise ValueError(f"cannot write {list(tensor.shape)} into {list(into.shape)} of strides {strides}")
+    return into
+
+
+def pitch_of(tensor: torch.Tensor) -> int:
+    """Elements from token to token of ``[B, T, H, X]``, of which the last of an entry is followed by the first of the next.
+
+    Views of a single token have any stride there.
+    """
+    return tensor.stride(1) if tensor.shape[1] > 1 else tensor.stride(0)
+
+
 def exact_gradients(call: Attention) -> bool:
     """Whether nothing is rounded on the way to dq, dk and dg.
 
@@ -327,19 +364,20 @@ def carry_back(
 
 
 @products_by_warps()
-def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None) -> Gradients:
+def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, into: Into | None = None) -> Gradients:
     """Gradients of all inputs, from those of ``o`` and of the final state; nothing was kept but the inputs."""
     do, dfinal = inner_contiguous(do), None if dfinal is None else dfinal.contiguous()
     exact, rounding = exact_gradients(call), call.rounding
     kept = exact or call.scalar  # one dg for a whole head adds up over all of a state: rounded ones would show
     states, _ = carry(call, want_final=False, exact=kept)
     dstates, dinitial = carry_back(call, do, dfinal, exact=kept)
-    dv = read(call, do, dstates, transposed=True)
+    to_q, to_k, to_v = into or (None, None, None)
+    dv = read(call, do, dstates, transposed=True, into=to_v)
     tiles = gradient_tiles(*call.sizes[3:], family(call.q.device))
-    dq, dk, dg = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.g))
+    dq, dk, dg = room_like(call.q, to_q), room_like(call.k, to_k), room_like(call.g, None)
     backward_kernels.gradients_kernel[(call.slots * call.sizes[2],)](
         call.q, call.k, call.v, call.g, do, call.sequences.offsets, states, dstates, dq, dk, dg, call.scale,
-        *call.numbers(), *strides(call.q, call.k, call.v, call.g, do),
+        *call.numbers(), *strides(call.q, call.k, call.v, call.g, do), pitch_of(dq),
         STEPS=call.sequences.bisection_steps(), EXACT=exact, PARTS=call.parts(exact),
         LIMIT=ROUNDINGS[torch.float32].limit if exact else rounding.limit, LARGEST=None if exact else rounding.largest,
         num_stages=tiles.stages, **call.flags(tiles, exact=exact),

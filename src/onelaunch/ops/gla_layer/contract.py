@@ -171,7 +171,7 @@ def _head_size(name: str, weight: Facts, dimension: int, heads: int, dimensions:
     outputs=("out", "final_state"),
     bind=bind,
     options={"rank": 16, "normalizer": 16.0, "eps": 1e-5, "norm_weight": "same", "initial_state": False, "final_state": False},
-    defaults={"cuda": ("composed",), "cpu": ("composed",)},
+    defaults={"cuda": ("packed", "composed"), "cpu": ("composed",)},
     stages=3,  # projections, gla, output_chain
 )
 def gla_layer(

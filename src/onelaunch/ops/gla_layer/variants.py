@@ -14,6 +14,7 @@ from onelaunch.dispatch import AUTO
 from onelaunch.operation import Query
 from onelaunch.ops.gated_scan.torch_variants import compile_static, compiler_missing
 from onelaunch.ops.gla.torch_variants import no_steps, short_enough
+from onelaunch.ops.gla_layer import packed as layer
 from onelaunch.ops.gla_layer.composition import Parts, Results, Tensors, compose
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
 
@@ -78,3 +79,34 @@ def short_enough_on_a_cpu(query: Query) -> str | None:
 def composed(call: GlaLayerCall) -> Results:
     """``projections`` twice, ``gla`` and ``output_chain``, each by the variant that the dispatcher chooses: what modules run."""
     return run(call, DISPATCHED)
+
+
+@gla_layer.variant("packed", launches=None, fuses=("gradients",), parts=DISPATCHED)
+def packed(call: GlaLayerCall) -> Results:
+    """One function with a backward pass of its own: gradients of all projections are written into one matrix. See ``packed.py``.
+
+    Its parts run by kernels of ours, the one that the dispatcher chooses where it is one of them; what reads x is a product of
+    PyTorch's alone, since no activation follows it. Without a backward pass it would be ``composed``.
+    """
+    return layer.compute(call)
+
+
+@gla_layer.variant("packed_states", launches=None, fuses=("gradients",), parts=DISPATCHED)
+def packed_states(call: GlaLayerCall) -> Results:
+    """The same, and the forward pass keeps the state that enters each chunk of 64 steps, in 16 bits, for the backward pass.
+
+    That saves one of its two walks for ``B * T * H * K * V / 32`` bytes between the passes. Not measured yet, and so not what the
+    dispatcher chooses.
+    """
+    return layer.compute(call, keep_states=True)
+
+
+packed.supports(layer.why_not)
+packed_states.supports(layer.why_not)
+
+
+@packed_states.supports
+def walks(query: Query) -> str | None:
+    """Only that recurrence makes all of the states where outputs are read from them."""
+    _, recurrence, _ = layer.parts_of(query, layer.ALIGNMENT, 1.0)
+    return None if layer.own_kernel(recurrence, ("hopper",)) else "keeps states of the recurrence hopper alone"

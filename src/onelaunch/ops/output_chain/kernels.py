@@ -59,7 +59,7 @@ def norm_gate_kernel(
 
 @triton.jit
 def norm_gate_gradients_kernel(
-    da, h, gate, norm_weight, rstd, a, dh, dgate, partials, M, H, steps, da_stride, h_stride, gate_stride,
+    da, h, gate, norm_weight, rstd, a, dh, dgate, partials, M, H, steps, da_stride, h_stride, gate_stride, dgate_stride,
     V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, ACTIVATED: tl.constexpr,
 ):  # fmt: skip
     """a again, if there is room for it, and from da, if it is there, all gradients; partials are ``[programs, V]``."""
@@ -91,6 +91,7 @@ def norm_gate_gradients_kernel(
             if partials is not None:
                 dweight += both * opened
             if dgate is not None:
-                tl.store(dgate + packed, (both * weight * slope).to(dgate.dtype.element_ty), mask=there)
+                to = dgate + m[:, None] * dgate_stride + column
+                tl.store(to, (both * weight * slope).to(dgate.dtype.element_ty), mask=there)
     if partials is not None:
         tl.store(partials + tl.program_id(0).to(tl.int64) * V + c, tl.sum(dweight, axis=0), mask=c < V)

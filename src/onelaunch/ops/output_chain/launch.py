@@ -76,8 +76,13 @@ class Gradients(NamedTuple):
     """``[V]`` float32."""
 
 
-def norm_gate_gradients(da: torch.Tensor | None, given: Operands, rstd: torch.Tensor, *, want_a: bool) -> Gradients:
-    """``a`` again, and gradients where there is a ``da [M, H * V]``: those of what is given."""
+def norm_gate_gradients(
+    da: torch.Tensor | None, given: Operands, rstd: torch.Tensor, *, want_a: bool, into: torch.Tensor | None = None
+) -> Gradients:
+    """``a`` again, and gradients where there is a ``da [M, H * V]``: those of what is given.
+
+    That of the gate goes ``into`` columns of another matrix, ``[M, H * V]`` with rows a pitch apart, or to new memory.
+    """
     h, gate = inner_contiguous(given.h), None if given.gate is None else inner_contiguous(given.gate)
     da = None if da is None else inner_contiguous(da)
     (rows, inner), heads, values = h.shape, given.heads, given.values
@@ -88,13 +93,15 @@ def norm_gate_gradients(da: torch.Tensor | None, given: Operands, rstd: torch.Te
     def room(wanted: bool) -> Any:
         return torch.empty((rows, inner), dtype=h.dtype, device=h.device) if wanted else None
 
-    a, dh, dgate = room(want_a), room(da is not None), room(da is not None and gate is not None)
+    a, dh = room(want_a), room(da is not None)
+    dgate = room(da is not None and gate is not None) if into is None else into
     partials = None
     if da is not None and given.norm_weight is not None:
         partials = h.new_empty(programs, values, dtype=torch.float32)
     kernels.norm_gate_gradients_kernel[(programs,)](
         da, h, gate, given.norm_weight, rstd, a, dh, dgate, partials, rows, heads, steps,
         0 if da is None else da.stride(0), h.stride(0), 0 if gate is None else gate.stride(0),
+        0 if dgate is None else dgate.stride(0),
         ACTIVATED=given.activated, **tile_of(rows, values, GRADIENT_ELEMENTS), num_warps=WARPS,
     )  # fmt: skip
     return Gradients(a, dh, dgate, None if partials is None else partials.sum(0))

@@ -62,7 +62,7 @@ def needs_triton(query: Query) -> str | None:
 
 TYPES = {
     "rstd": "*fp32", "partials": "*fp32", "M": "i32", "N": "i32:16", "H": "i32", "steps": "i32", "eps": "fp32",
-    "h_stride": "i32:16", "gate_stride": "i32:16", "da_stride": "i32:16", "w_stride": "i32:16",
+    "h_stride": "i32:16", "gate_stride": "i32:16", "dgate_stride": "i32:16", "da_stride": "i32:16", "w_stride": "i32:16",
 }  # fmt: skip
 """Of arguments that are not what h is."""
 

@@ -1,0 +1,262 @@
+"""``gla_layer`` as one function: the same gradients as by its parts, whatever autograd asks for, and when it is not taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import library
+
+from onelaunch import dispatch
+from onelaunch.errors import VariantUnsupported
+from onelaunch.ops import gla_layer
+from onelaunch.ops.gla_layer import packed
+from onelaunch.ops.gla_layer.composition import compose
+from onelaunch.ops.gla_layer.variants import tensors_of
+from tests.ops.cases import assert_near, assert_one_call_correct, differentiable, weights_like
+from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
+
+interpret = pytest.mark.interpret
+UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+
+PARTS = ("wide_activated", "fused", "norm_gate")
+"""What ``packed`` runs where kernels are interpreted, as calls one by one."""
+
+
+def by_parts(given: dict[str, Any], parts: tuple[str, str, str] = PARTS) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same launches, each behind an operation of its own."""
+    call = GLA_LAYER.bind(**given)
+    return compose(tensors_of(call), call.sizes, call.eps, call.output_final_state, parts)
+
+
+def gradients_of(
+    outputs: tuple[torch.Tensor | None, ...], leaves: dict[str, torch.Tensor], **how: Any
+) -> dict[str, torch.Tensor]:
+    """Of a loss that weighs every element differently."""
+    loss = torch.stack([(value.float() * weights_like(value)).sum() for value in outputs if value is not None]).sum()
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), **how), strict=True))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@interpret
+@pytest.mark.parametrize("name", [name for name in CASES if name != "bfloat16"])
+def test_results_and_gradients(name):
+    assert_one_call_correct(GLA_LAYER, case_of(name), "packed")
+
+
+@interpret
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("sizes", [{}, {"B": 3, "T": 130}, {"T": 70, "initial_state": True, "final_state": True}])
+def test_the_same_bits_as_by_parts(sizes, dtype):
+    """Where gradients are written changes nothing of what they are, as long as PyTorch multiplies in the same order."""
+    given = made(grad=True, dtype=dtype, **sizes)
+    leaves = differentiable(given)
+    found, expected = gla_layer(**given, variant="packed"), by_parts(given)
+    assert torch.equal(found[0], expected[0])
+    assert (found[1] is None) == (expected[1] is None)
+    assert found[1] is None or torch.equal(found[1], expected[1])
+    assert_equal(gradients_of(found, leaves), gradients_of(expected, leaves))
+
+
+@interpret
+def test_gradients_of_some_of_the_tensors():
+    everything = made(grad=True, T=70, initial_state=True, final_state=True)
+    expected = gradients_of(by_parts(everything), differentiable(everything))
+    for asking in (*[(name,) for name in (*TENSORS, "initial_state")], ("norm_weight", "w_out"), ("x", "gk_bias")):
+        given = {
+            name: value.detach().requires_grad_(name in asking) if isinstance(value, torch.Tensor) else value
+            for name, value in everything.items()
+        }
+        leaves = differentiable(given)
+        assert set(leaves) == set(asking)
+        found = gradients_of(gla_layer(**given, variant="packed"), leaves)
+        assert_near(found, {name: expected[name] for name in asking}, 1e-6)
+
+
+@interpret
+def test_a_graph_that_is_kept_gives_the_same_again_and_nothing_is_written_to():
+    given = made(grad=True, T=70, initial_state=True, final_state=True)
+    leaves = differentiable(given)
+    before = {name: value.detach().clone() for name, value in leaves.items()}
+    outputs = gla_layer(**given, variant="packed")
+    results = [output.detach().clone() for output in outputs]
+    first = gradients_of(outputs, leaves, retain_graph=True)
+    kept = {name: value.clone() for name, value in first.items()}
+    assert_equal(gradients_of(outputs, leaves), kept)
+    assert_equal(first, kept)
+    assert_equal({name: value.detach() for name, value in leaves.items()}, before)
+    assert all(torch.equal(output, result) for output, result in zip(outputs, results, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients_of(outputs, leaves)
+
+
+@interpret
+def test_results_that_are_used_twice_through_hooks_or_not_at_all():
+    given = made(grad=True, initial_state=True, final_state=True)
+    leaves = differentiable(given)
+
+    def loss_of(out: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
+        out.register_hook(lambda gradient: 2 * gradient)
+        return (out * weights_like(out)).sum() + out.square().sum() + (final * weights_like(final)).sum()
+
+    seen: list[torch.Tensor] = []
+    handle = given["in_proj_weight"].register_hook(lambda gradient: seen.append(gradient.clone()))
+    ours, theirs = (
+        dict(zip(leaves, torch.autograd.grad(loss_of(*outputs), list(leaves.values())), strict=True))
+        for outputs in (gla_layer(**given, variant="packed"), by_parts(given))
+    )
+    handle.remove()
+    assert_near(ours, theirs, 1e-6)
+    assert_near(dict(enumerate(seen)), {0: ours["in_proj_weight"], 1: theirs["in_proj_weight"]}, 1e-6)
+    for index in (0, 1):  # the other takes no part
+        pair = (gla_layer(**given, variant="packed")[index], by_parts(given)[index])
+        unused = {"norm_weight", "w_out"} if index else set()
+        ours, theirs = (gradients_of((each,), leaves, allow_unused=True, materialize_grads=True) for each in pair)
+        assert all(not ours[name].any() and not theirs[name].any() for name in unused)
+        assert_near(ours, theirs, 1e-6)
+
+
+@interpret
+def test_gradients_accumulate_over_two_calls():
+    given = made(grad=True, T=70)
+    leaves = differentiable(given)
+    for outputs in (gla_layer(**given, variant="packed"), gla_layer(**{**given, "x": given["x"] * 0.5}, variant="packed")):
+        outputs[0].sum().backward()  # a gradient that is expanded: all its elements are one
+    found = {name: value.grad for name, value in leaves.items()}
+    total = by_parts(given)[0].sum() + by_parts({**given, "x": given["x"] * 0.5})[0].sum()
+    assert_near(found, dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True)), 1e-6)
+
+
+@interpret
+def test_gradients_are_not_differentiable_again():
+    given = made(grad=True)
+    (dx,) = torch.autograd.grad(gla_layer(**given, variant="packed")[0].sum(), given["x"], create_graph=True)
+    assert not dx.requires_grad
+
+
+@interpret
+def test_tensors_of_any_strides():
+    given = made(grad=True, T=70)
+    turned = {
+        name: value.detach().mT.contiguous().mT.requires_grad_() if name in TENSORS and value.dim() > 1 else value
+        for name, value in given.items()
+    }
+    assert not turned["x"].is_contiguous()
+    found = gradients_of(gla_layer(**turned, variant="packed"), differentiable(turned))
+    assert_near(found, gradients_of(by_parts(given), differentiable(given)), 1e-6)
+
+
+@interpret
+def test_it_compiles_into_one_graph():
+    torch.compiler.reset()
+    function = torch.compile(lambda **given: gla_layer(**given, variant="packed"), fullgraph=True, backend="aot_eager")
+    for options in ({"T": 70}, {"T": 20, "initial_state": True, "final_state": True}):
+        given = made(grad=True, **options)
+        leaves = differentiable(given)
+        found, expected = function(**given), gla_layer(**given, variant="packed")
+        assert torch.equal(found[0], expected[0])
+        assert_near(gradients_of(found, leaves), gradients_of(expected, leaves), 1e-6)
+
+
+@interpret
+@pytest.mark.parametrize("want_final", [False, True])
+def test_the_operators_keep_their_promises(want_final):
+    given = made(grad=True, T=20, initial_state=want_final)
+    tensors = [given[name] for name in TENSORS]
+    kernels = "wide_activated,fused,norm_gate"
+    arguments = (*tensors, given.get("initial_state"), 2, 16.0, 1e-5, want_final, False, kernels)
+    forward, backward = (getattr(torch.ops.onelaunch, f"gla_layer_{way}").default for way in ("forward", "backward"))
+    library.opcheck(forward, arguments, test_utils=UTILITIES)
+    with torch.no_grad():
+        out, final, *kept = packed.run_forward(*arguments)
+    x, in_proj_weight, gk_weight, _, norm_weight, w_out = (each.detach() for each in tensors)
+    state = arguments[6] if arguments[6] is None else arguments[6].detach()
+    given_back = (torch.ones_like(out), torch.ones_like(final) if want_final else None)
+    saved = (x, in_proj_weight, gk_weight, norm_weight, w_out, state, *kept)
+    for wants in ([True] * 6 + [want_final], [False] * 5 + [True, False]):
+        library.opcheck(backward, (*given_back, *saved, 2, 16.0, kernels, wants), test_utils=UTILITIES)
+
+
+@interpret
+def test_it_is_refused_where_columns_cannot_be_addressed():
+    given = made(grad=True, H=1, K=20, V=24)
+    with pytest.raises(VariantUnsupported, match=r"packed.* needs H \* K and H \* V in multiples of 8"):
+        gla_layer(**given, variant="packed")
+    found = gla_layer(**given)[0]  # and the dispatcher goes on to what is there
+    assert_near({"out": found}, {"out": gla_layer(**given, variant="unfused")[0]}, 1e-6)
+
+
+# Without kernels: which calls it takes
+
+
+def test_it_is_refused_where_there_is_no_backward_pass_or_no_kernel():
+    query = GLA_LAYER.query(case_of("small"), "cpu")
+    variant = GLA_LAYER.get("packed")
+    assert variant.why_not(query) == "differs from composed in the backward pass alone, and there is none"
+    assert variant.why_not(query._replace(grad=True)).startswith("needs kernels of ours for projections: wide_activated needs")
+    assert dispatch.choose(query._replace(grad=True)).name == "composed"
+
+
+def test_states_are_kept_by_name_alone(monkeypatch):
+    """On a GPU that is not there: all kernels run but where the recurrence is not the one that keeps states."""
+    able = {"projections": "wide_activated", "gla": "fused", "output_chain": "norm_gate"}
+    monkeypatch.setattr(packed, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
+    query = GLA_LAYER.query(case_of("small"), "cuda:0", grad=True)
+    assert GLA_LAYER.get("packed").why_not(query) is None
+    assert GLA_LAYER.get("packed_states").why_not(query) == "keeps states of the recurrence hopper alone"
+    able["gla"] = "hopper"
+    assert GLA_LAYER.get("packed_states").why_not(query) is None
+    assert "packed_states" not in GLA_LAYER.preference(query)[:2]
+
+
+def test_a_destination_that_gradients_do_not_fit_into_is_refused():
+    triton = pytest.importorskip("triton")
+    assert triton
+    from onelaunch.ops.gla import hopper_launch, launch
+
+    k, matrix = torch.empty(2, 9, 2, 16), torch.empty(18, 80)
+    fits = matrix[:, 32:64].view(2, 9, 2, 16)
+    assert launch.room_like(k, fits) is fits
+    assert launch.room_like(k, None).is_contiguous()
+    for wrong in (matrix[:, 32:64].half().view(2, 9, 2, 16), matrix[:, :64].view(2, 9, 2, 32), fits[:, :8], fits.transpose(0, 1)):
+        with pytest.raises(ValueError, match="cannot write"):
+            launch.room_like(k, wrong)
+    with pytest.raises(ValueError, match="copy engine cannot write"):
+        hopper_launch.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))
+    assert SMALL["K"] == 16
+
+
+def test_room_is_lent_where_a_state_is_as_large_as_what_is_written_there():
+    pytest.importorskip("triton")
+    from onelaunch.ops.gla import hopper_launch, launch
+
+    def lent(length: int = 128, keys: int = 64, values: int = 128, gap: int = 0, offsets: torch.Tensor | None = None) -> Any:
+        """Of two heads."""
+        matrix = torch.zeros(2 * length, 8 + gap + 4 * keys + 2 * values, dtype=torch.bfloat16)
+        _, q, _, k, v = matrix.split_with_sizes([8, 2 * keys, gap, 2 * keys, 2 * values], 1)
+        into = launch.Into(*(each.view(2, length, 2, -1) for each in (q, k, v)))
+        given = [torch.empty(into_one.shape, dtype=torch.bfloat16) for into_one in (into.q, into.k, into.v, into.q)]
+        call = launch.Attention.of(*given, None, offsets, 1.0)
+        return call, into, hopper_launch.lend_room(call, into)
+
+    for keys in (64, 128):
+        call, into, found = lent(keys=keys)
+        both, own = found
+        assert both.shape == own.shape == (256, 4 * keys)
+        assert both.numel() == call.slots * 2 * 128 * keys  # all states
+        both.fill_(1)
+        assert bool((into.q == 1).all())
+        assert bool((into.k == 1).all())
+        assert not into.v.any()
+        assert own.data_ptr() != both.data_ptr()
+    offsets = torch.tensor([0, 256], dtype=torch.int32)
+    for refused in ({"length": 100}, {"keys": 256}, {"values": 64}, {"values": 256}, {"gap": 8}, {"offsets": offsets}):
+        assert lent(**refused)[2] is None
+    assert hopper_launch.lend_room(lent()[0], None) is None
