@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onelaunch import nvrtc
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import CHUNK, MOST_TILES, ROUNDS, STEP, TILE, Edge, Op, Phase, Plan, depth, padded, passes
+from onelaunch.decode.plan import CHUNK, MOST_TILES, ROUNDS, TILE, Edge, Op, Phase, Plan, depth, padded, passes
 from onelaunch.decode.rungs import POSITIONS
 
 WARPS: Final = 8
