@@ -159,7 +159,7 @@ def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         chances = ordered.softmax(0)
         before = chances.cumsum(0) - chances
         out = before >= sampling.top_p
-        out[0] = False
+        out[:1].zero_()
         logits = logits.masked_fill(torch.empty_like(out).scatter_(0, tokens, out), -math.inf)
     if sampling.min_p > 0:
         logits = logits.masked_fill(logits < logits.max() + math.log(sampling.min_p), -math.inf)

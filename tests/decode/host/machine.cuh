@@ -166,7 +166,6 @@ DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar) {
 }
 
 DEVICE void warp_meets() { host::together(host::warp(), [] {}); }
-DEVICE bool all_lanes(bool so);
 DEVICE u64 exchange(u64 v, int mask) {
   host::Warp& w = host::warp();
   const int lane = host::now->thread % 32;
@@ -179,11 +178,6 @@ DEVICE u64 from_lane_xor(u64 v, int mask) {
   const u64 found = exchange(v, mask);
   host::together(host::warp(), [] {});  // all have read
   return found;
-}
-DEVICE bool all_lanes(bool so) {
-  bool all = so;
-  for (int mask = 16; mask; mask /= 2) all &= (bool)from_lane_xor((u64)all, mask);
-  return all;
 }
 DEVICE float from_lane_xor(float v, int mask) {
   u32 bits;

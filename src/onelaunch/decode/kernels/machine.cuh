@@ -45,7 +45,6 @@ DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar) {
 // Threads of a warp, threads of a block.
 
 DEVICE void warp_meets() { __syncwarp(); }
-DEVICE bool all_lanes(bool so) { return __all_sync(~0u, so); }
 DEVICE float from_lane_xor(float v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
 DEVICE u64 from_lane_xor(u64 v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
 DEVICE void block_meets() { __syncthreads(); }

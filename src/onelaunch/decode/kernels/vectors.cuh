@@ -70,15 +70,15 @@ struct Worker {
     a.state[TOKENS] = token - 1;
     a.state[BARRIERS] = *s.met;
   }
-  // The ring: a thread's part of granules, DEPTH of them in a unit. Units are on their way to registers when this returns; lanes wait for a
-  // chunk each, and give back those that were read to their end: their places are written only once all reads before that are done.
-  // At least so many of the units are there in all calls.
+  // The ring: a thread's part of granules, DEPTH of them in a unit, at least so many of them in all calls. Chunks that were read to their
+  // end are given back: their places are written only once all reads before that are done.
   template <int ROOM>
   DEVICE void fetch(uint4 (&v)[ROOM][DEPTH], int units, int least) {
     const int begin = DEPTH < 4 && left ? 4 - left : 0, end = begin + units * DEPTH;
-    const Ring mine = ring.after(lane);
-    if (lane >= (begin > 0) && lane < (end + 3) / 4) there &= await_ring(a, s, s.full + mine.stage, mine.phase);
-    there = all_lanes(there);
+    Ring each = ring.after(begin > 0);
+#pragma unroll 1
+    for (int chunk = begin > 0; chunk < (end + 3) / 4; ++chunk, each.advance())
+      there &= await_ring(a, s, s.full + each.stage, each.phase);
     const char* base = s.stages + warp * (GRANULE / WARPS) + lane * 16;
 #pragma unroll
     for (int unit = 0; unit < ROOM; ++unit) {
@@ -89,20 +89,23 @@ struct Worker {
         v[unit][i] = unit < least || unit < units ? *(const uint4*)(at + i * GRANULE) : uint4{0, 0, 0, 0};
     }
     warp_meets();
-    if (lane < end / 4 && there) ring_arrive(s.empty + mine.stage);  // once for each time that it was filled
-    ring = ring.after(end / 4);
+#pragma unroll 1
+    for (int chunk = 0; chunk < end / 4; ++chunk) give_back();
     if (DEPTH < 4) left = end % 4 ? 4 - end % 4 : 0;
   }
   // The next chunk of the ring, for all lanes to read; then drop() gives it back.
   DEVICE const char* chunk() {
-    there = all_lanes(there & await_ring(a, s, s.full + ring.stage, ring.phase));
+    there &= await_ring(a, s, s.full + ring.stage, ring.phase);
     return s.stages + ring.stage * CHUNK;
   }
   DEVICE void drop() {
     warp_meets();
-    if (lane == 0 && there) ring_arrive(s.empty + ring.stage);
-    ring.advance();
+    give_back();
     left = 0;
+  }
+  DEVICE void give_back() {
+    if (lane == 0 && there) ring_arrive(s.empty + ring.stage);  // once for each time that it was filled
+    ring.advance();
   }
 };
 
