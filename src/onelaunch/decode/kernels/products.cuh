@@ -82,6 +82,7 @@ DEVICE void product_of(Worker& w, int phase, Gather gather, Apply apply) {
   using B = Batches<COLUMNS, TILES, LEAST>;
   constexpr bool EARLY = STREAMS || SEPARATE;  // else weights come last
   const int begin = w.begin(phase), count = w.end(phase) - begin, groups = groups_of(count);
+  if (count == 0) return gather();  // the head of a small vocabulary: its words are waited for in every use
   auto first_of = [&](int group) { return group * count / groups; };
   typename B::Weights v;
   auto product_of_group = [&](int first, int tiles) {
