@@ -105,4 +105,5 @@ DEVICE void product_of(Worker& w, int phase, Gather gather, Apply apply) {
     product_of_group(first, tiles);
   }
   w.mark(phase, DONE);
+  w.give_back();
 }

@@ -16,6 +16,7 @@ struct Worker {
   u32 token;     // use of the tail's buffers, counted on over launches
   float scale = 1.0f;  // of the products: one over the vector's norm
   Ring ring;
+  int held = 0;     // chunks before it that were read and not given back
   int left = 0;     // granules of the chunk at hand
   bool there = true;  // and whether it and all before were waited for to the end
   int passed = 0;   // granules of this token whose phases have begun
@@ -70,15 +71,24 @@ struct Worker {
     a.state[TOKENS] = token - 1;
     a.state[BARRIERS] = *s.met;
   }
-  // The ring: a thread's part of granules, DEPTH of them in a unit, at least so many of them in all calls. Chunks that were read to their
-  // end are given back: their places are written only once all reads before that are done.
+  // The ring: a thread's part of granules, DEPTH of them in a unit, at least so many of them in all calls. They are on their way to
+  // registers when this returns. Their chunks are held, so that giving them back delays nobody, until give_back() or the next call.
   template <int ROOM>
   DEVICE void fetch(uint4 (&v)[ROOM][DEPTH], int units, int least) {
-    const int begin = DEPTH < 4 && left ? 4 - left : 0, end = begin + units * DEPTH;
-    Ring each = ring.after(begin > 0);
+    give_back();
+    const int begin = DEPTH < 4 && left ? 4 - left : 0, end = begin + units * DEPTH, until = (end + 3) / 4;
+    bool landed = true;  // in most cases long ago: all are asked about at once
+#pragma unroll
+    for (int chunk = 0; chunk < (ROOM * DEPTH + 6) / 4; ++chunk) {
+      const Ring each = ring.after(chunk);
+      if (chunk >= (begin > 0) && chunk < until) landed &= ring_passed(s.full + each.stage, each.phase);
+    }
+    if (!landed) {
+      Ring each = ring.after(begin > 0);
 #pragma unroll 1
-    for (int chunk = begin > 0; chunk < (end + 3) / 4; ++chunk, each.advance())
-      there &= await_ring(a, s, s.full + each.stage, each.phase);
+      for (int chunk = begin > 0; chunk < until; ++chunk, each.advance())
+        there &= await_ring(a, s, s.full + each.stage, each.phase);
+    }
     const char* base = s.stages + warp * (GRANULE / WARPS) + lane * 16;
 #pragma unroll
     for (int unit = 0; unit < ROOM; ++unit) {
@@ -88,9 +98,7 @@ struct Worker {
       for (int i = 0; i < DEPTH; ++i)  // what is not written in all cases would be kept in registers from layer to layer
         v[unit][i] = unit < least || unit < units ? *(const uint4*)(at + i * GRANULE) : uint4{0, 0, 0, 0};
     }
-    warp_meets();
-#pragma unroll 1
-    for (int chunk = 0; chunk < end / 4; ++chunk) give_back();
+    held = end / 4, ring = ring.after(held);
     if (DEPTH < 4) left = end % 4 ? 4 - end % 4 : 0;
   }
   // The next chunk of the ring, for all lanes to read; then drop() gives it back.
@@ -99,13 +107,15 @@ struct Worker {
     return s.stages + ring.stage * CHUNK;
   }
   DEVICE void drop() {
-    warp_meets();
+    ++held, ring.advance(), left = 0;
     give_back();
-    left = 0;
   }
+  // Chunks that were read to their end, once all lanes have read them: each once for each time that it was filled.
   DEVICE void give_back() {
-    if (lane == 0 && there) ring_arrive(s.empty + ring.stage);  // once for each time that it was filled
-    ring.advance();
+    warp_meets();
+#pragma unroll 1
+    for (; held > 0; --held)
+      if (lane == 0 && there) ring_arrive(s.empty + (ring.stage - held + (ring.stage < held ? STAGES : 0)));
   }
 };
 
