@@ -46,6 +46,7 @@ struct Worker {
   }
   DEVICE int used() const { return used_at(position); }
   DEVICE const u16* layer_norms() const { return a.norms + (long long)afresh(layer) * (2 * HIDDEN + 2 * HEAD); }
+  DEVICE const float* rotation() const { return a.rotations + (long long)position * HEAD; }  // cosines of pairs, then sines
   DEVICE const u16* embedded() const { return a.embedding + (long long)*s.token * HIDDEN; }
   DEVICE long long cached(int head) const { return (long long)(afresh(layer) * HEADS + head) * a.capacity * HEAD; }
 
@@ -54,7 +55,6 @@ struct Worker {
     mark_token(TICKS_BEGIN);
     const int first = begin(O) * TILE, rows = (end(O) - begin(O)) * TILE;
     for (int row = thread; row < rows; row += WORKERS_THREADS) s.own[row] = as_float((u32)embedded()[first + row] << 16);
-    for (int at = thread; at < HEAD; at += WORKERS_THREADS) s.rotation[at] = a.rotations[(long long)position * HEAD + at];
     passed = 0;
   }
   DEVICE void end_token() {
