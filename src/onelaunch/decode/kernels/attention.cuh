@@ -71,7 +71,7 @@ template <int COUNT>
 DEVICE void take_heads(Worker& w, const float* from, int limit, float (&x)[COUNT][8]) {
   uint4 v[2 * COUNT];
   const float* mine = from + words_of(w);
-  take(w, v, w.use(), [&](int i) { return i / 2 < limit ? mine + i / 2 * HEAD + i % 2 * NEXT_FOUR : nullptr; });
+  take(w, v, w.use(), [&](int i) { return i / 2 < limit; }, [&](int i) { return mine + i / 2 * HEAD + i % 2 * NEXT_FOUR; });
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) bare(v[2 * i], v[2 * i + 1], x[i]);
 }
@@ -90,31 +90,36 @@ struct Heads {
   // Turned by who made them. Their squares are added up by the lanes of a head.
   DEVICE void take_turned(Worker& w, int head, bool newest) {
     constexpr int WORDS = 2 * (GROUP + 2);
-    const int limit = newest ? GROUP + 2 : GROUP;
     const float* words = w.a.words + RAW + head * HEAD_WORDS + words_of(w);
     const float* squares = w.a.words + HEAD_SQUARES + head * (HEAD_WORDS / 2) + channel_of(w) / 2;
     uint4 v[WORDS + GROUP + 1];
-    take(w, v, w.use(), [&](int i) {
-      const int which = i < WORDS ? i / 2 : i - WORDS;
-      return which >= limit ? nullptr : i < WORDS ? words + which * HEAD + i % 2 * NEXT_FOUR : squares + which * (HEAD / 2);
-    });
+    auto which = [](int i) { return i < WORDS ? i / 2 : i - WORDS; };
+    take(w, v, w.use(), [&](int i) { return newest || which(i) < GROUP; },
+         [&](int i) { return i < WORDS ? words + which(i) * HEAD + i % 2 * NEXT_FOUR : squares + which(i) * (HEAD / 2); });
     w.mark(ATTENTION, READY);
-    auto over_norm = [&](int which) {
-      const float4 s = bare(v[WORDS + which]);
-      return rsqrtf(sum_of_head(s.x + s.y + (s.z + s.w)) / HEAD + EPS);
-    };
+    float norms[GROUP + 1];
+#pragma unroll
+    for (int i = 0; i <= GROUP; ++i) {
+      const float4 s = bare(v[WORDS + i]);
+      norms[i] = s.x + s.y + (s.z + s.w);
+    }
+#pragma unroll
+    for (int mask = LANES / 2; mask; mask /= 2)  // side by side
+#pragma unroll
+      for (int i = 0; i <= GROUP; ++i) norms[i] += from_lane_xor(norms[i], mask);
+#pragma unroll
+    for (int i = 0; i <= GROUP; ++i) norms[i] = rsqrtf(norms[i] / HEAD + EPS);
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
       bare(v[2 * g], v[2 * g + 1], queries[g]);
-      scales[g] = QUERY_SCALE * rsqrtf((float)HEAD) * over_norm(g);
+      scales[g] = QUERY_SCALE * rsqrtf((float)HEAD) * norms[g];
     }
     key = value = {0, 0, 0, 0};
     if (!newest) return;
     float x[8];
-    const float scale = over_norm(GROUP);
     bare(v[2 * GROUP], v[2 * GROUP + 1], x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] *= scale;
+    for (int i = 0; i < 8; ++i) x[i] *= norms[GROUP];
     key = rounded(x);
     bare(v[2 * GROUP + 2], v[2 * GROUP + 3], x);
     value = rounded(x);
@@ -209,10 +214,10 @@ struct Batch {
   DEVICE static uint4 read_row(const char* at) { return KEYS_STREAM ? *(const uint4*)at : load_plain((const uint4*)at); }
 };
 
-// All cached positions of the span, by rounds; the first round's are there or on their way.
+// All cached positions of the span, by rounds; the first round's are there or on their way. A warp that has none in the last round is done.
 DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const Heads& heads, Found& f) {
 #pragma unroll 1
-  for (int base = span.begin; base < span.cached; base += ROUND) {
+  for (int base = span.begin; base + w.warp * AT_ONCE < span.cached; base += ROUND) {
     w.refresh();
     float scores[GROUP][DEEP];
 #pragma unroll
@@ -273,10 +278,8 @@ DEVICE void combine_lanes(Worker& w, Found& f, float* slot, int sharing) {
       continue;
     }
     float* mine = w.s.found + (w.warp * GROUP + g) * FOUND_WORDS;
-    if (w.lane < LANES) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) mine[w.lane * 8 + i] = x[i];
-    }
+    float4* at = (float4*)(mine + channel_of(w));
+    if (w.lane < LANES) at[0] = {x[0], x[1], x[2], x[3]}, at[1] = {x[4], x[5], x[6], x[7]};
     if (w.lane == 0) mine[HEAD] = larger, mine[HEAD + 1] = f.sum[g];
   }
 }
@@ -287,13 +290,20 @@ DEVICE void combine_warps(Worker& w, float* slot, int sharing) {
   w.meet();
   for (int at = w.thread; at < GROUP * HEAD; at += WORKERS_THREADS) {
     const int g = at / HEAD, channel = at % HEAD;
-    float most = NOTHING, sum = 0, value = 0;
-    for (int warp = 0; warp < sharing; ++warp) most = fmaxf(most, found[(warp * GROUP + g) * FOUND_WORDS + HEAD]);
-    for (int warp = 0; warp < sharing; ++warp) {
+    float larger[WARPS], sums[WARPS], values[WARPS];
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {  // all read before any is used
       const float* its = found + (warp * GROUP + g) * FOUND_WORDS;
-      const float weight = power(its[HEAD] - most);
-      sum += weight * its[HEAD + 1];
-      value += weight * its[channel];
+      larger[warp] = NOTHING, sums[warp] = values[warp] = 0;
+      if (warp < sharing) larger[warp] = its[HEAD], sums[warp] = its[HEAD + 1], values[warp] = its[channel];
+    }
+    float most = NOTHING, sum = 0, value = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) most = fmaxf(most, larger[warp]);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+      const float weight = power(larger[warp] - most);
+      sum += weight * sums[warp], value += weight * values[warp];
     }
     put(slot + at, value / sum, w.use());
     if (channel == 0) put(slot + GROUP * HEAD + g, most + log2f(sum), w.use());
