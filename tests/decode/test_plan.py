@@ -24,7 +24,7 @@ from onelaunch.decode.packing import (
     pack,
     row_order,
     run_granules,
-)  # fmt: skip
+)
 from onelaunch.decode.plan import GRANULE, ROUNDS, Piece, Wait, padded
 from onelaunch.decode.rungs import POSITIONS, RUNGS, layer_ctas, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler, Sampling

@@ -81,8 +81,8 @@ DEVICE void cache(const Worker& w, u16* rows, int head, const uint4& row) {
 }
 constexpr float QUERY_SCALE = LOG2E;  // and one over the root of HEAD: scores are exponents of two
 
-// What a warp needs of a key head's newest position: a lane's channels of its queries, turned, but without their scales, which scores get;
-// and, for who has the position, of its key and value as they are cached.
+// A key head at the newest position, as a warp needs it: a lane's channels of the queries, turned, but not scaled, for scores are; and, for
+// who has the position, of key and value as they are cached.
 struct Heads {
   float queries[GROUP][8], scales[GROUP];
   uint4 key, value;

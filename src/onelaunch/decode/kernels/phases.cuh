@@ -68,7 +68,7 @@ DEVICE void multiply_qkv(Worker& w) {
     else
       gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use() - 1);
   };
-  const RowTurn first(w, w.begin(QKV) * TILE + w.thread);  // on its way before the vector is waited for
+  const RowTurn first(w, w.begin(QKV) * TILE + w.thread);  // of the first group; on its way before the vector is waited for
   product_of<HIDDEN, MOST_QKV, LEAST_QKV>(w, QKV, vector, [&](u32 row, int mine, int sum) {
     const float own = sum_of_row(w, sum);
     if constexpr (ROPE_APART) {
