@@ -332,8 +332,9 @@ class Operation(Generic[P, R]):
 
         Common tags: ``launches`` (int), ``fuses`` (tuple of step names), ``gemm`` (``cublas``, ``triton``...),
         ``backward`` (bool, default True), ``requires`` (a package that must be installed), ``maker`` (whose code it is, where
-        it is not ours: ``pytorch``, ``liger``...), ``tunes`` (bool: its first call measures which of its kernels are fast),
-        ``barriers`` (a function that makes a checked call and returns how many barriers over the grid its kernel counted).
+        it is not ours: ``pytorch``, ``liger``...), ``tunes`` (bool: at its first call Triton's autotuner chooses among its
+        kernels' configurations), ``barriers`` (a function that makes a checked call and returns how many barriers over the grid
+        its kernel counted).
         """
 
         def register_variant(run: Callable[..., Any]) -> Variant:

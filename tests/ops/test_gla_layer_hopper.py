@@ -166,7 +166,7 @@ def peak_of(variant: str, given: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("keys", "saved"), [(128, 230), (64, -40)])
 def test_memory_of_a_training_step(keys, saved, device):
-    """By arithmetic 268 and 65 MB less than calls one by one; but with 64 channels the peak lies elsewhere, and is a little higher."""
+    """By arithmetic 268 MB less than calls one by one; with 64 channels the peak lies elsewhere, and is a little higher."""
     given = given_on(device, B=8, T=4096, D=2048, H=16, K=keys, V=128)
     assert find_operation("gla_layer").get("packed").why_not(GLA_LAYER.bind(**given).query()) is None
     assert peak_of("composed", given) - peak_of("packed", given) >= saved * 1e6

@@ -8,7 +8,7 @@ import pytest
 
 from onelaunch.operation import find_operation
 from onelaunch.workbench import compiling
-from onelaunch.workbench.compiling import Place, call_once, compile_ahead, places_to_compile
+from onelaunch.workbench.compiling import Place, call_once, compile_ahead, part_of_tuning, places_to_compile
 from onelaunch.workbench.plan import plan_study
 from onelaunch.workbench.study import Shape, Study
 from tests.workbench import toy
@@ -32,8 +32,8 @@ def study(operation: str = "toy_sum", **more):
     return Study(**(facts | more))
 
 
-def places(declared):
-    return list(places_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells))
+def places(declared, processes=3):
+    return list(places_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes))
 
 
 def test_every_call_that_can_run_here_is_made():
@@ -43,11 +43,44 @@ def test_every_call_that_can_run_here_is_made():
     }
 
 
-def test_what_tunes_itself_is_left_to_the_process_that_measures(monkeypatch):
+def test_each_process_compiles_a_part_of_what_is_tuned(monkeypatch):
     monkeypatch.setitem(find_operation("toy_sum").get("parallel").tags, "tunes", "at its first call")
-    assert {place.variant for place in places(study())} == {"eager", "raises"}
+    made = places(study(), 4)
+    tuned = [place for place in made if place.variant == "parallel" and place[:2] == ("first", "forward")]
+    assert [(place.part, place.parts) for place in tuned] == [(part, 4) for part in range(4)]
+    assert {place.parts for place in made if place.variant != "parallel"} == {1}
     assert find_operation("gla").get("fla").tags["tunes"]
     assert find_operation("gla_layer").get("fla").tags["tunes"]
+
+
+def test_a_part_of_tuning_tries_its_own_configurations_and_anew():
+    triton = pytest.importorskip("triton")
+    from triton.runtime.autotuner import Autotuner
+
+    configs = [triton.Config({}, num_warps=2**i) for i in range(5)]
+    tuner = object.__new__(Autotuner)
+    tuner.configs, tuner.early_config_prune, tuner.perf_model = configs, None, None
+    before, tried = Autotuner.run, []
+    for part in range(3):
+        with part_of_tuning(part, 3):
+            tried += tuner.prune_configs({})
+    assert sorted(config.num_warps for config in tried) == [1, 2, 4, 8, 16]
+    with part_of_tuning(7, 9):
+        assert tuner.prune_configs({}) == configs[:1], "some configuration has to run"
+        tuner.cache, tuner.arg_names = {"key": "from a part before"}, ()
+        with pytest.raises(AttributeError):
+            tuner.run()  # it has no kernel
+        assert tuner.cache == {}
+        tuner.cache["key"] = "of this part"
+        with pytest.raises(AttributeError):
+            tuner.run()
+        assert tuner.cache, "which is not forgotten within it"
+    assert tuner.prune_configs({}) == configs
+    assert Autotuner.run is before
+
+
+def test_a_part_without_a_configuration_that_runs_is_no_note():
+    assert call_once(study(), Place("first", "forward", "raises", 1, 2), "cpu") is None
 
 
 @pytest.mark.parametrize("direction", ["forward", "forward_backward"])

@@ -36,11 +36,9 @@ class Tuning:
 
     stages: int | None = None
     """Chunks of 16 KB; by default as many as there is room for, half of it where launches overlap."""
-    flight: int = 3
-    """Of them, those on their way at once where there are hand-offs: 48 KB keep 95 % of the bandwidth, at half the price that a
-    hand-off has beside 192 KB.
-    """
-    pace: int = 0
+    flight: int = 2
+    """Of them, those on their way at once where there are hand-offs: these queue behind them."""
+    pace: int = 800
     """Ticks of the processor's clock from one chunk to the next, where there are hand-offs: copies that come evenly, and not as
     fast as they can, make no queues.
     """

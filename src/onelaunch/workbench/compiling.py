@@ -1,16 +1,19 @@
 """Every call of a study once, in several processes side by side, so that what is timed afterwards need not wait for compilers.
 
 Triton, NVRTC and torch.compile keep what they compiled on disk, where the process that measures finds it. What a call tunes
-itself to while others use the same device is not worth keeping: variants that do so are left to that process.
+itself to while others use the same device is not worth keeping; but the configurations that it tries can be compiled, a part of
+them by each process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,14 +29,18 @@ class Place(NamedTuple):
     shape: str
     direction: Direction
     variant: str
+    part: int = 0
+    parts: int = 1
+    """Of the configurations that Triton's autotuner would try, those with this number modulo so many."""
 
 
-def places_to_compile(study: Study, cells: Iterable[PlannedCell]) -> Iterator[Place]:
-    """Calls that can run here and may compile something that does not depend on how fast it is."""
+def places_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[Place]:
+    """Calls that can run here; one that tunes itself once for each process."""
     operation = find_operation(study.operation)
     for cell in cells:
-        if cell.status is None and not cell.control and not operation.get(cell.variant).tags.get("tunes"):
-            yield Place(cell.shape.name, cell.direction, cell.variant)
+        if cell.status is None and not cell.control:
+            parts = processes if operation.get(cell.variant).tags.get("tunes") else 1
+            yield from (Place(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts))
 
 
 def compile_ahead(
@@ -70,8 +77,41 @@ def compile_ahead(
     return failed
 
 
+@contextlib.contextmanager
+def part_of_tuning(part: int, parts: int) -> Iterator[None]:
+    """Let Triton's autotuner try one of so many parts of each kernel's configurations, whatever it has tried before."""
+    if parts == 1 or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    prune, run, begun = Autotuner.prune_configs, Autotuner.run, set()
+
+    def fewer(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        found = prune(self, *args, **kwargs)
+        return found[part::parts] or found[:1]
+
+    def anew(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in begun:
+            begun.add(id(self))
+            self.cache.clear()
+        return run(self, *args, **kwargs)
+
+    Autotuner.prune_configs, Autotuner.run = fewer, anew
+    try:
+        yield
+    finally:
+        Autotuner.prune_configs, Autotuner.run = prune, run
+
+
 def call_once(study: Study, place: Place, device: str) -> str | None:
     """Make a call as it will be measured; what was wrong with it, or ``None``."""
+    with part_of_tuning(place.part, place.parts):
+        problem = _call(study, place, device)
+    return problem if place.parts == 1 else None  # a part of the configurations may have none that can be launched
+
+
+def _call(study: Study, place: Place, device: str) -> str | None:
     operation = find_operation(study.operation)
     shape = next(shape for shape in study.shapes if shape.name == place.shape)
     try:

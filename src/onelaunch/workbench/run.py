@@ -231,7 +231,8 @@ class _Run:
         done = {(shape.name, direction) for shape, direction in self.finished}
         cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) not in done]
         tell = lambda place, count, total: self._tell(place.shape, place.direction, "compile", count, total)  # noqa: E731
-        self.notes += self.steps.compile(self.study, places_to_compile(self.study, cells), str(self.device), processes, tell)
+        places = places_to_compile(self.study, cells, processes)
+        self.notes += self.steps.compile(self.study, places, str(self.device), processes, tell)
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count everything at one shape in one direction."""
