@@ -14,7 +14,17 @@ from onelaunch.decode.check import Room, check
 from onelaunch.decode.emit import THREADS, Tuning, layout_of
 from onelaunch.decode.interpret import Interpreter, digits
 from onelaunch.decode.model import prefill
-from onelaunch.decode.packing import as_operands, columns, in_tiles, matrix, pack, row_order, run_granules
+from onelaunch.decode.packing import (
+    as_operands,
+    columns,
+    from_pairs,
+    in_pairs,
+    in_tiles,
+    matrix,
+    pack,
+    row_order,
+    run_granules,
+)
 from onelaunch.decode.plan import GRANULE, ROUNDS, Piece, Wait, padded
 from onelaunch.decode.rungs import POSITIONS, RUNGS, layer_ctas, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler, Sampling
@@ -210,6 +220,23 @@ def test_every_weight_is_in_the_stream_once(model):
         rows = as_operands(tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op))))  # twice is as before
         kept = row_order(config, op).flatten()
         assert torch.equal(rows[kept >= 0][:, : values.shape[1]], values[kept[kept >= 0]])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tile_of_heads_has_four_pairs_of_channels_that_rotate_together(model):
+    config = MODELS[model]
+    size, order = config.head_dim, row_order(config, "qkv")
+    assert (order[:, 4:] - order[:, :4] == size // 2).all()
+    assert (order // size == order[:, :1] // size).all()
+    group = config.queries_per_key
+    heads = (order[:: size // 8, 0] // size).view(config.num_key_value_heads, group + 2)
+    first = torch.arange(config.num_key_value_heads)
+    queries = first[:, None] * group + torch.arange(group)
+    keys = config.num_attention_heads + first
+    assert torch.equal(heads, torch.column_stack([queries, keys, keys + len(first)]))
+    words = torch.arange(3 * size).view(3, size)
+    assert torch.equal(from_pairs(in_pairs(words)), words)
+    assert torch.equal(in_pairs(words)[0], order[: size // 8].flatten())
 
 
 # The interpreter

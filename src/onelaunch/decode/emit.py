@@ -67,9 +67,7 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
         "SUMS": 2 * WARPS * MOST_TILES * TILE * 4,
         "OWN": own * 4,
         "SQUARES": WARPS * 4,
-        "ROTATION": head * 4,
         "FOUND": WARPS * group * (head + 4) * 4,
-        "NEWEST": 2 * head * 4,
         "WINNERS": WARPS * 8,
     }
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256
@@ -101,7 +99,7 @@ APART = ("best", "drawn", "tallies", "cache")
 
 NAMES = {
     "hidden": "RESIDUAL", "final": "FINAL", "mid": "MID", "act": "ACT", "qkv": "RAW", "partial": "PARTIAL", "normed": "NORMED",
-    "q": "QUERIES", "kept": "KEPT",
+    "q": "QUERIES", "squares": "HEAD_SQUARES", "kept": "KEPT",
 }  # fmt: skip
 """Of buffers, in the kernel."""
 

@@ -15,7 +15,7 @@ import torch
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.emit import BINS, PRODUCTS, WARPS
 from onelaunch.decode.model import rms_norm
-from onelaunch.decode.packing import CHANNELS, Stream, as_operands, columns, granules
+from onelaunch.decode.packing import CHANNELS, Stream, as_operands, columns, from_pairs, granules, in_pairs
 from onelaunch.decode.plan import GRANULE, ROUNDS, TILE, Op, Phase, Piece, Plan, Share, depth, padded, passes
 from onelaunch.decode.rope import rotate, rotation
 from onelaunch.decode.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
@@ -189,7 +189,7 @@ class Interpreter:
             return self._turn(share, layer, position, seen["qkv"])
         if op in ("attention", "rope_attention"):
             return self._attend(share, layer, position, seen)
-        return self._product(op, cta, share, layer, seen)
+        return self._product(op, cta, share, layer, position, seen)
 
     def _norm(self, layer: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weights, eps = self.weights.layers[layer], self.plan.config.rms_norm_eps
@@ -197,7 +197,9 @@ class Interpreter:
             return {"normed": rms_norm(seen["hidden"], weights.input_layernorm, eps)}
         return {"normed": rms_norm(seen["mid"], weights.post_attention_layernorm, eps)}
 
-    def _product(self, op: Op, cta: int, share: Share, layer: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _product(
+        self, op: Op, cta: int, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         x = seen["normed"] if "normed" in seen else seen["act"] if op == "down" else None
         if op == "o":
             x = self._combined(seen["partial"])
@@ -211,7 +213,11 @@ class Interpreter:
         if op in ("o", "down"):
             self.own[cta] = rows = self.own[cta] + rows
         names = {"qkv": ("qkv",), "o": ("mid",), "down": ("hidden", "final")}[op]
-        return {name: self._placed(name, first, rows) for name in names}
+        found = {name: self._placed(name, first, rows) for name in names}
+        if op == "qkv" and any(piece.buffer == "squares" for piece in share.writes):
+            found["squares"] = found["qkv"].view(-1, 2, TILE // 2).square().sum(1).flatten()
+            found["qkv"] = self._rotated(found["qkv"], layer, position)
+        return found
 
     def _placed(self, name: str, first: int, values: torch.Tensor) -> torch.Tensor:
         room = torch.full((self.plan.buffer(name).words,), torch.nan, dtype=torch.float64)
@@ -236,13 +242,28 @@ class Interpreter:
             at += size
         return torch.cat(found) if found else x.new_zeros(0)
 
-    def _heads(self, raw: torch.Tensor, head: int) -> torch.Tensor:
-        group, size = self.plan.config.queries_per_key, self.plan.config.head_dim
-        return raw[head * (group + 2) * size : (head + 1) * (group + 2) * size].view(group + 2, size)
+    def _heads(self, words: torch.Tensor) -> torch.Tensor:
+        """Of each key head its queries, key and value ``[K, G + 2, D]``."""
+        config = self.plan.config
+        return from_pairs(words.view(config.num_key_value_heads, config.queries_per_key + 2, config.head_dim))
+
+    def _rotated(self, raw: torch.Tensor, layer: int, position: int) -> torch.Tensor:
+        """Words of heads, of which a CTA has a part, with queries and keys turned, but not divided by their norms."""
+        weights, heads = self.weights.layers[layer], self._heads(raw)
+        cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
+        q, k = rotate(heads[:, :-2] * weights.q_norm, cosine, sine), rotate(heads[:, -2:-1] * weights.k_norm, cosine, sine)
+        return in_pairs(torch.cat([q, k, heads[:, -1:]], 1)).flatten()
+
+    def _normed(self, seen: dict[str, torch.Tensor], head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[G, D]``, key and value ``[D]`` of a key head, which are turned already."""
+        heads, size = self._heads(seen["qkv"])[head], self.plan.config.head_dim
+        squares = seen["squares"].view(self.plan.config.num_key_value_heads, -1, size // 2)[head].sum(-1, keepdim=True)
+        *q, k = heads[:-1] * (squares[:-1] / size + self.plan.config.rms_norm_eps).rsqrt()
+        return torch.stack(q), k, heads[-1]
 
     def _turned(self, raw: torch.Tensor, head: int, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[G, D]``, key and value ``[D]`` of a key head, normalised and turned."""
-        weights, eps, heads = self.weights.layers[layer], self.plan.config.rms_norm_eps, self._heads(raw, head)
+        weights, eps, heads = self.weights.layers[layer], self.plan.config.rms_norm_eps, self._heads(raw)[head]
         cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
         q = rotate(rms_norm(heads[None, :-2], weights.q_norm, eps), cosine, sine)[0]
         k = rotate(rms_norm(heads[None, -2:-1], weights.k_norm, eps), cosine, sine)[0, 0]
@@ -274,7 +295,7 @@ class Interpreter:
             if "q" in seen:
                 q = seen["q"].view(config.num_key_value_heads, -1, config.head_dim)[head]
             else:
-                q, key, value = self._turned(seen["qkv"], head, layer, position)
+                q, key, value = self._normed(seen, head)
                 if end == positions:
                     self._store(layer, head, position, key, value)
             scores = (q @ keys.T) / config.head_dim**0.5

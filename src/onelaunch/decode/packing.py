@@ -37,17 +37,28 @@ def columns(config: ModelConfig, op: Op) -> int:
     return {"o": config.query_size, "down": config.intermediate_size}.get(op, config.hidden_size)
 
 
+def in_pairs(heads: torch.Tensor) -> torch.Tensor:
+    """Channels ``[..., D]`` of heads in the order of tiles: of each 8, four of the first half and the four they rotate with."""
+    return heads.unflatten(-1, (2, -1, TILE // 2)).transpose(-3, -2).reshape(heads.shape)
+
+
+def from_pairs(words: torch.Tensor) -> torch.Tensor:
+    """What :func:`in_pairs` was given."""
+    return words.unflatten(-1, (-1, 2, TILE // 2)).transpose(-3, -2).reshape(words.shape)
+
+
 @functools.lru_cache(maxsize=64)
 def row_order(config: ModelConfig, op: Op) -> torch.Tensor:
     """Rows of a phase's matrix (of several: one below the other) in the order of its tiles, ``[tiles, 8]``; -1 is a row of zeros.
 
-    ``qkv``: a key head's queries, its key, its value. ``gate_up``: four channels of the gate, the same four of the up projection.
+    ``qkv``: a key head's queries, its key, its value, each head's channels in pairs, :func:`in_pairs`. ``gate_up``: four channels
+    of the gate, the same four of the up projection.
     """
     head, heads, group = config.head_dim, config.num_key_value_heads, config.queries_per_key
     if op == "qkv":
         q = torch.arange(config.query_size).view(heads, group * head)
         k = config.query_size + torch.arange(config.key_value_size).view(heads, head)
-        rows = torch.cat([q, k, k + config.key_value_size], 1).flatten()
+        rows = in_pairs(torch.cat([q, k, k + config.key_value_size], 1).view(-1, head)).flatten()
     elif op == "gate_up":
         gate = torch.arange(config.intermediate_size).view(-1, TILE // 2)
         rows = torch.cat([gate, gate + config.intermediate_size], 1).flatten()

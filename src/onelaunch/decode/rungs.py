@@ -26,7 +26,9 @@ class Rung:
     norms: bool = False
     """Whether one CTA normalises for all, with a phase of its own."""
     rope: bool = False
-    """Whether heads are normalised and turned in a phase of their own."""
+    """Whether heads are normalised and turned in a phase of their own. Else queries and keys are turned by the CTA that makes
+    them, and attention divides by their norms.
+    """
     heads: Edge = "grid"
     """Between the projections of a head and its attention."""
     others: Edge = "grid"
@@ -40,7 +42,7 @@ RUNGS = {
     "redundant_norm": Rung("one launch, six barriers: every CTA computes norms itself", rope=True),
     "head_local": Rung("one launch, four barriers: a head's CTAs wait only for each other", rope=True, heads="flags"),
     "fused_phases": Rung(
-        "one launch, four barriers and one hand-off by heads: norm and rotation within attention", heads="flags"
+        "one launch, four barriers and one hand-off by heads: heads are turned where they are made", heads="flags"
     ),
     "streaming": Rung(
         "one launch, no barriers: weights stream through all edges, words tell when they are there",
@@ -121,17 +123,18 @@ class _Builder:
         if rung.norms:
             layer.append(self.norm("input_norm", "hidden"))
         source = "normed" if rung.norms else "hidden"
-        layer.append(self.product("qkv", "qkv", self.whole(source)))
         if rung.rope:
-            layer.append(self.rope())
-        layer += [self.attention(), self.product("o", "mid", self.partials())]
+            layer += [self.product("qkv", {"qkv": TILE}, self.whole(source)), self.rope()]
+        else:
+            layer.append(self.product("qkv", {"qkv": TILE, "squares": HALF_TILE}, self.whole(source)))
+        layer += [self.attention(), self.product("o", {"mid": TILE}, self.partials())]
         if rung.norms:
             layer.append(self.norm("post_norm", "mid"))
         source = "normed" if rung.norms else "mid"
-        layer.append(self.product("gate_up", "act", self.whole(source), HALF_TILE))
-        layer.append(self.product("down", "hidden", self.whole("act")))
+        layer.append(self.product("gate_up", {"act": HALF_TILE}, self.whole(source)))
+        layer.append(self.product("down", {"hidden": TILE}, self.whole("act")))
         found = tuple(self.connected(layer))
-        closing = self.product("down", "final", self.whole("act"))
+        closing = self.product("down", {"final": TILE}, self.whole("act"))
         tail = (self.head(), self.next_token()) if self.rounds is None else (self.head(), *self.drawing(self.rounds))
         keys_stream = rung.streams and depth(config) == 4  # whole chunks for each phase: others go between them
         facts = (self.buffers(), self.splits, self.used, rung.streams, keys_stream, rung.separate)
@@ -152,6 +155,8 @@ class _Builder:
             found["normed"] = config.hidden_size
         if self.rung.rope:
             found["q"] = config.query_size
+        else:
+            found["squares"] = tiles(config, "qkv") * HALF_TILE
         return found
 
     def buffers(self) -> tuple[Buffer, ...]:
@@ -186,11 +191,13 @@ class _Builder:
     def over_workers(self, units: int) -> list[tuple[int, int]]:
         return split(units, self.workers) + [(units, units)] * (self.ctas - self.workers)
 
-    def product(self, op: Op, target: str, reads: tuple[Piece, ...], width: int = TILE) -> Phase:
-        """A matrix times a vector: a tile gives ``width`` words of the result. CTAs without tiles read nothing."""
+    def product(self, op: Op, targets: dict[str, int], reads: tuple[Piece, ...]) -> Phase:
+        """A matrix times a vector: a tile gives so many words of each target. CTAs without tiles read nothing."""
         shares = []
         for begin, end in self.over_workers(tiles(self.config, op)):
-            written = (Piece(target, begin * width, min(end * width, self.sizes()[target])),)
+            written = tuple(
+                Piece(target, begin * width, min(end * width, self.sizes()[target])) for target, width in targets.items()
+            )
             share = Share(begin, end, reads, written) if end > begin else Share(begin, end)
             shares.append(self.waiting(self.rung.others, share))
         return Phase(op, op, self.rung.others, tuple(shares))
@@ -211,8 +218,10 @@ class _Builder:
         words = self.config.queries_per_key * self.config.head_dim
         return Piece("q", head * words, (head + 1) * words)
 
-    def raw(self, head: int) -> Piece:
-        return Piece("qkv", head * self.head_words, (head + 1) * self.head_words)
+    def made(self, head: int) -> tuple[Piece, ...]:
+        """A key head's queries, key and value, and, where they are turned already, their squares: half a word for each."""
+        words = Piece("qkv", head * self.head_words, (head + 1) * self.head_words)
+        return (words,) if self.rung.rope else (words, Piece("squares", words.begin // 2, words.end // 2))
 
     def cached(self, head: int) -> Piece:
         return Piece("cache", head * self.splits, (head + 1) * self.splits)
@@ -223,11 +232,12 @@ class _Builder:
         for begin, end in self.over_workers(self.config.num_key_value_heads):
             heads = range(begin, end)
             written = (*map(self.queries, heads), *map(self.cached, heads))
-            shares.append(self.waiting(self.rung.heads, Share(begin, end, tuple(map(self.raw, heads)), written)))
+            reads = tuple(piece for head in heads for piece in self.made(head))
+            shares.append(self.waiting(self.rung.heads, Share(begin, end, reads, written)))
         return Phase("rope", "rope", self.rung.heads, tuple(shares))
 
     def attention(self) -> Phase:
-        """Of a key head's queries over a part of the positions. Without a phase for it, with norm and rotation; the new key and
+        """Of a key head's queries over a part of the positions. Without a phase for it, with the norm of heads; the new key and
         value then go to the cache from the CTA that has their position, which may be each of a head's.
         """
         shares = []
@@ -240,7 +250,7 @@ class _Builder:
                 writes.append(slot)  # by those without positions too: each word is written once in every use
                 if part >= self.used:
                     continue
-                reads += [self.queries(head) if self.rung.rope else self.raw(head), self.cached(head)]
+                reads += [*((self.queries(head),) if self.rung.rope else self.made(head)), self.cached(head)]
                 if not self.rung.rope:
                     writes.append(Piece("cache", unit, unit + 1))
             shares.append(self.waiting(self.rung.heads, Share(begin, end, tuple(reads), tuple(writes))))

@@ -15,14 +15,30 @@ DEVICE uint4 rounded(const float (&x)[8]) {
   return {round_pair(x[0], x[1]), round_pair(x[2], x[3]), round_pair(x[4], x[5]), round_pair(x[6], x[7])};
 }
 DEVICE int channel_of(const Worker& w) { return w.lane % LANES * 8; }
+DEVICE float sum_of_head(float v) {  // of its lanes, in each
+#pragma unroll
+  for (int mask = LANES / 2; mask; mask /= 2) v += from_lane_xor(v, mask);
+  return v;
+}
 
-// What turns a lane's 8 channels of a head, its factors read before the head is there. A channel's other is half a head away.
+// Words of a head are in the order of its tiles: four channels of its first half, the same four of its second. Where a lane's first four
+// channels are; the next four are those of the next tile.
+constexpr int NEXT_FOUR = HEAD > TILE ? TILE : TILE / 2;
+DEVICE int words_of(const Worker& w) { return channel_of(w) % (HEAD / 2) * 2 + channel_of(w) / (HEAD / 2) * (TILE / 2); }
+
+// What turns a lane's 8 channels of a head where that is a phase of its own, read before the head is there. A channel's other is half a
+// head away.
 struct Turn {
-  const float* rotation;
   uint4 queries_factors, keys_factors;
-  DEVICE explicit Turn(const Worker& w) : rotation(SEPARATE ? w.a.rotations + (long long)w.position * HEAD : w.s.rotation) {
+  float4 cosines[2], sines[2];
+  DEVICE explicit Turn(const Worker& w) {
     const u16* factors = w.layer_norms() + 2 * HIDDEN + channel_of(w);
     queries_factors = *(const uint4*)factors, keys_factors = *(const uint4*)(factors + HEAD);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* pair = w.rotation() + (channel_of(w) + 4 * i) % (HEAD / 2);
+      cosines[i] = *(const float4*)pair, sines[i] = *(const float4*)(pair + HEAD / 2);
+    }
   }
   // Normalised, turned, and scaled; by all lanes of a warp.
   DEVICE void apply(const Worker& w, float (&x)[8], const uint4 factors, float by) const {
@@ -30,9 +46,7 @@ struct Turn {
     unpack(factors, factor);
 #pragma unroll
     for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-#pragma unroll
-    for (int mask = LANES / 2; mask; mask /= 2) squares += from_lane_xor(squares, mask);
-    const float scale = by * rsqrtf(squares / HEAD + EPS);
+    const float scale = by * rsqrtf(sum_of_head(squares) / HEAD + EPS);
     float other[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] *= scale * factor[i];
@@ -40,77 +54,94 @@ struct Turn {
     for (int i = 0; i < 8; ++i) other[i] = LANES > 1 ? from_lane_xor(x[i], LANES / 2) : x[i ^ 4];
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
-      const int pair = (channel_of(w) + i) % (HEAD / 2);
       const bool lower = channel_of(w) + i < HEAD / 2;
-      const float4 c = *(const float4*)(rotation + pair), s = *(const float4*)(rotation + HEAD / 2 + pair);
+      const float4 c = cosines[i / 4], s = sines[i / 4];
       const float cosine[4] = {c.x, c.y, c.z, c.w}, sine[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[i + j] = x[i + j] * cosine[j] + (lower ? -other[i + j] : other[i + j]) * sine[j];
     }
   }
 };
+DEVICE void bare(const uint4& first, const uint4& next, float (&x)[8]) {
+  const float4 a = bare(first), b = bare(next);
+  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
 // A lane's channels of some heads that follow each other; those from limit on are left out.
 template <int COUNT>
 DEVICE void take_heads(Worker& w, const float* from, int limit, float (&x)[COUNT][8]) {
   uint4 v[2 * COUNT];
-  const float* mine = from + channel_of(w);
-  take(w, v, w.use(), [&](int i) { return i / 2 < limit ? mine + i / 2 * HEAD + i % 2 * 4 : nullptr; });
+  const float* mine = from + words_of(w);
+  take(w, v, w.use(), [&](int i) { return i / 2 < limit; }, [&](int i) { return mine + i / 2 * HEAD + i % 2 * NEXT_FOUR; });
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    const float4 a = bare(v[2 * i]), b = bare(v[2 * i + 1]);
-    x[i][0] = a.x, x[i][1] = a.y, x[i][2] = a.z, x[i][3] = a.w, x[i][4] = b.x, x[i][5] = b.y, x[i][6] = b.z, x[i][7] = b.w;
-  }
+  for (int i = 0; i < COUNT; ++i) bare(v[2 * i], v[2 * i + 1], x[i]);
 }
 // A lane's channels in a row of keys or values of the cache.
 DEVICE void cache(const Worker& w, u16* rows, int head, const uint4& row) {
   *(uint4*)(rows + w.cached(head) + (long long)w.position * HEAD + channel_of(w)) = row;
 }
-DEVICE void read(const float* from, float (&x)[8]) {
-  const float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
-  x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
-DEVICE void write(float* to, const float (&x)[8]) {
-  *(float4*)to = {x[0], x[1], x[2], x[3]}, *(float4*)(to + 4) = {x[4], x[5], x[6], x[7]};
-}
 constexpr float QUERY_SCALE = LOG2E;  // and one over the root of HEAD: scores are exponents of two
 
-// Queries of a key head, normalised and turned, by each warp for itself: LANES lanes a head, then through the warp's part of shared memory
-// to all lanes. The warp that has the newest position turns its key too, and keeps key and value.
-DEVICE void turn_heads(Worker& w, int head, bool newest, float (&queries)[GROUP][8]) {
-  constexpr int PASSES = (GROUP + 2 + AT_ONCE - 1) / AT_ONCE;
-  const int mine = w.lane / LANES, limit = newest ? GROUP + 2 : GROUP;
-  const float* from = w.a.words + RAW + head * HEAD_WORDS + channel_of(w);
-  float* to = w.s.found + w.warp * GROUP * FOUND_WORDS;
-  const Turn turn(w);
-  uint4 v[2 * PASSES];
-  take(w, v, w.use(), [&](int i) {
-    const int which = i / 2 * AT_ONCE + mine;
-    return which < limit ? from + which * HEAD + i % 2 * 4 : nullptr;
-  });
-  w.mark(ATTENTION, READY);
+// A key head at the newest position, as a warp needs it: a lane's channels of the queries, turned, but not scaled, for scores are; and, for
+// who has the position, of key and value as they are cached.
+struct Heads {
+  float queries[GROUP][8], scales[GROUP];
+  uint4 key, value;
+
+  // Turned by who made them. Their squares are added up by the lanes of a head.
+  DEVICE void take_turned(Worker& w, int head, bool newest) {
+    constexpr int WORDS = 2 * (GROUP + 2);
+    const float* words = w.a.words + RAW + head * HEAD_WORDS + words_of(w);
+    const float* squares = w.a.words + HEAD_SQUARES + head * (HEAD_WORDS / 2) + channel_of(w) / 2;
+    uint4 v[WORDS + GROUP + 1];
+    auto which = [](int i) { return i < WORDS ? i / 2 : i - WORDS; };
+    take(w, v, w.use(), [&](int i) { return newest || which(i) < GROUP; },
+         [&](int i) { return i < WORDS ? words + which(i) * HEAD + i % 2 * NEXT_FOUR : squares + which(i) * (HEAD / 2); });
+    w.mark(ATTENTION, READY);
+    float norms[GROUP + 1];
 #pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) {
-    const int which = pass * AT_ONCE + mine;
-    if (pass * AT_ONCE >= limit) continue;
-    const float4 a = bare(v[2 * pass]), b = bare(v[2 * pass + 1]);
-    float x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    uint4 row = rounded(x);
-    turn.apply(w, x, which < GROUP ? turn.queries_factors : turn.keys_factors, which < GROUP ? QUERY_SCALE * rsqrtf((float)HEAD) : 1.0f);
-    if (which < GROUP) {
-      write(to + which * HEAD + channel_of(w), x);
-    } else if (which < limit) {
-      if (which == GROUP) row = rounded(x);
-      cache(w, which == GROUP ? w.a.keys : w.a.values, head, row);
-      unpack(row, x);
-      write(w.s.newest + (which - GROUP) * HEAD + channel_of(w), x);
+    for (int i = 0; i <= GROUP; ++i) {
+      const float4 s = bare(v[WORDS + i]);
+      norms[i] = s.x + s.y + (s.z + s.w);
     }
-  }
-  warp_meets();
-  w.refresh();
 #pragma unroll
-  for (int g = 0; g < GROUP; ++g) read(to + g * HEAD + channel_of(w), queries[g]);
-  warp_meets();  // before what was found takes their place
-}
+    for (int mask = LANES / 2; mask; mask /= 2)  // side by side
+#pragma unroll
+      for (int i = 0; i <= GROUP; ++i) norms[i] += from_lane_xor(norms[i], mask);
+#pragma unroll
+    for (int i = 0; i <= GROUP; ++i) norms[i] = rsqrtf(norms[i] / HEAD + EPS);
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      bare(v[2 * g], v[2 * g + 1], queries[g]);
+      scales[g] = QUERY_SCALE * rsqrtf((float)HEAD) * norms[g];
+    }
+    key = value = {0, 0, 0, 0};
+    if (!newest) return;
+    float x[8];
+    bare(v[2 * GROUP], v[2 * GROUP + 1], x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] *= norms[GROUP];
+    key = rounded(x);
+    bare(v[2 * GROUP + 2], v[2 * GROUP + 3], x);
+    value = rounded(x);
+    if (w.lane >= LANES) return;
+    cache(w, w.a.keys, head, key);
+    cache(w, w.a.values, head, value);
+  }
+  // Turned and scaled by a phase of its own, which has cached the rest.
+  DEVICE void take_scaled(Worker& w, int head) {
+    take_heads(w, w.a.words + QUERIES + head * GROUP * HEAD, GROUP, queries);
+    w.mark(ATTENTION, READY);
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) scales[g] = 1.0f;
+    key = value = {0, 0, 0, 0};
+  }
+  DEVICE float score(int g, const float (&key)[8]) const {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += queries[g][i] * key[i];
+    return sum_of_head(sum) * scales[g];
+  }
+};
 
 // Running results of a lane's 8 channels: sums of values by powers of two of what the keys gave, over the largest so far.
 struct Found {
@@ -122,6 +153,12 @@ struct Found {
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[g][i] = 0;
     }
+  }
+  // Of a position, before all others, if it counts in this lane.
+  DEVICE void begin(int g, bool counts, float score, const float (&value)[8]) {
+    most[g] = counts ? score : NOTHING, sum[g] = counts;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[g][i] = counts ? value[i] : 0;
   }
   DEVICE void rescale(int g, float larger) {
     const float by = power(most[g] - larger);
@@ -137,16 +174,6 @@ struct Found {
     for (int i = 0; i < 8; ++i) values[g][i] += weight * value[i];
   }
 };
-
-template <class Query>
-DEVICE float score(const Query& query, const float (&key)[8]) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum += query[i] * key[i];
-#pragma unroll
-  for (int mask = LANES / 2; mask; mask /= 2) sum += from_lane_xor(sum, mask);
-  return sum;
-}
 
 // A unit's part of a key head's positions. The newest one is not in the cache yet.
 struct Span {
@@ -187,10 +214,10 @@ struct Batch {
   DEVICE static uint4 read_row(const char* at) { return KEYS_STREAM ? *(const uint4*)at : load_plain((const uint4*)at); }
 };
 
-// All cached positions of the span, by rounds; the first round's are there or on their way.
-DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const float (&query)[GROUP][8], Found& f) {
+// All cached positions of the span, by rounds; the first round's are there or on their way. A warp that has none in the last round is done.
+DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const Heads& heads, Found& f) {
 #pragma unroll 1
-  for (int base = span.begin; base < span.cached; base += ROUND) {
+  for (int base = span.begin; base + w.warp * AT_ONCE < span.cached; base += ROUND) {
     w.refresh();
     float scores[GROUP][DEEP];
 #pragma unroll
@@ -200,7 +227,7 @@ DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const float
       unpack(batch.keys[i], key);
 #pragma unroll
       for (int g = 0; g < GROUP; ++g) {
-        const float found = score(query[g], key);
+        const float found = heads.score(g, key);
         scores[g][i] = valid ? found : 2 * NOTHING;
       }
     }
@@ -251,10 +278,8 @@ DEVICE void combine_lanes(Worker& w, Found& f, float* slot, int sharing) {
       continue;
     }
     float* mine = w.s.found + (w.warp * GROUP + g) * FOUND_WORDS;
-    if (w.lane < LANES) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) mine[w.lane * 8 + i] = x[i];
-    }
+    float4* at = (float4*)(mine + channel_of(w));
+    if (w.lane < LANES) at[0] = {x[0], x[1], x[2], x[3]}, at[1] = {x[4], x[5], x[6], x[7]};
     if (w.lane == 0) mine[HEAD] = larger, mine[HEAD + 1] = f.sum[g];
   }
 }
@@ -265,21 +290,28 @@ DEVICE void combine_warps(Worker& w, float* slot, int sharing) {
   w.meet();
   for (int at = w.thread; at < GROUP * HEAD; at += WORKERS_THREADS) {
     const int g = at / HEAD, channel = at % HEAD;
-    float most = NOTHING, sum = 0, value = 0;
-    for (int warp = 0; warp < sharing; ++warp) most = fmaxf(most, found[(warp * GROUP + g) * FOUND_WORDS + HEAD]);
-    for (int warp = 0; warp < sharing; ++warp) {
+    float larger[WARPS], sums[WARPS], values[WARPS];
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {  // all read before any is used
       const float* its = found + (warp * GROUP + g) * FOUND_WORDS;
-      const float weight = power(its[HEAD] - most);
-      sum += weight * its[HEAD + 1];
-      value += weight * its[channel];
+      larger[warp] = NOTHING, sums[warp] = values[warp] = 0;
+      if (warp < sharing) larger[warp] = its[HEAD], sums[warp] = its[HEAD + 1], values[warp] = its[channel];
+    }
+    float most = NOTHING, sum = 0, value = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) most = fmaxf(most, larger[warp]);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+      const float weight = power(larger[warp] - most);
+      sum += weight * sums[warp], value += weight * values[warp];
     }
     put(slot + at, value / sum, w.use());
     if (channel == 0) put(slot + GROUP * HEAD + g, most + log2f(sum), w.use());
   }
 }
 
-// Each warp turns the queries for itself, and works alone until all have found something: positions are dealt out AT_ONCE to a warp.
-// The newest position's key and value are turned, used and kept by the warp whose turn it is.
+// Each warp takes the queries for itself, and works alone until all have found something: positions are dealt out AT_ONCE to a warp.
+// The newest position's key and value are used and kept by the warp that has the fewest others.
 DEVICE void attend(Worker& w) {
   w.refresh();
   for (int unit = w.begin(ATTENTION); unit < w.end(ATTENTION); ++unit) {
@@ -292,31 +324,25 @@ DEVICE void attend(Worker& w) {
     }
     if (unit > w.begin(ATTENTION)) w.meet();  // what all have found has been read
     const int all = (span.end - span.begin + AT_ONCE - 1) / AT_ONCE, sharing = all < WARPS ? all : WARPS;
-    const bool newest = span.cached < span.end && (all - 1) % WARPS == w.warp;
+    const bool newest = span.cached < span.end && w.warp == sharing - 1;
     Batch batch;
     if constexpr (!ROPE_APART) batch.load(w, span, span.begin);  // of earlier tokens: no need to wait
     if (w.warp < sharing) {  // the others have no position in any round
       Found f;
-      float queries[GROUP][8];
+      Heads heads;
       if constexpr (ROPE_APART) {
-        take_heads(w, w.a.words + QUERIES + span.head * GROUP * HEAD, GROUP, queries);
-        w.mark(ATTENTION, READY);
+        heads.take_scaled(w, span.head);
         batch.load(w, span, span.begin);
       } else {
-        turn_heads(w, span.head, newest, queries);
+        heads.take_turned(w, span.head, newest);
       }
       if (newest) {  // all lanes of the warp for their shuffles, one position of it counts
         float key[8], value[8];
-        read(w.s.newest + channel_of(w), key);
-        read(w.s.newest + HEAD + channel_of(w), value);
+        unpack(heads.key, key), unpack(heads.value, value);
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-          const float found = score(queries[g], key), counted = w.lane < LANES ? found : 2 * NOTHING;
-          f.rescale(g, fmaxf(f.most[g], counted));
-          f.add(g, counted, value);
-        }
+        for (int g = 0; g < GROUP; ++g) f.begin(g, w.lane < LANES, heads.score(g, key), value);
       }
-      attend_cached(w, span, batch, queries, f);
+      attend_cached(w, span, batch, heads, f);
       combine_lanes(w, f, slot, sharing);
     }
     if (sharing > 1) combine_warps(w, slot, sharing);
@@ -338,9 +364,9 @@ DEVICE void turn(Worker& w) {
     if (which >= GROUP) {
       if (w.lane < LANES) cache(w, which == GROUP ? w.a.keys : w.a.values, head, rounded(x[0]));
     } else if (w.lane < LANES) {
-      float* at = w.a.words + QUERIES + (head * GROUP + which) * HEAD + channel_of(w);
+      float* at = w.a.words + QUERIES + (head * GROUP + which) * HEAD + words_of(w);
       put(at, float4{x[0][0], x[0][1], x[0][2], x[0][3]}, w.use());
-      put(at + 4, float4{x[0][4], x[0][5], x[0][6], x[0][7]}, w.use());
+      put(at + NEXT_FOUR, float4{x[0][4], x[0][5], x[0][6], x[0][7]}, w.use());
     }
   }
   w.mark(ROPE, DONE);

@@ -40,6 +40,24 @@ DEVICE const u16* first_row(const Worker& w) { return w.layer == 0 ? w.embedded(
 DEVICE void input_norm(Worker& w) { share_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms()); }
 DEVICE void post_norm(Worker& w) { share_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN); }
 
+// What turns a channel of a query or a key with its other, half a head away, which is in the same tile: the rotation, the norm's factors
+// of both. It is linear, so that one over the norm can come later. Values stay as they are.
+struct RowTurn {
+  float cosine = 1, sine = 0, sign;
+  u32 factor = 0x3F80, others = 0;  // bfloat16
+  DEVICE RowTurn(const Worker& w, u32 row) : sign(upper(row) ? 1.0f : -1.0f) {
+    const u32 which = row / HEAD % (GROUP + 2), pair = row % HEAD / TILE * (TILE / 2) + row % (TILE / 2);
+    if (which > GROUP) return;
+    const u16* lower = w.layer_norms() + 2 * HIDDEN + (which == GROUP ? HEAD : 0) + pair;
+    const int half = upper(row) ? HEAD / 2 : 0;
+    factor = lower[half], others = lower[HEAD / 2 - half];
+    cosine = w.rotation()[pair], sine = w.rotation()[HEAD / 2 + pair];
+  }
+  DEVICE static bool upper(u32 row) { return row & TILE / 2; }
+  DEVICE float apply(float own, float other) const {
+    return own * (as_float(factor << 16) * cosine) + other * (as_float(others << 16) * (sign * sine));
+  }
+};
 DEVICE void multiply_qkv(Worker& w) {
   w.refresh();
   if (w.begin(QKV) == w.end(QKV)) return;
@@ -50,7 +68,19 @@ DEVICE void multiply_qkv(Worker& w) {
     else
       gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use() - 1);
   };
-  product_of<HIDDEN, MOST_QKV, LEAST_QKV>(w, QKV, vector, [&](int row, int, int sum) { put(w.a.words + RAW + row, sum_of_row(w, sum), w.use()); });
+  const RowTurn first(w, w.begin(QKV) * TILE + w.thread);  // of the first group; on its way before the vector is waited for
+  product_of<HIDDEN, MOST_QKV, LEAST_QKV>(w, QKV, vector, [&](u32 row, int mine, int sum) {
+    const float own = sum_of_row(w, sum);
+    if constexpr (ROPE_APART) {
+      put(w.a.words + RAW + row, own, w.use());
+      return;
+    }
+    const float other = sum_of_row(w, sum ^ TILE / 2);
+    const RowTurn turn = mine == w.thread ? first : RowTurn(w, row);
+    put(w.a.words + RAW + row, turn.apply(own, other), w.use());
+    if (!RowTurn::upper(row))  // of values too: each word is written in every use
+      put(w.a.words + HEAD_SQUARES + (row & ~(TILE - 1)) / 2 + row % (TILE / 2), own * own + other * other, w.use());
+  });
 }
 
 // A row of the residual stream, kept by its CTA, or by all launches in memory.

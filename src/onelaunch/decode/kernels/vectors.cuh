@@ -47,6 +47,7 @@ struct Worker {
   }
   DEVICE int used() const { return used_at(position); }
   DEVICE const u16* layer_norms() const { return a.norms + (long long)afresh(layer) * (2 * HIDDEN + 2 * HEAD); }
+  DEVICE const float* rotation() const { return a.rotations + (long long)position * HEAD; }  // cosines of pairs, then sines
   DEVICE const u16* embedded() const { return a.embedding + (long long)*s.token * HIDDEN; }
   DEVICE long long cached(int head) const { return (long long)(afresh(layer) * HEADS + head) * a.capacity * HEAD; }
 
@@ -55,7 +56,6 @@ struct Worker {
     mark_token(TICKS_BEGIN);
     const int first = begin(O) * TILE, rows = (end(O) - begin(O)) * TILE;
     for (int row = thread; row < rows; row += WORKERS_THREADS) s.own[row] = as_float((u32)embedded()[first + row] << 16);
-    for (int at = thread; at < HEAD; at += WORKERS_THREADS) s.rotation[at] = a.rotations[(long long)position * HEAD + at];
     passed = 0;
   }
   DEVICE void end_token() {
@@ -152,21 +152,21 @@ DEVICE bool tagged(const uint4& v, u32 tag) {
 // Without their tags: results must not depend on how often the kernel has run.
 DEVICE float bare(u32 v) { return as_float(TAGGED ? v & ~3u : v); }
 DEVICE float4 bare(const uint4& v) { return {bare(v.x), bare(v.y), bare(v.z), bare(v.w)}; }
-// Quads of words, at(i) each or nowhere: all on their way at once, until all are there.
-template <int COUNT, class At>
-DEVICE void take(Worker& w, uint4 (&v)[COUNT], u32 use, At at) {
+// Quads of words, those that are wanted from at(i) each: all on their way at once, until all are there.
+template <int COUNT, class Wanted, class At>
+DEVICE void take(Worker& w, uint4 (&v)[COUNT], u32 use, Wanted wanted, At at) {
   auto all_there = [&] {
-    bool there = true;
+    u32 some = tag_of(use), every = some;  // bits of some word, of every word: two words an instruction, in two short chains
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
-      if (at(i))
+      if (wanted(i))
         v[i] = TAGGED ? load_relaxed((const uint4*)at(i)) : load_plain((const uint4*)at(i));
       else  // what is not written in all cases would be kept in registers from layer to layer
         v[i] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
-      if (TAGGED && at(i)) there &= tagged(v[i], tag_of(use));
-    return there;
+      if (TAGGED && wanted(i)) some |= v[i].x | v[i].y | v[i].z | v[i].w, every &= v[i].x & v[i].y & v[i].z & v[i].w;
+    return (some & ~every & 3) == 0;
   };
   if constexpr (TAGGED)
     await(w.a, w.s, all_there);
@@ -207,7 +207,7 @@ DEVICE void for_columns(Worker& w, const float* from, const u16* row, const u16*
       for (int i = 0; i < TOGETHER; ++i)
         f[i] = inside(i) ? *(const uint2*)(factors + first + i * AT_ONCE) : uint2{0, 0};
     }
-    if (!row) take(w, v, use, [&](int i) { return inside(i) ? from + first + i * AT_ONCE : nullptr; });
+    if (!row) take(w, v, use, inside, [&](int i) { return from + first + i * AT_ONCE; });
 #pragma unroll
     for (int i = 0; i < TOGETHER; ++i) {
       const int column = first + i * AT_ONCE;

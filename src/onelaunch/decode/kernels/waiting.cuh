@@ -8,9 +8,7 @@ struct Shared {
   float* sums;           // [2][WARPS][MOST * TILE]: of tiles, by warp
   float* own;            // the residual stream's rows of this CTA
   float* squares;        // [WARPS]
-  float* rotation;       // [HEAD]: cosines and sines of the position
-  float* found;          // [WARPS][GROUP][HEAD + 4]: attention by warp: results, maximum, sum; before, turned queries
-  float* newest;         // [2][HEAD]: key and value of the position
+  float* found;          // [WARPS][GROUP][HEAD + 4]: attention by warp: results, maximum, sum
   u64* winners;          // [WARPS]
   u32* bins;             // [2][BINS]: over the vector, when a token is drawn
   u64 *full, *empty;     // [STAGES]
@@ -20,8 +18,7 @@ struct Shared {
   int* share;            // [SHARES][2]: units of this CTA
   DEVICE explicit Shared(char* base)
       : stages(base), upper((u16*)(base + UPPER_AT)), lower((u16*)(base + LOWER_AT)), sums((float*)(base + SUMS_AT)),
-        own((float*)(base + OWN_AT)), squares((float*)(base + SQUARES_AT)), rotation((float*)(base + ROTATION_AT)),
-        found((float*)(base + FOUND_AT)), newest((float*)(base + NEWEST_AT)),
+        own((float*)(base + OWN_AT)), squares((float*)(base + SQUARES_AT)), found((float*)(base + FOUND_AT)),
         winners((u64*)(base + WINNERS_AT)), bins((u32*)(base + UPPER_AT)), full((u64*)(base + FULL_AT)), empty(full + STAGES),
         allowed((volatile int*)(empty + STAGES)), gone(allowed + 1), token(allowed + 2), made(allowed + 3),
         met((volatile u32*)(allowed + 4)), share((int*)(allowed + 5)) {}
