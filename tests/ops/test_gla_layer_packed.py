@@ -52,8 +52,8 @@ def test_results_and_gradients(name):
 
 
 @interpret
-@pytest.mark.parametrize("dtype", ["float16"])
-@pytest.mark.parametrize("sizes", [{}, {"T": 70, "initial_state": True, "final_state": True}])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("sizes", [{}, {"B": 3, "T": 130}, {"T": 70, "initial_state": True, "final_state": True}])
 def test_the_same_bits_as_by_parts(sizes, dtype):
     """Where gradients are written changes nothing of what they are, as long as PyTorch multiplies in the same order."""
     given = made(grad=True, dtype=dtype, **sizes)
