@@ -94,6 +94,17 @@ def without_edge(plan, name):
     return replace(plan, layer=tuple(map(bare, plan.layer)), closing=bare(plan.closing), tail=tuple(map(bare, plan.tail)))
 
 
+@pytest.mark.parametrize("rung", ["eight_barriers", "redundant_norm", "head_local"])
+def test_keys_that_are_fetched_ahead_must_be_of_earlier_tokens(rung):
+    """Where a phase of its own writes the newest key, a later one may read it, but not who fetched before the token began."""
+    plan = plan_for(TINY, rung, 5)
+    check(plan)
+    with pytest.raises(PlanError, match=r"phase attention reads words .* of cache before CTA"):
+        check(replace(plan, keys_stream=True))
+    check(plan_for(MODELS["whole chunks"], "streaming", 9))
+    assert plan_for(MODELS["whole chunks"], "streaming", 9).keys_stream
+
+
 def test_a_layer_between_two_others_is_followed():
     """A CTA without a part in the layers reads the residual stream, and nobody waits for it until the head."""
     ctas = 7
