@@ -3,7 +3,8 @@
 // Plan       plan.cuh, written for a model, a rung of the ladder and a chip: sizes, places, edges, the order of phases.
 // Grid       one CTA for each processor, all resident. Each owns tiles of 8 rows of every matrix, see shares.
 // Warps      8 work; one thread of a ninth copies the CTA's weights, which lie in the order of their use, into a ring in shared memory.
-//            Where the plan streams it never waits for an edge: it runs into the next phase, layer and token.
+//            Where the plan streams it waits for no edge but one: it runs into the next phase, layer and token, but copies keys and
+//            values of earlier positions once the token before is done.
 // On chip    weights on their way; the vector that a phase multiplies; the rows of the residual stream that the CTA owns.
 // Products   a tile's 8 rows times 32 channels are one product of 16 rows by 8 columns: rows 8 to 15 are the same rows, 16 channels on.
 //            Columns are the vector's upper and lower 8 bits of mantissa, for either half: float32 activations at no cost, no shuffles.

@@ -73,6 +73,7 @@ struct Worker {
   }
   // The ring: a thread's part of granules, DEPTH of them in a unit, at least so many of them in all calls. They are on their way to
   // registers when this returns. Their chunks are held, so that giving them back delays nobody, until give_back() or the next call.
+  // A warp is at one barrier at a time: lanes at one each gave wrong results on the GPU.
   template <int ROOM>
   DEVICE void fetch(uint4 (&v)[ROOM][DEPTH], int units, int least) {
     give_back();
