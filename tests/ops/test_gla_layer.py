@@ -131,3 +131,14 @@ def test_it_compiles_into_one_graph(variant):
         assert_near({"out": found}, {"out": expected}, 1e-6)
         ours, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
         assert_near(dict(enumerate(ours)), dict(enumerate(theirs)), 1e-5)
+
+
+def test_first_steps_of_a_case_are_well_conditioned():
+    """The norm divides by the product of the first query and key: of about zero, only its rounding would be left."""
+    given = made(B=16, T=1, D=128, H=8, K=64, V=16)
+    rows = given["gk_weight"].shape[0]
+    q, k = (given["x"] @ given["in_proj_weight"][: 2 * rows].mT).split(rows, -1)
+    products = F.cosine_similarity(*(each.unflatten(-1, (8, 64)) for each in (q, k)), -1)
+    assert products.min() > 0.3
+    assert q.std() == pytest.approx(1, abs=0.1)
+    assert k.std() == pytest.approx(1, abs=0.1)

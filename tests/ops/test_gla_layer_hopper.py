@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch import dispatch
 from onelaunch.operation import Case, find_operation
 from onelaunch.ops import gla_layer
 from onelaunch.ops.gla_layer import packed
@@ -24,7 +23,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "flas_heads": {"B": 2, "T": 256, "D": 256, "H": 4, "K": 64, "V": 128},
     "equal_heads": {"B": 2, "T": 320, "D": 256, "H": 4, "K": 128, "V": 128},
     "last_tiles_in_part": {"B": 3, "T": 200, "D": 256, "H": 4, "K": 128, "V": 128},
-    "fewest_steps": {"B": 3, "T": packed.FEW_STEPS + 1, "D": 128, "H": 2, "K": 64, "V": 64},
+    "a_step": {"B": 3, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64},
+    "few_steps": {"B": 3, "T": 17, "D": 128, "H": 2, "K": 64, "V": 64},
     "long_in_parts": {"B": 1, "T": 4096, "D": 128, "H": 1, "K": 64, "V": 128},
     "large_heads": {"B": 1, "T": 130, "D": 256, "H": 2, "K": 256, "V": 256},
     "an_odd_rank": {"B": 2, "T": 192, "D": 256, "H": 2, "K": 64, "V": 192, "rank": 5},
@@ -53,17 +53,6 @@ def by_kernels(given: dict[str, Any], *, keep_states: bool = False) -> torch.Ten
 def assert_training_correct(case: Case, variant: str, device: torch.device) -> None:
     """The whole gate with gradients; there is no call without them."""
     assert_ok(judge(GLA_LAYER, case, variant=variant, device=device, directions=("forward_backward",)), GLA_LAYER, case, variant)
-
-
-@pytest.mark.parametrize("steps", [1, packed.FEW_STEPS])
-def test_fewer_steps_are_refused_by_name_and_right_by_the_variant_that_takes_them(steps, device):
-    sizes = SIZES["fewest_steps"] | {"T": steps}
-    query = GLA_LAYER.bind(**given_on(device, **sizes)).query()
-    for variant in ("packed", "packed_states"):
-        assert "steps on a GPU" in find_operation("gla_layer").get(variant).why_not(query)
-    chosen = dispatch.choose(query).name
-    assert chosen not in ("packed", "packed_states")
-    assert_training_correct(GLA_LAYER.case("bfloat16", name=f"{steps} steps", **sizes), chosen, device)
 
 
 @each_variant

@@ -209,9 +209,6 @@ def test_states_are_kept_by_name_alone(monkeypatch):
     able = {"projections": "wide_activated", "gla": "fused", "output_chain": "norm_gate"}
     monkeypatch.setattr(packed, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
     query = GLA_LAYER.query(case_of("small"), "cuda:0", grad=True)
-    assert GLA_LAYER.get("packed").why_not(query).startswith("takes more than 16 steps on a GPU")
-    batch, _, *others = query.sizes
-    query = query._replace(sizes=(batch, 100, *others))
     assert GLA_LAYER.get("packed").why_not(query) is None
     assert GLA_LAYER.get("packed_states").why_not(query) == "keeps states of the recurrence hopper alone"
     able["gla"] = "hopper"

@@ -53,11 +53,6 @@ OWN = (
 """Those that can, part by part."""
 
 
-FEW_STEPS = 16
-"""Up to which the recurrence goes step by step where it may choose. At one step, the gradient of x was 1.1 times farther from the
-oracle than the gate allows; the steps between have not been tried."""
-
-
 def parts_of(query: Query, rank: int, normalizer: float) -> tuple[Query, Query, Query]:
     """The keys of the parts' calls, in the order of :class:`Kernels`."""
     batch, length, width, heads, keys, values = query.sizes
@@ -81,9 +76,7 @@ def why_not(query: Query) -> str | None:
     """Why a layer of this key does not run so. Read as: a backward pass, columns that can be addressed, own kernels for all."""
     if not query.grad:
         return "differs from composed in the backward pass alone, and there is none"
-    _, length, _, heads, keys, values = query.sizes
-    if query.device_type == "cuda" and length <= FEW_STEPS:
-        return f"takes more than {FEW_STEPS} steps on a GPU: with one, a gradient missed the gate"
+    *_, heads, keys, values = query.sizes
     if heads * keys % ALIGNMENT or heads * values % ALIGNMENT:
         return f"needs H * K and H * V in multiples of {ALIGNMENT}: so columns of all gradients begin where they can be addressed"
     for part, names in zip(parts_of(query, ALIGNMENT, 1.0), OWN, strict=True):

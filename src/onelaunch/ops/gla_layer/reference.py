@@ -79,13 +79,21 @@ def dtypes_of(case: Case) -> dict[str, torch.dtype]:
 
 @gla_layer.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Random x and state, and weights such that projections and results have about unit variance, as those of a trained layer."""
+    """Random x and state, and weights such that projections and results have about unit variance, as those of a trained layer.
+
+    Keys have half of their variance from the queries' projection. A sequence's first result is (q k) v, and the norm divides by
+    the product of q and k: where that is about zero, as of vectors that have nothing to do with each other it sometimes is,
+    results and gradients are rounding errors, whoever computes them.
+    """
     shapes, dtypes = shapes_of(case), dtypes_of(case)
     arguments: dict[str, Any] = {}
     for name, extent in shapes.items():
         drawn = torch.randn(extent, device=device, generator=generator)
         if name in ("in_proj_weight", "gk_weight", "w_out"):
             drawn = drawn / math.sqrt(max(extent[1], 1))
+            if name == "in_proj_weight":
+                q, k = drawn.split(shapes["gk_weight"][0])[:2]
+                k.add_(q).mul_(math.sqrt(0.5))
         elif name == "norm_weight":
             drawn = 1.0 + 0.1 * drawn
         arguments[name] = drawn.to(dtypes.get(name, case.dtype))
