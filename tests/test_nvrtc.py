@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 
 from onelaunch import nvrtc
 from onelaunch.errors import CompileError, CompilerMissing, DriverError
-from onelaunch.nvrtc import Source, compile_now, compile_source, load, tensor_map
+from onelaunch.nvrtc import Source, compile_now, compile_source, load, make_context_current, tensor_map
 
 compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
 
@@ -387,6 +388,58 @@ def hopper(device):
     if torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("needs the copy engine and clusters of Hopper")
     return device
+
+
+class Driver:
+    """The driver's calls of contexts, for one thread."""
+
+    def __init__(self, current, refuses=None):
+        self.current, self.refuses, self.called = current, refuses, []
+
+    def __getattr__(self, call):
+        def answer(*given):
+            self.called.append(call)
+            if call == "cuCtxGetCurrent":
+                given[0]._obj.value = self.current
+            if call == "cuDevicePrimaryCtxRetain":
+                assert given[1].value == 7  # the device, not PyTorch's number of it
+                given[0]._obj.value = 64
+            if call == "cuDeviceGet":
+                assert given[1] == 3
+                given[0]._obj.value = 7
+            if call == "cuCtxSetCurrent":
+                self.current = given[0].value
+            return 201 * (call == self.refuses)
+
+        return answer
+
+
+def test_a_thread_without_a_context_is_given_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    driver = Driver(current=None)
+    monkeypatch.setattr(nvrtc, "_libcuda", lambda: driver)
+    make_context_current()
+    assert driver.current == 64
+    driver.called.clear()
+    make_context_current()
+    assert driver.called == ["cuCtxGetCurrent"]
+
+
+@pytest.mark.parametrize("call", ["cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"])
+def test_a_driver_that_gives_no_context_is_told_of(call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(nvrtc, "_libcuda", lambda: Driver(current=None, refuses=call))
+    with pytest.raises(DriverError, match=f"{call} returned error 201 for the context of device 3"):
+        make_context_current()
+
+
+@pytest.mark.gpu
+def test_a_new_thread_makes_tensor_maps(hopper):
+    """As a backward pass does whose memory and kernels are there already: nothing before gave the thread a context."""
+    x = torch.zeros(16, 32, device=hopper)
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(tensor_map, x.dtype, x.data_ptr(), (32, 16), (128,), (8, 4), swizzle=32)
+    assert len(made.result()) == 128
 
 
 @compiled

@@ -402,6 +402,7 @@ def tensor_map(
     """
     if problem := _unaddressable(dtype, address, sizes, strides, box, swizzle):
         raise ValueError(f"The copy engine cannot address this tensor: {problem}.")
+    make_context_current()
     rank = len(sizes)
     buffer = ctypes.create_string_buffer(2 * _MAP_BYTES)
     # by ctypes: cuda-bindings keeps the descriptor where Python puts objects, and the driver wants it aligned
@@ -454,9 +455,37 @@ def _unaddressable(
     return None
 
 
+def make_context_current() -> None:
+    """Gives this thread the context of PyTorch's current device where it has none, as tensor maps need one; by ctypes alone.
+
+    A thread begins without, PyTorch's own for backward passes too, and gets one from the first call of the CUDA runtime that
+    needs it. Where memory and kernels come from caches there may have been no such call.
+
+    Raises:
+        DriverError: the driver refused.
+    """
+    driver, context, device = _libcuda(), ctypes.c_void_p(), ctypes.c_int()
+    _accepted("cuCtxGetCurrent", driver.cuCtxGetCurrent(ctypes.byref(context)))
+    if context.value is None:
+        index = torch.cuda.current_device()
+        _accepted("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
+        _accepted("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        _accepted("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+
+
+def _accepted(call: str, error: int) -> None:
+    if error:
+        raise DriverError(call, got=f"error {error}", about=f"the context of device {torch.cuda.current_device()}")
+
+
+@functools.cache
+def _libcuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 @functools.cache
 def _encode() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    function = _libcuda().cuTensorMapEncodeTiled
     pointer, number = ctypes.c_void_p, ctypes.c_uint32
     function.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
     return function

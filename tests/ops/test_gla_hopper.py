@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -232,6 +233,18 @@ def test_inputs_may_be_strided(device):
 def test_a_captured_training_step_follows_its_inputs(lengths, device):
     given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
     assert_captured_step_follows_its_inputs(GLA, "hopper", functools.partial(made, device, **given), device)
+
+
+@gpu
+@on_hopper
+def test_a_thread_that_has_no_context_yet_launches_it(device):
+    """As a backward pass does once its memory and its kernels are there: nothing else gives its thread a context."""
+    arguments = made(device)
+    expected = GLA(**arguments, variant="hopper")[0].clone()
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(lambda: GLA(**arguments, variant="hopper")[0]).result()
+    assert torch.equal(found, expected)
 
 
 @gpu

@@ -47,6 +47,7 @@ def described(tensor: torch.Tensor, box: list[int]) -> Any:
     """A descriptor of ``[rows, columns]`` from which the copy engine moves boxes into shared memory."""
     from onelaunch.ops.gluon_compat import TensorDescriptor
 
+    nvrtc.make_context_current()  # Triton makes the tensor map before it looks for a context
     return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))
 
 
