@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, random_weights
 from onelaunch.decode.packing import pack
+from onelaunch.decode.rungs import RUNGS, plan_for
 
 TINY = ModelConfig(300, 64, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
 MODELS = {
@@ -15,8 +17,21 @@ MODELS = {
     "untied, a key head": replace(TINY, tie_word_embeddings=False, num_key_value_heads=1, head_dim=32, num_hidden_layers=1),
     "odd sizes": replace(TINY, vocab_size=101, hidden_size=264, intermediate_size=520, head_dim=64),
     "whole chunks": ModelConfig(100, 1024, 1024, 2, 8, 2, 128, max_position_embeddings=512, tie_word_embeddings=True),
+    "two queries a key": ModelConfig(100, 1024, 1024, 1, 8, 4, 128, max_position_embeddings=512, tie_word_embeddings=True),
+    "five queries a key": replace(TINY, num_attention_heads=5, num_key_value_heads=1),
     "three layers": replace(TINY, num_key_value_heads=4, rope_theta=1e6, head_dim=8, num_hidden_layers=3),
 }
+
+
+SHARED = {"two queries a key": (16, 2), "whole chunks": (9, 2), "five queries a key": (12, 2), "untied, a key head": (24, 8)}
+"""CTAs, and shares of a key head's positions, that leave several CTAs for its queries."""
+
+
+def plan_with(config: ModelConfig, rung: str, ctas: int, splits: int, used: int | None = None):
+    """The plan of a rung whose CTAs share positions by other numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RUNGS, rung, replace(RUNGS[rung], splits=splits))
+        return plan_for(config, rung, ctas, used)
 
 
 def text(config: ModelConfig, length: int, seed: int = 0):

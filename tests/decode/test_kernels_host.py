@@ -11,7 +11,7 @@ from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS, plan_for
 from onelaunch.decode.stamps import phase_times, stamp_words
 from tests.decode.host_machine import HostKernel, needs_compiler, place
-from tests.decode.plans import MODELS, TINY, packed, text
+from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, text
 
 pytestmark = needs_compiler
 
@@ -30,11 +30,11 @@ def kernel_and_memory(weights, plan, libraries, tuning=None):
     return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, stamps=kernel.tuning.stamps)
 
 
-@pytest.mark.parametrize(("rung", "model", "ctas"), CASES)
-def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
-    weights, cache, exact, reference = text(MODELS[model], 129)
-    kernel, memory = kernel_and_memory(weights, plan_for(MODELS[model], rung, ctas), libraries)
-    for position, seed in ((129, 1), (0, 2)):  # from long to short: what a longer text left must not be taken for new
+def assert_the_oracles(weights, plan, libraries, given, positions):
+    """Logits, and what comes to the cache, at these positions of a text whose cache is given twice, rounded and exact."""
+    kernel, memory = kernel_and_memory(weights, plan, libraries)
+    cache, exact, reference = given
+    for seed, position in enumerate(positions, 1):
         token = torch.tensor([position % 100])
         want, after = prefill(exact, token, reference.map(torch.clone).with_length(position))
         plain, _ = prefill(weights, token, cache.map(torch.clone).with_length(position))
@@ -48,8 +48,25 @@ def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
             assert (row - true).norm() <= 2**-8 * true.norm(), (
                 "what bfloat16 holds is off by half of that, and little comes with it"
             )
-        for written, given in ((mine.keys, cache.keys), (mine.values, cache.values)):
-            assert torch.equal(written[:, :, :position], given[:, :, :position])
+        for written, before in ((mine.keys, cache.keys), (mine.values, cache.values)):
+            assert torch.equal(written[:, :, :position], before[:, :, :position])
+
+
+@pytest.mark.parametrize(("rung", "model", "ctas"), CASES)
+def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
+    weights, *given = text(MODELS[model], 129)
+    # from long to short: what a longer text left must not be taken for new
+    assert_the_oracles(weights, plan_for(MODELS[model], rung, ctas), libraries, given, (129, 0))
+
+
+@pytest.mark.parametrize(("rung", "model"), [*(("streaming", model) for model in SHARED), ("graph", "five queries a key")])
+def test_so_are_those_of_queries_that_ctas_share(rung, model, libraries):
+    """And of keys that come by two chunks a round: rows of one, of both, of a round more, with and without the newest."""
+    plan = plan_with(MODELS[model], rung, *SHARED[model])
+    assert plan.sharers > 1
+    positions = (129, 0, 15, 31, 32, 63, 64, 127) if model == "two queries a key" else (129, 0)
+    weights, *given = text(MODELS[model], 129)
+    assert_the_oracles(weights, plan, libraries, given, positions)
 
 
 ROWS = [

@@ -29,7 +29,7 @@ from onelaunch.decode.plan import GRANULE, ROUNDS, Piece, Wait, padded
 from onelaunch.decode.rungs import POSITIONS, RUNGS, layer_ctas, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler, Sampling
 from onelaunch.errors import PlanError
-from tests.decode.plans import MODELS, TINY, packed, text
+from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, text
 
 QWEN = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)
 LARGER = ModelConfig(151_936, 2560, 9728, 36, 32, 8, 128)
@@ -259,9 +259,21 @@ IN_ORDERS = [*((rung, "tied") for rung in RUNGS), *(("streaming", model) for mod
 @pytest.mark.parametrize(("rung", "model"), [*IN_ORDERS, ("eight_barriers", "odd sizes")])
 def test_in_any_order_the_logits_are_the_models(rung, model):
     config = MODELS[model]
+    whole = plan_for(config, rung, 5)
+    assert_in_any_order(config, plan_for(config, rung, 5, min(whole.splits, -(-71 // POSITIONS))))
+
+
+@pytest.mark.parametrize("model", ["five queries a key", "untied, a key head"])
+def test_so_are_those_of_queries_that_ctas_share(model):
+    for used in (1, 2):
+        plan = plan_with(MODELS[model], "streaming", *SHARED[model], used)
+        assert plan.sharers > 1
+        assert_in_any_order(MODELS[model], plan)
+
+
+def assert_in_any_order(config, plan):
+    """Two tokens of a text by the interpreter, and by the model."""
     weights, _, exact, cache = text(config, 70)
-    plan = plan_for(config, rung, 5)
-    plan = plan_for(config, rung, 5, min(plan.splits, -(-71 // POSITIONS)))
     check(plan)
     stream = packed(weights, plan, double=True)
     expected, reference = [], cache.map(torch.clone)

@@ -60,14 +60,13 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     config = plan.config
     widest = max(map(padded, (config.hidden_size, config.query_size, config.intermediate_size)))
     own = max((share.units for share in plan.phase("o").shares), default=0) * TILE
-    group, head = config.queries_per_key, config.head_dim
     sizes = {
         "UPPER": widest * 2 + 64,  # 64 bytes apart in banks: a warp reads both parts at once
         "LOWER": max(widest * 2 + 64, 8 * BINS - widest * 2),  # over both lie the sums of a drawn token
         "SUMS": 2 * WARPS * MOST_TILES * TILE * 4,
         "OWN": own * 4,
         "SQUARES": WARPS * 4,
-        "FOUND": WARPS * group * (head + 4) * 4,
+        "FOUND": WARPS * (config.queries_per_key // plan.sharers) * (config.head_dim + 4) * 4,
         "WINNERS": WARPS * 8,
     }
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256
@@ -111,7 +110,8 @@ def header(plan: Plan, tuning: Tuning) -> str:
     numbers = {
         "CTAS": plan.ctas, "LAYERS": config.num_hidden_layers, "HIDDEN": config.hidden_size, "INNER": config.intermediate_size,
         "QUERY": config.query_size, "VOCAB": config.vocab_size, "HEADS": config.num_key_value_heads,
-        "GROUP": config.queries_per_key, "HEAD": config.head_dim, "SPLITS": plan.splits, "POSITIONS": POSITIONS,
+        "GROUP": config.queries_per_key, "HEAD": config.head_dim, "SPLITS": plan.splits, "SHARERS": plan.sharers,
+        "POSITIONS": POSITIONS,
         "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
         "ROUNDS": ROUNDS, "BINS": BINS, "PACE": tuning.pace,
     }  # fmt: skip
@@ -137,8 +137,8 @@ CALLS: dict[Op, str] = {
 HEADS_OF: dict[Op, str] = {
     "qkv": "w.begin(QKV) * TILE / HEAD_WORDS, w.begin(QKV) < w.end(QKV) ? (w.end(QKV) * TILE + HEAD_WORDS - 1) / HEAD_WORDS : 0",
     "rope": "w.begin(ROPE), w.end(ROPE)",
-    "attention": "w.begin(ATTENTION) / SPLITS, (w.end(ATTENTION) + SPLITS - 1) / SPLITS",
-    "rope_attention": "w.begin(ATTENTION) / SPLITS, (w.end(ATTENTION) + SPLITS - 1) / SPLITS",
+    "attention": "w.begin(ATTENTION) / (SPLITS * SHARERS), (w.end(ATTENTION) + SPLITS * SHARERS - 1) / (SPLITS * SHARERS)",
+    "rope_attention": "w.begin(ATTENTION) / (SPLITS * SHARERS), (w.end(ATTENTION) + SPLITS * SHARERS - 1) / (SPLITS * SHARERS)",
 }
 """The key heads that a CTA works for."""
 

@@ -285,9 +285,10 @@ class Interpreter:
     def _attend(self, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         config, plan, positions = self.plan.config, self.plan, position + 1
         partial = torch.zeros(plan.buffer("partial").words, dtype=torch.float64)
-        size = -(-positions // plan.used)
+        size, queries = -(-positions // plan.used), config.queries_per_key // plan.sharers
         for unit in range(share.begin, share.end):
-            head, part = divmod(unit, plan.splits)
+            rest, part = divmod(unit, plan.splits)
+            head, sharer = divmod(rest, plan.sharers)
             if part >= plan.used:
                 continue
             begin, end = part * size, min((part + 1) * size, positions)
@@ -296,22 +297,24 @@ class Interpreter:
                 q = seen["q"].view(config.num_key_value_heads, -1, config.head_dim)[head]
             else:
                 q, key, value = self._normed(seen, head)
-                if end == positions:
+                if end == positions and sharer == 0:
                     self._store(layer, head, position, key, value)
+                if end == positions:
+                    keys, values = torch.cat([keys[:-1], key[None]]), torch.cat([values[:-1], value[None]])
+                q = q[sharer * queries : (sharer + 1) * queries]
             scores = (q @ keys.T) / config.head_dim**0.5
-            slot = partial.view(-1, len(partial) // (config.num_key_value_heads * plan.splits))[unit]
-            group = config.queries_per_key
-            slot[: group * config.head_dim] = (scores.softmax(-1) @ values).flatten() if begin < end else 0
-            slot[group * config.head_dim :][:group] = scores.logsumexp(-1)
+            slot = partial.view(config.num_key_value_heads * plan.sharers * plan.splits, -1)[unit]
+            slot[: queries * config.head_dim] = (scores.softmax(-1) @ values).flatten() if begin < end else 0
+            slot[queries * config.head_dim :][:queries] = scores.logsumexp(-1)
         return {"partial": partial, "cache": torch.zeros(plan.buffer("cache").words, dtype=torch.float64)}
 
     def _combined(self, partial: torch.Tensor) -> torch.Tensor:
         """Attention over all positions ``[Q * D]``: parts weighted by their sums."""
         config = self.plan.config
-        slots = partial.view(config.num_key_value_heads, self.plan.splits, -1)[:, : self.plan.used]
-        group, size = config.queries_per_key, config.head_dim
-        values = slots[..., : group * size].unflatten(-1, (group, size))
-        shares = slots[..., group * size :][..., :group].softmax(1)
+        slots = partial.view(config.num_key_value_heads * self.plan.sharers, self.plan.splits, -1)[:, : self.plan.used]
+        queries, size = config.queries_per_key // self.plan.sharers, config.head_dim
+        values = slots[..., : queries * size].unflatten(-1, (queries, size))
+        shares = slots[..., queries * size :][..., :queries].softmax(1)
         return (values * shares[..., None]).sum(1).flatten()
 
     def _head(self, cta: int, share: Share, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:

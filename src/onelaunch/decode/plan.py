@@ -112,8 +112,10 @@ class Plan:
     buffers: tuple[Buffer, ...]
     splits: int
     """CTAs that may share the positions of a key head."""
+    sharers: int
+    """CTAs that share the queries of a key head, each for the same positions."""
     used: int
-    """Of them, those that have positions at the length at hand."""
+    """Of ``splits``, those that have positions at the length at hand."""
     streams: bool
     """Whether weights are fetched ahead of the edges."""
     keys_stream: bool = False

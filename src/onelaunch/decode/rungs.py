@@ -74,6 +74,11 @@ def unsupported(config: ModelConfig) -> str | None:
     return None
 
 
+def halved(words: Piece) -> Piece:
+    """Where the squares of words of heads are: one for each two of them."""
+    return Piece("squares", words.begin // 2, words.end // 2)
+
+
 def tiles(config: ModelConfig, op: Op) -> int:
     """Of a phase's matrix."""
     rows = {
@@ -114,8 +119,9 @@ class _Builder:
         self.head_words = (config.queries_per_key + 2) * config.head_dim  # queries, key, value
         self.splits = max(1, min(self.rung.splits, self.workers // config.num_key_value_heads))
         self.used = self.splits if used is None else used
-        group = config.queries_per_key
-        self.slot = group * config.head_dim + -(-group // 4) * 4  # results, and the logarithms of their sums; whole 16 bytes
+        self.sharers = self.most_sharers() if self.rung.splits > 1 else 1
+        queries = config.queries_per_key // self.sharers
+        self.slot = queries * config.head_dim + -(-queries // 4) * 4  # results, and the logarithms of their sums; whole 16 bytes
 
     def plan(self) -> Plan:
         rung, config = self.rung, self.config
@@ -137,7 +143,7 @@ class _Builder:
         closing = self.product("down", {"final": TILE}, self.whole("act"))
         tail = (self.head(), self.next_token()) if self.rounds is None else (self.head(), *self.drawing(self.rounds))
         keys_stream = rung.streams and depth(config) == 4  # whole chunks for each phase: others go between them
-        facts = (self.buffers(), self.splits, self.used, rung.streams, keys_stream, rung.separate)
+        facts = (self.buffers(), self.splits, self.sharers, self.used, rung.streams, keys_stream, rung.separate)
         return Plan(config, self.name, self.ctas, found, closing, tail, *facts)
 
     # Buffers
@@ -147,7 +153,7 @@ class _Builder:
         heads = config.num_key_value_heads
         found = dict.fromkeys(("hidden", "final", "mid"), config.hidden_size) | {"act": config.intermediate_size}
         found["qkv"] = heads * self.head_words
-        found["partial"] = heads * self.splits * self.slot
+        found["partial"] = self.all_units() * self.slot
         found["best"] = self.ctas
         found["cache"] = heads * self.splits
         found |= {"drawn": self.ctas, "tallies": ROUNDS}
@@ -202,12 +208,22 @@ class _Builder:
             shares.append(self.waiting(self.rung.others, share))
         return Phase(op, op, self.rung.others, tuple(shares))
 
-    def head_unit(self, unit: int) -> tuple[int, int]:
-        return divmod(unit, self.splits)
+    def most_sharers(self) -> int:
+        """As many as leave each CTA one unit at most, with as many queries each."""
+        group, room = self.config.queries_per_key, self.workers // (self.config.num_key_value_heads * self.splits)
+        return max(each for each in range(1, group + 1) if group % each == 0 and each <= max(room, 1))
+
+    def all_units(self) -> int:
+        return self.config.num_key_value_heads * self.sharers * self.splits
+
+    def unit(self, number: int) -> tuple[int, int, int]:
+        """A unit of attention: its key head, which of the head's queries, which part of the positions."""
+        rest, part = divmod(number, self.splits)
+        return *divmod(rest, self.sharers), part
 
     def units(self) -> list[tuple[int, int]]:
-        """Pairs of key head and split, over CTAs: one each where there are enough."""
-        units, workers = self.config.num_key_value_heads * self.splits, self.workers
+        """Units of attention over CTAs: one each where there are enough."""
+        units, workers = self.all_units(), self.workers
         if units > workers:
             return self.over_workers(units)
         # apart from each other: neighbours share a part of the chip
@@ -221,7 +237,15 @@ class _Builder:
     def made(self, head: int) -> tuple[Piece, ...]:
         """A key head's queries, key and value, and, where they are turned already, their squares: half a word for each."""
         words = Piece("qkv", head * self.head_words, (head + 1) * self.head_words)
-        return (words,) if self.rung.rope else (words, Piece("squares", words.begin // 2, words.end // 2))
+        return (words,) if self.rung.rope else (words, halved(words))
+
+    def made_for(self, head: int, sharer: int) -> tuple[Piece, ...]:
+        """Of these, what a unit of attention reads: its queries, and, as each may have the newest position, key and value."""
+        begin, size = head * self.head_words, self.config.head_dim
+        queries = self.config.queries_per_key // self.sharers * size
+        own = Piece("qkv", begin + sharer * queries, begin + (sharer + 1) * queries)
+        new = Piece("qkv", begin + self.head_words - 2 * size, begin + self.head_words)
+        return own, new, halved(own), halved(new)
 
     def cached(self, head: int) -> Piece:
         return Piece("cache", head * self.splits, (head + 1) * self.splits)
@@ -245,23 +269,21 @@ class _Builder:
             reads: list[Piece] = []
             writes: list[Piece] = []
             for unit in range(begin, end):
-                head, part = self.head_unit(unit)
+                head, sharer, part = self.unit(unit)
                 slot = Piece("partial", unit * self.slot, (unit + 1) * self.slot)
                 writes.append(slot)  # by those without positions too: each word is written once in every use
                 if part >= self.used:
                     continue
-                reads += [*((self.queries(head),) if self.rung.rope else self.made(head)), self.cached(head)]
-                if not self.rung.rope:
-                    writes.append(Piece("cache", unit, unit + 1))
+                reads += [*((self.queries(head),) if self.rung.rope else self.made_for(head, sharer)), self.cached(head)]
+                if not self.rung.rope and sharer == 0:
+                    writes.append(Piece("cache", head * self.splits + part, head * self.splits + part + 1))
             shares.append(self.waiting(self.rung.heads, Share(begin, end, tuple(reads), tuple(writes))))
         op: Op = "attention" if self.rung.rope else "rope_attention"
         return Phase("attention", op, self.rung.heads, tuple(shares))
 
     def partials(self) -> tuple[Piece, ...]:
-        used = range(self.config.num_key_value_heads * self.splits)
-        return tuple(
-            Piece("partial", unit * self.slot, (unit + 1) * self.slot) for unit in used if self.head_unit(unit)[1] < self.used
-        )
+        used = (unit for unit in range(self.all_units()) if self.unit(unit)[-1] < self.used)
+        return tuple(Piece("partial", unit * self.slot, (unit + 1) * self.slot) for unit in used)
 
     def connected(self, phases: list[Phase]) -> Iterable[Phase]:
         """With flags: a counter for each key head and phase that is waited for."""

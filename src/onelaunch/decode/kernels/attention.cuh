@@ -1,10 +1,10 @@
-// Attention of a key head's queries over a part of the positions, norm and rotation of heads.
+// Attention of a key head's queries, or of some of them, over a part of the positions; norm and rotation of heads.
 #pragma once
 
 constexpr int FOUND_WORDS = HEAD + 4;  // results, maximum, sum
 constexpr int LANES = HEAD / 8;    // of a position: 8 channels each
 constexpr int AT_ONCE = 32 / LANES;  // positions of a warp
-constexpr int DEEP = GROUP > 2 ? 1 : 2;  // of a lane: keys and values that are looked at together
+constexpr int DEEP = UNIT_QUERIES > 2 ? 1 : UNIT_QUERIES == 2 ? 2 : 4;  // of a lane: keys and values that are looked at together
 constexpr float NOTHING = -1e30f;  // a maximum before the first position
 
 DEVICE void unpack(const uint4& v, float (&x)[8]) {
@@ -81,58 +81,70 @@ DEVICE void cache(const Worker& w, u16* rows, int head, const uint4& row) {
 }
 constexpr float QUERY_SCALE = LOG2E;  // and one over the root of HEAD: scores are exponents of two
 
+// A unit: some of a key head's queries, a part of the positions. The newest one is not in the cache yet.
+struct Span {
+  int head, query, begin, end, cached;
+  bool used;
+  DEVICE Span(int unit, int position) : head(unit / (SHARERS * SPLITS)), query(unit / SPLITS % SHARERS * UNIT_QUERIES) {
+    const int positions = position + 1, parts = used_at(position), size = (positions + parts - 1) / parts;
+    begin = unit % SPLITS * size, end = begin + size < positions ? begin + size : positions;
+    cached = !ROPE_APART && end == positions ? end - 1 : end;
+    used = unit % SPLITS < parts;
+  }
+};
 // A key head at the newest position, as a warp needs it: a lane's channels of the queries, turned, but not scaled, for scores are; and, for
 // who has the position, of key and value as they are cached.
 struct Heads {
-  float queries[GROUP][8], scales[GROUP];
+  float queries[UNIT_QUERIES][8], scales[UNIT_QUERIES];
   uint4 key, value;
 
-  // Turned by who made them. Their squares are added up by the lanes of a head.
-  DEVICE void take_turned(Worker& w, int head, bool newest) {
-    constexpr int WORDS = 2 * (GROUP + 2);
-    const float* words = w.a.words + RAW + head * HEAD_WORDS + words_of(w);
-    const float* squares = w.a.words + HEAD_SQUARES + head * (HEAD_WORDS / 2) + channel_of(w) / 2;
-    uint4 v[WORDS + GROUP + 1];
+  // Turned by who made them. Their squares are added up by the lanes of a head. Of units with the same key, the first one keeps it.
+  DEVICE void take_turned(Worker& w, const Span& span, bool newest) {
+    constexpr int WORDS = 2 * (UNIT_QUERIES + 2);
+    const float* words = w.a.words + RAW + span.head * HEAD_WORDS + words_of(w);
+    const float* squares = w.a.words + HEAD_SQUARES + span.head * (HEAD_WORDS / 2) + channel_of(w) / 2;
+    uint4 v[WORDS + UNIT_QUERIES + 1];
     auto which = [](int i) { return i < WORDS ? i / 2 : i - WORDS; };
-    take(w, v, w.use(), [&](int i) { return newest || which(i) < GROUP; },
-         [&](int i) { return i < WORDS ? words + which(i) * HEAD + i % 2 * NEXT_FOUR : squares + which(i) * (HEAD / 2); });
+    auto place = [&](int i) { return which(i) < UNIT_QUERIES ? span.query + which(i) : which(i) - UNIT_QUERIES + GROUP; };
+    take(w, v, w.use(), [&](int i) { return newest || which(i) < UNIT_QUERIES; },
+         [&](int i) { return i < WORDS ? words + place(i) * HEAD + i % 2 * NEXT_FOUR : squares + place(i) * (HEAD / 2); });
     w.mark(ATTENTION, READY);
-    float norms[GROUP + 1];
+    float norms[UNIT_QUERIES + 1];
 #pragma unroll
-    for (int i = 0; i <= GROUP; ++i) {
+    for (int i = 0; i <= UNIT_QUERIES; ++i) {
       const float4 s = bare(v[WORDS + i]);
       norms[i] = s.x + s.y + (s.z + s.w);
     }
 #pragma unroll
     for (int mask = LANES / 2; mask; mask /= 2)  // side by side
 #pragma unroll
-      for (int i = 0; i <= GROUP; ++i) norms[i] += from_lane_xor(norms[i], mask);
+      for (int i = 0; i <= UNIT_QUERIES; ++i) norms[i] += from_lane_xor(norms[i], mask);
 #pragma unroll
-    for (int i = 0; i <= GROUP; ++i) norms[i] = rsqrtf(norms[i] / HEAD + EPS);
+    for (int i = 0; i <= UNIT_QUERIES; ++i) norms[i] = rsqrtf(norms[i] / HEAD + EPS);
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
+    for (int g = 0; g < UNIT_QUERIES; ++g) {
       bare(v[2 * g], v[2 * g + 1], queries[g]);
       scales[g] = QUERY_SCALE * rsqrtf((float)HEAD) * norms[g];
     }
     key = value = {0, 0, 0, 0};
     if (!newest) return;
     float x[8];
-    bare(v[2 * GROUP], v[2 * GROUP + 1], x);
+    bare(v[2 * UNIT_QUERIES], v[2 * UNIT_QUERIES + 1], x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] *= norms[GROUP];
+    for (int i = 0; i < 8; ++i) x[i] *= norms[UNIT_QUERIES];
     key = rounded(x);
-    bare(v[2 * GROUP + 2], v[2 * GROUP + 3], x);
+    bare(v[2 * UNIT_QUERIES + 2], v[2 * UNIT_QUERIES + 3], x);
     value = rounded(x);
-    if (w.lane >= LANES) return;
-    cache(w, w.a.keys, head, key);
-    cache(w, w.a.values, head, value);
+    if (span.query > 0 || w.lane >= LANES) return;
+    cache(w, w.a.keys, span.head, key);
+    cache(w, w.a.values, span.head, value);
   }
   // Turned and scaled by a phase of its own, which has cached the rest.
-  DEVICE void take_scaled(Worker& w, int head) {
-    take_heads(w, w.a.words + QUERIES + head * GROUP * HEAD, GROUP, queries);
+  DEVICE void take_scaled(Worker& w, const Span& span) {
+    take_heads(w, w.a.words + QUERIES + (span.head * GROUP + span.query) * HEAD, UNIT_QUERIES, queries);
     w.mark(ATTENTION, READY);
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) scales[g] = 1.0f;
+    for (int g = 0; g < UNIT_QUERIES; ++g) scales[g] = 1.0f;
     key = value = {0, 0, 0, 0};
   }
   DEVICE float score(int g, const float (&key)[8]) const {
@@ -145,10 +157,10 @@ struct Heads {
 
 // Running results of a lane's 8 channels: sums of values by powers of two of what the keys gave, over the largest so far.
 struct Found {
-  float most[GROUP], sum[GROUP], values[GROUP][8];
+  float most[UNIT_QUERIES], sum[UNIT_QUERIES], values[UNIT_QUERIES][8];
   DEVICE Found() {
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
+    for (int g = 0; g < UNIT_QUERIES; ++g) {
       most[g] = NOTHING, sum[g] = 0;
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[g][i] = 0;
@@ -175,41 +187,32 @@ struct Found {
   }
 };
 
-// A unit's part of a key head's positions. The newest one is not in the cache yet.
-struct Span {
-  int head, begin, end, cached;
-  bool used;
-  DEVICE Span(int unit, int position) : head(unit / SPLITS) {
-    const int positions = position + 1, parts = used_at(position), size = (positions + parts - 1) / parts;
-    begin = unit % SPLITS * size, end = begin + size < positions ? begin + size : positions;
-    cached = !ROPE_APART && end == positions ? end - 1 : end;
-    used = unit % SPLITS < parts;
-  }
-};
 // Keys and values of earlier positions come through the ring like weights, where chunks are whole phases' and no wait is in their way:
 // keys in the first half of a chunk, values in the second.
-constexpr int ROUND = WARPS * AT_ONCE * DEEP, ROWS = CHUNK / (4 * HEAD);
-static_assert(ROWS % ROUND == 0, "a chunk is for whole rounds of all warps");
+constexpr int ROUND = WARPS * AT_ONCE * DEEP, ROWS = CHUNK / (4 * HEAD), CHUNKS = ROUND > ROWS ? ROUND / ROWS : 1;  // of a round
+static_assert(ROWS % ROUND == 0 || ROUND % ROWS == 0, "a chunk is for whole rounds of all warps, or a round takes whole chunks");
 
 // Keys and values of a warp's positions in a round, DEEP of each lane's.
 struct Batch {
   uint4 keys[DEEP], values[DEEP];
   DEVICE void load(Worker& w, const Span& span, int base) {
-    const char *keys_at, *values_at;
     const int row = w.warp * AT_ONCE + w.lane / LANES, within = (base - span.begin) % ROWS;
-    if constexpr (KEYS_STREAM) {
-      keys_at = (base < span.cached ? w.chunk() : w.s.stages) + within * HEAD * 2, values_at = keys_at + CHUNK / 2;
-    } else {
-      const long long at = w.cached(span.head) + (long long)base * HEAD;
-      keys_at = (const char*)(w.a.keys + at), values_at = (const char*)(w.a.values + at);
-    }
+    const long long cached = KEYS_STREAM ? 0 : (w.cached(span.head) + (long long)base * HEAD) * 2;
 #pragma unroll
-    for (int i = 0; i < DEEP; ++i) {
-      const int mine = row + i * WARPS * AT_ONCE, offset = mine * HEAD * 2 + channel_of(w) * 2;
-      keys[i] = values[i] = {0, 0, 0, 0};
-      if (base + mine < span.cached) keys[i] = read_row(keys_at + offset), values[i] = read_row(values_at + offset);
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      const int first = base + chunk * ROWS;  // where a round has several chunks
+      const char *keys_at = (const char*)w.a.keys + cached, *values_at = (const char*)w.a.values + cached;
+      if (KEYS_STREAM) {
+        keys_at = (first < span.cached ? w.chunk() : w.s.stages) + (within - chunk * ROWS) * HEAD * 2, values_at = keys_at + CHUNK / 2;
+      }
+#pragma unroll
+      for (int i = chunk * DEEP / CHUNKS; i < (chunk + 1) * DEEP / CHUNKS; ++i) {
+        const int mine = row + i * WARPS * AT_ONCE, offset = mine * HEAD * 2 + channel_of(w) * 2;
+        keys[i] = values[i] = {0, 0, 0, 0};
+        if (base + mine < span.cached) keys[i] = read_row(keys_at + offset), values[i] = read_row(values_at + offset);
+      }
+      if (KEYS_STREAM && first < span.cached && (within + ROUND >= ROWS || base + ROUND >= span.cached)) w.drop();
     }
-    if (KEYS_STREAM && base < span.cached && (within + ROUND == ROWS || base + ROUND >= span.cached)) w.drop();
   }
   DEVICE static uint4 read_row(const char* at) { return KEYS_STREAM ? *(const uint4*)at : load_plain((const uint4*)at); }
 };
@@ -219,20 +222,20 @@ DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const Heads
 #pragma unroll 1
   for (int base = span.begin; base + w.warp * AT_ONCE < span.cached; base += ROUND) {
     w.refresh();
-    float scores[GROUP][DEEP];
+    float scores[UNIT_QUERIES][DEEP];
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) {
       const bool valid = base + i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES < span.cached;
       float key[8];
       unpack(batch.keys[i], key);
 #pragma unroll
-      for (int g = 0; g < GROUP; ++g) {
+      for (int g = 0; g < UNIT_QUERIES; ++g) {
         const float found = heads.score(g, key);
         scores[g][i] = valid ? found : 2 * NOTHING;
       }
     }
 #pragma unroll
-    for (int g = 0; g < GROUP; ++g) {
+    for (int g = 0; g < UNIT_QUERIES; ++g) {
       float larger = f.most[g];
 #pragma unroll
       for (int i = 0; i < DEEP; ++i) larger = fmaxf(larger, scores[g][i]);
@@ -245,7 +248,7 @@ DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const Heads
       float value[8];
       unpack(batch.values[i], value);
 #pragma unroll
-      for (int g = 0; g < GROUP; ++g) f.add(g, scores[g][i], value);
+      for (int g = 0; g < UNIT_QUERIES; ++g) f.add(g, scores[g][i], value);
     }
     batch = next;
   }
@@ -255,7 +258,7 @@ DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const Heads
 DEVICE void combine_lanes(Worker& w, Found& f, float* slot, int sharing) {
   w.refresh();
 #pragma unroll
-  for (int g = 0; g < GROUP; ++g) {
+  for (int g = 0; g < UNIT_QUERIES; ++g) {
     float larger = f.most[g];
 #pragma unroll
     for (int mask = LANES; mask < 32; mask *= 2) larger = fmaxf(larger, from_lane_xor(larger, mask));
@@ -274,10 +277,10 @@ DEVICE void combine_lanes(Worker& w, Found& f, float* slot, int sharing) {
         put(at, float4{x[0] * whole, x[1] * whole, x[2] * whole, x[3] * whole}, w.use());
         put(at + 4, float4{x[4] * whole, x[5] * whole, x[6] * whole, x[7] * whole}, w.use());
       }
-      if (w.lane == 0) put(slot + GROUP * HEAD + g, larger + log2f(f.sum[g]), w.use());
+      if (w.lane == 0) put(slot + UNIT_QUERIES * HEAD + g, larger + log2f(f.sum[g]), w.use());
       continue;
     }
-    float* mine = w.s.found + (w.warp * GROUP + g) * FOUND_WORDS;
+    float* mine = w.s.found + (w.warp * UNIT_QUERIES + g) * FOUND_WORDS;
     float4* at = (float4*)(mine + channel_of(w));
     if (w.lane < LANES) at[0] = {x[0], x[1], x[2], x[3]}, at[1] = {x[4], x[5], x[6], x[7]};
     if (w.lane == 0) mine[HEAD] = larger, mine[HEAD + 1] = f.sum[g];
@@ -286,14 +289,14 @@ DEVICE void combine_lanes(Worker& w, Found& f, float* slot, int sharing) {
 // Of all warps that had positions: results and the logarithm of their sums.
 DEVICE void combine_warps(Worker& w, float* slot, int sharing) {
   w.refresh();
-  const float* found = w.s.found;  // [WARPS][GROUP][FOUND_WORDS]
+  const float* found = w.s.found;  // [WARPS][UNIT_QUERIES][FOUND_WORDS]
   w.meet();
-  for (int at = w.thread; at < GROUP * HEAD; at += WORKERS_THREADS) {
+  for (int at = w.thread; at < UNIT_QUERIES * HEAD; at += WORKERS_THREADS) {
     const int g = at / HEAD, channel = at % HEAD;
     float larger[WARPS], sums[WARPS], values[WARPS];
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {  // all read before any is used
-      const float* its = found + (warp * GROUP + g) * FOUND_WORDS;
+      const float* its = found + (warp * UNIT_QUERIES + g) * FOUND_WORDS;
       larger[warp] = NOTHING, sums[warp] = values[warp] = 0;
       if (warp < sharing) larger[warp] = its[HEAD], sums[warp] = its[HEAD + 1], values[warp] = its[channel];
     }
@@ -306,7 +309,7 @@ DEVICE void combine_warps(Worker& w, float* slot, int sharing) {
       sum += weight * sums[warp], value += weight * values[warp];
     }
     put(slot + at, value / sum, w.use());
-    if (channel == 0) put(slot + GROUP * HEAD + g, most + log2f(sum), w.use());
+    if (channel == 0) put(slot + UNIT_QUERIES * HEAD + g, most + log2f(sum), w.use());
   }
 }
 
@@ -331,16 +334,16 @@ DEVICE void attend(Worker& w) {
       Found f;
       Heads heads;
       if constexpr (ROPE_APART) {
-        heads.take_scaled(w, span.head);
+        heads.take_scaled(w, span);
         batch.load(w, span, span.begin);
       } else {
-        heads.take_turned(w, span.head, newest);
+        heads.take_turned(w, span, newest);
       }
       if (newest) {  // all lanes of the warp for their shuffles, one position of it counts
         float key[8], value[8];
         unpack(heads.key, key), unpack(heads.value, value);
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) f.begin(g, w.lane < LANES, heads.score(g, key), value);
+        for (int g = 0; g < UNIT_QUERIES; ++g) f.begin(g, w.lane < LANES, heads.score(g, key), value);
       }
       attend_cached(w, span, batch, heads, f);
       combine_lanes(w, f, slot, sharing);
@@ -373,8 +376,43 @@ DEVICE void turn(Worker& w) {
 }
 
 // What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 8 channels
-// of a head, those of PARTS parts on their way at once: there are no registers for more.
-constexpr int PARTS = SPLITS < 3 ? SPLITS : 3;
+// of a head, those of PARTS parts on their way at once; what has come is not asked for again.
+constexpr int MOST_PARTS = SEPARATE || MOST_O > 3 ? 3 : MOST_O > 1 ? 4 : 8;  // weights wait in registers beside them
+constexpr int PARTS = SPLITS < MOST_PARTS ? SPLITS : MOST_PARTS;
+
+struct Parts {
+  uint4 values[PARTS][2];
+  u32 logs[PARTS];
+  DEVICE void load(int part, const float* slot, int channel, int g) {
+    const uint4* at = (const uint4*)(slot + part * SLOT + g * HEAD + channel);
+    const u32* log = (const u32*)(slot + part * SLOT + UNIT_QUERIES * HEAD + g);
+    values[part][0] = TAGGED ? load_relaxed(at) : load_plain(at);
+    values[part][1] = TAGGED ? load_relaxed(at + 1) : load_plain(at + 1);
+    logs[part] = TAGGED ? load_relaxed(log) : *log;
+  }
+  DEVICE bool came(int part, u32 tag) const {
+    return tagged(values[part][0], tag) && tagged(values[part][1], tag) && ((logs[part] ^ tag) & 3) == 0;
+  }
+  // Those of the first count parts.
+  DEVICE void take(Worker& w, const float* slot, int channel, int g, int count) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      values[part][0] = values[part][1] = {0, 0, 0, 0}, logs[part] = as_bits(2 * NOTHING);
+      if (part < count) load(part, slot, channel, g);
+    }
+    if constexpr (TAGGED)
+      await(w.a, w.s, [&] {
+        bool there = true;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+          if (part >= count || came(part, tag_of(w.use()))) continue;
+          there = false;
+          load(part, slot, channel, g);
+        }
+        return there;
+      });
+  }
+};
 
 DEVICE void gather_found(Worker& w) {
   const int used = w.used();
@@ -382,57 +420,27 @@ DEVICE void gather_found(Worker& w) {
   for (int column = 8 * w.thread; column < padded(QUERY); column += 8 * WORKERS_THREADS) {
     float4 sums[2] = {};
     if (column < QUERY) {
-      const int head = column / HEAD, g = head % GROUP;
-      const float* slot = w.a.words + PARTIAL + head / GROUP * SPLITS * SLOT;
+      const int head = column / HEAD, g = head % UNIT_QUERIES;
+      const float* slot = w.a.words + PARTIAL + head / UNIT_QUERIES * SPLITS * SLOT;
       float most = NOTHING, sum = 0;
 #pragma unroll 1
       for (int first = 0; first < used; first += PARTS, slot += PARTS * SLOT) {
-        uint4 parts[PARTS][2];
-        float weights[PARTS];
-        auto fetch = [&] {
-          u32 logs[PARTS];
-          bool there = true;
-#pragma unroll
-          for (int part = 0; part < PARTS; ++part) {
-            if (first + part >= used) {
-              parts[part][0] = parts[part][1] = {0, 0, 0, 0}, logs[part] = 0, weights[part] = 0;
-              continue;
-            }
-            const uint4* values = (const uint4*)(slot + part * SLOT + g * HEAD + column % HEAD);
-            const float* log = slot + part * SLOT + GROUP * HEAD + g;
-            parts[part][0] = TAGGED ? load_relaxed(values) : load_plain(values);
-            parts[part][1] = TAGGED ? load_relaxed(values + 1) : load_plain(values + 1);
-            logs[part] = TAGGED ? load_relaxed((const u32*)log) : as_bits(*log);
-          }
-#pragma unroll
-          for (int part = 0; part < PARTS; ++part) {
-            if (first + part >= used) continue;
-            for (int i = 0; i < 2; ++i) there &= tagged(parts[part][i], tag_of(w.use()));
-            there &= ((logs[part] ^ w.use()) & 3) == 0;
-            weights[part] = bare(logs[part]);
-          }
-          return there;
-        };
-        if constexpr (TAGGED)
-          await(w.a, w.s, fetch);
-        else
-          fetch();
+        Parts parts;
+        parts.take(w, slot, column % HEAD, g, used - first);
         float larger = most;
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-          if (first + part < used) larger = fmaxf(larger, weights[part]);
+        for (int part = 0; part < PARTS; ++part) larger = fmaxf(larger, bare(parts.logs[part]));
         const float by = exp2f(most - larger);
         most = larger, sum *= by;
 #pragma unroll
         for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * by, sums[i].y * by, sums[i].z * by, sums[i].w * by};
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-          if (first + part >= used) continue;
-          const float weight = exp2f(weights[part] - most);
+          const float weight = power(bare(parts.logs[part]) - most);
           sum += weight;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const float4 p = bare(parts[part][i]);
+            const float4 p = bare(parts.values[part][i]);
             sums[i] = {sums[i].x + weight * p.x, sums[i].y + weight * p.y, sums[i].z + weight * p.z, sums[i].w + weight * p.w};
           }
         }

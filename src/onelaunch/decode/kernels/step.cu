@@ -17,7 +17,8 @@
 
 constexpr int WARPS = 8, WORKERS_THREADS = 32 * WARPS, THREADS = WORKERS_THREADS + 32;
 constexpr int TILE = 8, STEP = 256, GRANULE = TILE * STEP * 2, CHUNK = 4 * GRANULE, MOST = 6;
-constexpr int HEAD_WORDS = (GROUP + 2) * HEAD, SLOT = GROUP * HEAD + (GROUP + 3) / 4 * 4;
+constexpr int HEAD_WORDS = (GROUP + 2) * HEAD, UNIT_QUERIES = GROUP / SHARERS;  // queries of a unit of attention
+constexpr int SLOT = UNIT_QUERIES * HEAD + (UNIT_QUERIES + 3) / 4 * 4;
 constexpr long long LIMIT = 1ll << 32;  // ticks: two seconds
 constexpr float LOG2E = 1.4426950408889634f;
 

@@ -8,7 +8,7 @@ struct Shared {
   float* sums;           // [2][WARPS][MOST * TILE]: of tiles, by warp
   float* own;            // the residual stream's rows of this CTA
   float* squares;        // [WARPS]
-  float* found;          // [WARPS][GROUP][HEAD + 4]: attention by warp: results, maximum, sum
+  float* found;          // [WARPS][UNIT_QUERIES][HEAD + 4]: attention by warp: results, maximum, sum
   u64* winners;          // [WARPS]
   u32* bins;             // [2][BINS]: over the vector, when a token is drawn
   u64 *full, *empty;     // [STAGES]
