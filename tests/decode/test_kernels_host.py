@@ -69,6 +69,17 @@ def test_so_are_those_of_queries_that_ctas_share(rung, model, libraries):
     assert_the_oracles(weights, plan, libraries, given, positions)
 
 
+@pytest.mark.parametrize(
+    ("rung", "model", "ctas"), [("streaming", "untied, a key head", 9), ("streaming", "odd sizes", 8), ("graph", "odd sizes", 8)]
+)
+def test_parts_of_a_long_text_are_put_together(rung, model, ctas, libraries):
+    """Eight at a time, or three; two, three and one of them where there are no more."""
+    weights, *given = text(MODELS[model], 470)
+    plan = plan_for(MODELS[model], rung, ctas)
+    assert plan.splits == (8 if ctas == 9 else 4)
+    assert_the_oracles(weights, plan, libraries, given, (470, 129, 64, 63))
+
+
 ROWS = [
     *(("tied", rung, 5) for rung in ("eight_barriers", "fused_phases", "streaming", "graph")),
     ("whole chunks", "streaming", 9),

@@ -209,7 +209,9 @@ DEVICE int afresh(int v) { return v; }
 DEVICE float as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 DEVICE u32 as_bits(float v) { u32 b; memcpy(&b, &v, 4); return b; }
 DEVICE float power(float v) { return v < -126.0f ? 0.0f : exp2f(v); }
-DEVICE float rsqrtf(float v) { return 1.0f / sqrtf(v); }
+DEVICE float logarithm(float v) { return log2f(v); }
+DEVICE float inverse(float v) { return 1.0f / v; }
+DEVICE float inverse_root(float v) { return 1.0f / sqrtf(v); }
 DEVICE u32 round_one(float v) {
   u32 b = as_bits(v);
   if ((b & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;

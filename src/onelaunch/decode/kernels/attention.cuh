@@ -46,7 +46,7 @@ struct Turn {
     unpack(factors, factor);
 #pragma unroll
     for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-    const float scale = by * rsqrtf(sum_of_head(squares) / HEAD + EPS);
+    const float scale = by * inverse_root(sum_of_head(squares) / HEAD + EPS);
     float other[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] *= scale * factor[i];
@@ -120,11 +120,11 @@ struct Heads {
 #pragma unroll
       for (int i = 0; i <= UNIT_QUERIES; ++i) norms[i] += from_lane_xor(norms[i], mask);
 #pragma unroll
-    for (int i = 0; i <= UNIT_QUERIES; ++i) norms[i] = rsqrtf(norms[i] / HEAD + EPS);
+    for (int i = 0; i <= UNIT_QUERIES; ++i) norms[i] = inverse_root(norms[i] / HEAD + EPS);
 #pragma unroll
     for (int g = 0; g < UNIT_QUERIES; ++g) {
       bare(v[2 * g], v[2 * g + 1], queries[g]);
-      scales[g] = QUERY_SCALE * rsqrtf((float)HEAD) * norms[g];
+      scales[g] = QUERY_SCALE * inverse_root(HEAD) * norms[g];
     }
     key = value = {0, 0, 0, 0};
     if (!newest) return;
@@ -165,12 +165,6 @@ struct Found {
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[g][i] = 0;
     }
-  }
-  // Of a position, before all others, if it counts in this lane.
-  DEVICE void begin(int g, bool counts, float score, const float (&value)[8]) {
-    most[g] = counts ? score : NOTHING, sum[g] = counts;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[g][i] = counts ? value[i] : 0;
   }
   DEVICE void rescale(int g, float larger) {
     const float by = power(most[g] - larger);
@@ -214,18 +208,25 @@ struct Batch {
       if (KEYS_STREAM && first < span.cached && (within + ROUND >= ROWS || base + ROUND >= span.cached)) w.drop();
     }
   }
+  // A row of the round that is not in the cache yet, where it is this lane's.
+  DEVICE void insert(const Worker& w, int row, const uint4& key, const uint4& value) {
+#pragma unroll
+    for (int i = 0; i < DEEP; ++i)
+      if (i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES == row) keys[i] = key, values[i] = value;
+  }
   DEVICE static uint4 read_row(const char* at) { return KEYS_STREAM ? *(const uint4*)at : load_plain((const uint4*)at); }
 };
 
-// All cached positions of the span, by rounds; the first round's are there or on their way. A warp that has none in the last round is done.
-DEVICE void attend_cached(Worker& w, const Span& span, Batch& batch, const Heads& heads, Found& f) {
+// All positions of the span, by rounds; the first round's are there or on their way. A warp that has none in the last round is done.
+DEVICE void attend_all(Worker& w, const Span& span, Batch& batch, const Heads& heads, bool newest, Found& f) {
 #pragma unroll 1
-  for (int base = span.begin; base + w.warp * AT_ONCE < span.cached; base += ROUND) {
+  for (int base = span.begin; base + w.warp * AT_ONCE < span.end; base += ROUND) {
     w.refresh();
+    if (newest && base + ROUND >= span.end) batch.insert(w, span.cached - base, heads.key, heads.value);
     float scores[UNIT_QUERIES][DEEP];
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) {
-      const bool valid = base + i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES < span.cached;
+      const bool valid = base + i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES < span.end;
       float key[8];
       unpack(batch.keys[i], key);
 #pragma unroll
@@ -271,13 +272,13 @@ DEVICE void combine_lanes(Worker& w, Found& f, float* slot, int sharing) {
     }
     const float(&x)[8] = f.values[g];
     if (sharing == 1) {  // as with few positions: no need of the others
-      const float whole = 1.0f / f.sum[g];
+      const float whole = inverse(f.sum[g]);
       if (w.lane / LANES == g % AT_ONCE) {
         float* at = slot + g * HEAD + channel_of(w);
         put(at, float4{x[0] * whole, x[1] * whole, x[2] * whole, x[3] * whole}, w.use());
         put(at + 4, float4{x[4] * whole, x[5] * whole, x[6] * whole, x[7] * whole}, w.use());
       }
-      if (w.lane == 0) put(slot + UNIT_QUERIES * HEAD + g, larger + log2f(f.sum[g]), w.use());
+      if (w.lane == 0) put(slot + UNIT_QUERIES * HEAD + g, larger + logarithm(f.sum[g]), w.use());
       continue;
     }
     float* mine = w.s.found + (w.warp * UNIT_QUERIES + g) * FOUND_WORDS;
@@ -308,13 +309,13 @@ DEVICE void combine_warps(Worker& w, float* slot, int sharing) {
       const float weight = power(larger[warp] - most);
       sum += weight * sums[warp], value += weight * values[warp];
     }
-    put(slot + at, value / sum, w.use());
-    if (channel == 0) put(slot + UNIT_QUERIES * HEAD + g, most + log2f(sum), w.use());
+    put(slot + at, value * inverse(sum), w.use());
+    if (channel == 0) put(slot + UNIT_QUERIES * HEAD + g, most + logarithm(sum), w.use());
   }
 }
 
 // Each warp takes the queries for itself, and works alone until all have found something: positions are dealt out AT_ONCE to a warp.
-// The newest position's key and value are used and kept by the warp that has the fewest others.
+// The newest position's key and value are used and kept by the warp that has it.
 DEVICE void attend(Worker& w) {
   w.refresh();
   for (int unit = w.begin(ATTENTION); unit < w.end(ATTENTION); ++unit) {
@@ -327,7 +328,7 @@ DEVICE void attend(Worker& w) {
     }
     if (unit > w.begin(ATTENTION)) w.meet();  // what all have found has been read
     const int all = (span.end - span.begin + AT_ONCE - 1) / AT_ONCE, sharing = all < WARPS ? all : WARPS;
-    const bool newest = span.cached < span.end && w.warp == sharing - 1;
+    const bool newest = span.cached < span.end && w.warp == (span.cached - span.begin) / AT_ONCE % WARPS;
     Batch batch;
     if constexpr (!ROPE_APART) batch.load(w, span, span.begin);  // of earlier tokens: no need to wait
     if (w.warp < sharing) {  // the others have no position in any round
@@ -339,13 +340,7 @@ DEVICE void attend(Worker& w) {
       } else {
         heads.take_turned(w, span, newest);
       }
-      if (newest) {  // all lanes of the warp for their shuffles, one position of it counts
-        float key[8], value[8];
-        unpack(heads.key, key), unpack(heads.value, value);
-#pragma unroll
-        for (int g = 0; g < UNIT_QUERIES; ++g) f.begin(g, w.lane < LANES, heads.score(g, key), value);
-      }
-      attend_cached(w, span, batch, heads, f);
+      attend_all(w, span, batch, heads, newest, f);
       combine_lanes(w, f, slot, sharing);
     }
     if (sharing > 1) combine_warps(w, slot, sharing);
@@ -362,7 +357,7 @@ DEVICE void turn(Worker& w) {
     float x[1][8];
     take_heads(w, w.a.words + RAW + unit * HEAD, 1, x);
     w.mark(ROPE, READY);
-    const float scale = which == GROUP ? 1.0f : QUERY_SCALE * rsqrtf((float)HEAD);
+    const float scale = which == GROUP ? 1.0f : QUERY_SCALE * inverse_root(HEAD);
     if (which <= GROUP) turn.apply(w, x[0], which == GROUP ? turn.keys_factors : turn.queries_factors, scale);
     if (which >= GROUP) {
       if (w.lane < LANES) cache(w, which == GROUP ? w.a.keys : w.a.values, head, rounded(x[0]));
@@ -376,13 +371,13 @@ DEVICE void turn(Worker& w) {
 }
 
 // What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 8 channels
-// of a head, those of PARTS parts on their way at once; what has come is not asked for again.
+// of a head, and of up to MOST_PARTS parts on their way at once; what has come is not asked for again.
 constexpr int MOST_PARTS = SEPARATE || MOST_O > 3 ? 3 : MOST_O > 1 ? 4 : 8;  // weights wait in registers beside them
-constexpr int PARTS = SPLITS < MOST_PARTS ? SPLITS : MOST_PARTS;
 
+template <int COUNT>
 struct Parts {
-  uint4 values[PARTS][2];
-  u32 logs[PARTS];
+  uint4 values[COUNT][2];
+  u32 logs[COUNT];
   DEVICE void load(int part, const float* slot, int channel, int g) {
     const uint4* at = (const uint4*)(slot + part * SLOT + g * HEAD + channel);
     const u32* log = (const u32*)(slot + part * SLOT + UNIT_QUERIES * HEAD + g);
@@ -393,10 +388,10 @@ struct Parts {
   DEVICE bool came(int part, u32 tag) const {
     return tagged(values[part][0], tag) && tagged(values[part][1], tag) && ((logs[part] ^ tag) & 3) == 0;
   }
-  // Those of the first count parts.
+  // The first so many.
   DEVICE void take(Worker& w, const float* slot, int channel, int g, int count) {
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
+    for (int part = 0; part < COUNT; ++part) {
       values[part][0] = values[part][1] = {0, 0, 0, 0}, logs[part] = as_bits(2 * NOTHING);
       if (part < count) load(part, slot, channel, g);
     }
@@ -404,7 +399,7 @@ struct Parts {
       await(w.a, w.s, [&] {
         bool there = true;
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
+        for (int part = 0; part < COUNT; ++part) {
           if (part >= count || came(part, tag_of(w.use()))) continue;
           there = false;
           load(part, slot, channel, g);
@@ -413,7 +408,37 @@ struct Parts {
       });
   }
 };
-
+// 8 channels of a head, from its parts on, COUNT at a time.
+template <int COUNT>
+DEVICE void combine_parts(Worker& w, const float* slot, int channel, int g, float4 (&sums)[2]) {
+  float most = NOTHING, sum = 0;
+  sums[0] = sums[1] = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int first = 0; first < w.used(); first += COUNT, slot += COUNT * SLOT) {
+    Parts<COUNT> parts;
+    parts.take(w, slot, channel, g, w.used() - first);
+    float larger = most;
+#pragma unroll
+    for (int part = 0; part < COUNT; ++part) larger = fmaxf(larger, bare(parts.logs[part]));
+    const float by = power(most - larger);
+    most = larger, sum *= by;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * by, sums[i].y * by, sums[i].z * by, sums[i].w * by};
+#pragma unroll
+    for (int part = 0; part < COUNT; ++part) {
+      const float weight = power(bare(parts.logs[part]) - most);
+      sum += weight;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float4 p = bare(parts.values[part][i]);
+        sums[i] = {sums[i].x + weight * p.x, sums[i].y + weight * p.y, sums[i].z + weight * p.z, sums[i].w + weight * p.w};
+      }
+    }
+  }
+  const float whole = inverse(sum);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * whole, sums[i].y * whole, sums[i].z * whole, sums[i].w * whole};
+}
 DEVICE void gather_found(Worker& w) {
   const int used = w.used();
 #pragma unroll 1
@@ -422,32 +447,17 @@ DEVICE void gather_found(Worker& w) {
     if (column < QUERY) {
       const int head = column / HEAD, g = head % UNIT_QUERIES;
       const float* slot = w.a.words + PARTIAL + head / UNIT_QUERIES * SPLITS * SLOT;
-      float most = NOTHING, sum = 0;
-#pragma unroll 1
-      for (int first = 0; first < used; first += PARTS, slot += PARTS * SLOT) {
-        Parts parts;
-        parts.take(w, slot, column % HEAD, g, used - first);
-        float larger = most;
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) larger = fmaxf(larger, bare(parts.logs[part]));
-        const float by = exp2f(most - larger);
-        most = larger, sum *= by;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * by, sums[i].y * by, sums[i].z * by, sums[i].w * by};
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-          const float weight = power(bare(parts.logs[part]) - most);
-          sum += weight;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const float4 p = bare(parts.values[part][i]);
-            sums[i] = {sums[i].x + weight * p.x, sums[i].y + weight * p.y, sums[i].z + weight * p.z, sums[i].w + weight * p.w};
-          }
-        }
+      if (used == 1) {  // as it is
+        uint4 v[2];
+        take(w, v, w.use(), [](int) { return true; }, [&](int i) { return slot + g * HEAD + column % HEAD + 4 * i; });
+        sums[0] = bare(v[0]), sums[1] = bare(v[1]);
+      } else if (used == 2) {
+        combine_parts<2>(w, slot, column % HEAD, g, sums);
+      } else if (MOST_PARTS > 4 && used <= 4) {
+        combine_parts<4>(w, slot, column % HEAD, g, sums);
+      } else {
+        combine_parts<MOST_PARTS>(w, slot, column % HEAD, g, sums);
       }
-      const float whole = 1.0f / sum;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * whole, sums[i].y * whole, sums[i].z * whole, sums[i].w * whole};
     }
     lay(w, column, sums[0]);
     lay(w, column + 4, sums[1]);

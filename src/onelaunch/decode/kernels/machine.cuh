@@ -123,10 +123,25 @@ DEVICE u32 round_pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
-// Two to the power of v, at most 0; a result below the smallest normal number is 0.
+// Two to the power of v; a result below the smallest normal number is 0. Like the next three an instruction, right to 22 bits or so.
 DEVICE float power(float v) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+DEVICE float logarithm(float v) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+DEVICE float inverse(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+DEVICE float inverse_root(float v) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 // Sums of 16 rows by 8 columns over 16 channels of bfloat16, float32 sums: m16n8k16 of the PTX manual.

@@ -116,7 +116,7 @@ DEVICE void multiply_gate_up(Worker& w) {
   product_of<HIDDEN, MOST_GATE_UP, LEAST_GATE_UP>(w, GATE_UP, vector, [&](int row, int, int sum) {
     if (row % TILE >= TILE / 2) return;
     const float gate = sum_of_row(w, sum), up = sum_of_row(w, sum + TILE / 2);
-    put(w.a.words + ACT + row / TILE * (TILE / 2) + row % TILE, up * gate / (1.0f + exp2f(-LOG2E * gate)), w.use());
+    put(w.a.words + ACT + row / TILE * (TILE / 2) + row % TILE, up * gate * inverse(1.0f + power(-LOG2E * gate)), w.use());
   });
 }
 

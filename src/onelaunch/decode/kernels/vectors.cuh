@@ -248,7 +248,7 @@ DEVICE void for_normed(Worker& w, const float* from, const u16* row, const u16* 
     squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     apply(column, {v.x * f.x, v.y * f.y, v.z * f.z, v.w * f.w});
   });
-  w.scale = rsqrtf(sum_of_all(w, squares) / HIDDEN + EPS);
+  w.scale = inverse_root(sum_of_all(w, squares) / HIDDEN + EPS);
 }
 DEVICE void gather_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use) {
   for_normed(w, from, row, factors, use, [&](int column, float4 v) { lay(w, column, v); });
