@@ -462,6 +462,6 @@ DEVICE void gather_found(Worker& w) {
     lay(w, column, sums[0]);
     lay(w, column + 4, sums[1]);
   }
-  w.scale = 1.0f;
+  w.scale = 1.0f, w.normed = false;
   w.meet();
 }

@@ -87,7 +87,9 @@ DEVICE void product_of(Worker& w, int phase, Gather gather, Apply apply) {
   typename B::Weights v;
   auto product_of_group = [&](int first, int tiles) {
     multiply<COLUMNS, TILES, LEAST>(w, tiles, v);
+    if (first == 0) tell_squares(w);
     w.meet();
+    if (first == 0) take_scale(w);
     if (w.thread < tiles * TILE) apply((begin + first) * TILE + w.thread, first * TILE + w.thread, w.thread);
     w.parity ^= 1;  // so that sums are read while others already multiply
   };

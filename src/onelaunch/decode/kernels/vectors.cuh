@@ -14,7 +14,9 @@ struct Worker {
   int thread, warp, lane;
   int layer = 0, position;
   u32 token;     // use of the tail's buffers, counted on over launches
-  float scale = 1.0f;  // of the products: one over the vector's norm
+  float scale = 1.0f;  // of the products: one over the vector's norm,
+  float squares = 0;   // whose square is this and the other threads',
+  bool normed = false;  // if it is normalised
   Ring ring;
   int held = 0;     // chunks before it that were read and not given back
   int left = 0;     // granules of the chunk at hand
@@ -223,7 +225,7 @@ DEVICE void for_columns(Worker& w, const float* from, const u16* row, const u16*
 template <int COLUMNS>
 DEVICE void gather(Worker& w, const float* from, u32 use) {
   for_columns<COLUMNS>(w, from, nullptr, nullptr, use, [&](int column, float4 v, float4) { lay(w, column, v); });
-  w.scale = 1.0f;
+  w.scale = 1.0f, w.normed = false;
   w.meet();
 }
 DEVICE float sum_of_warp(float v) {
@@ -239,24 +241,40 @@ DEVICE float sum_of_all(Worker& w, float v) {
   for (int warp = 0; warp < WARPS; ++warp) sum += w.s.squares[warp];
   return sum;
 }
-// Normalised: factors now, one over the norm with the sums, so that products need not wait for it. The residual stream, or the
-// embedding's row before it.
+// The residual stream, or the embedding's row before it, times the norm's factors; returns the thread's sum of squares.
 template <class Use>
-DEVICE void for_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use, Use apply) {
+DEVICE float for_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use, Use apply) {
   float squares = 0;
   for_columns<HIDDEN>(w, from, row, factors, use, [&](int column, float4 v, float4 f) {
     squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     apply(column, {v.x * f.x, v.y * f.y, v.z * f.z, v.w * f.w});
   });
-  w.scale = inverse_root(sum_of_all(w, squares) / HIDDEN + EPS);
+  return squares;
 }
+DEVICE float one_over_norm(float squares) { return inverse_root(squares / HIDDEN + EPS); }
+// Factors now, one over the norm with the sums: products need not wait for it, and squares go from warp to warp when sums do.
 DEVICE void gather_normed(Worker& w, const float* from, const u16* row, const u16* factors, u32 use) {
-  for_normed(w, from, row, factors, use, [&](int column, float4 v) { lay(w, column, v); });
+  w.squares = for_normed(w, from, row, factors, use, [&](int column, float4 v) { lay(w, column, v); });
+  w.normed = true;
+  w.meet();
+}
+DEVICE void tell_squares(Worker& w) {
+  if (!w.normed) return;
+  const float v = sum_of_warp(w.squares);
+  if (w.lane == 0) w.s.squares[w.warp] = v;
+}
+DEVICE void take_scale(Worker& w) {  // all have met since
+  if (!w.normed) return;
+  float sum = 0;
+  for (int warp = 0; warp < WARPS; ++warp) sum += w.s.squares[warp];
+  w.scale = one_over_norm(sum);
 }
 // By one CTA for all.
 DEVICE void share_normed(Worker& w, const float* from, const u16* row, const u16* factors) {
   if (w.begin(NORM) == w.end(NORM)) return;
-  for_normed(w, from, row, factors, 0, [&](int column, float4 v) { if (column < HIDDEN) *(float4*)(w.a.words + NORMED + column) = v; });
+  w.scale = one_over_norm(sum_of_all(w, for_normed(w, from, row, factors, 0, [&](int column, float4 v) {
+    if (column < HIDDEN) *(float4*)(w.a.words + NORMED + column) = v;
+  })));
   for (int column = 4 * w.thread; column < HIDDEN; column += 4 * WORKERS_THREADS) {  // what this thread has written
     float4* v = (float4*)(w.a.words + NORMED + column);
     *v = {v->x * w.scale, v->y * w.scale, v->z * w.scale, v->w * w.scale};
