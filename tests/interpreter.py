@@ -6,12 +6,14 @@ a later version not have it, that fails at once; the function may go if that ver
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 
 def spare_repeated_work() -> None:
     """For this process: to be called once, before the first launch."""
     prepare_the_language_once_a_launch()
+    check_no_overflow_that_nobody_asks_for()
 
 
 def prepare_the_language_once_a_launch() -> None:
@@ -39,3 +41,15 @@ def prepare_the_language_once_a_launch() -> None:
 
     interpreter._patch_lang = prepare_once
     interpreter.GridExecutor.__call__ = launch_afresh
+
+
+def check_no_overflow_that_nobody_asks_for() -> None:
+    """Sums, differences and products of integers are computed again, in 64 bits, for an assertion that is then dropped.
+
+    ``TritonSemantic.device_assert`` drops it: the interpreter's ``debug`` is off, and nothing turns it on.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
