@@ -26,6 +26,7 @@ if INTERPRETED and importlib.util.find_spec("triton") is not None:
 
 if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:  # threads that wait for a core in turns cost 30 times
     torch.set_num_threads(max((os.cpu_count() or 1) // int(WORKERS), 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for processes that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
