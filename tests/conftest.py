@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import shutil
@@ -14,14 +15,18 @@ import pytest
 import torch
 
 from onelaunch import dispatch, operation
+from tests.interpreter import spare_repeated_work
 from tests.toys import make_scale
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton decides when it is imported whether kernels are interpreted, so a process does one or the other."""
 
+if INTERPRETED and importlib.util.find_spec("triton") is not None:
+    spare_repeated_work()
 
 if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:  # threads that wait for a core in turns cost 30 times
     torch.set_num_threads(max((os.cpu_count() or 1) // int(WORKERS), 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for processes that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

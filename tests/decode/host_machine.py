@@ -22,18 +22,20 @@ SWEEPS = 20_000_000
 
 
 def build(plan, tuning: Tuning, folder: Path) -> ctypes.CDLL:
-    """A shared library of a plan's kernel, compiled once."""
+    """A shared library of a plan's kernel, compiled once; it gets its name when it is whole, as other workers look for it."""
     code = source(plan, tuning)
     machine = (HERE / "machine.cuh").read_text()
     key = hashlib.sha256(repr((code, machine, (HERE / "run.cpp").read_text())).encode()).hexdigest()[:24]
     library = folder / f"decode-{key}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory() as work:
+        with tempfile.TemporaryDirectory(dir=folder) as work:
             for name, text in (*code.headers, ("step.cu", code.text), ("machine.cuh", machine)):
                 (Path(work) / name).write_text(text)
             command = [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", f"-I{work}"]
-            command += [str(HERE / "run.cpp"), "-o", str(library)]
+            whole = Path(work) / library.name
+            command += [str(HERE / "run.cpp"), "-o", str(whole)]
             subprocess.run(command, check=True, capture_output=True, text=True)
+            whole.replace(library)
     return ctypes.CDLL(str(library))
 
 

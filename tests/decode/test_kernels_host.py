@@ -20,11 +20,6 @@ CASES += [("streaming", "whole chunks", 9)]
 CASES += [("fused_phases", "three layers", 2), ("streaming", "three layers", 5)]
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory):
-    return tmp_path_factory.mktemp("libraries")
-
-
 def kernel_and_memory(weights, plan, libraries, tuning=None):
     kernel = HostKernel(plan, libraries, tuning)
     return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, stamps=kernel.tuning.stamps)

@@ -40,11 +40,6 @@ CHOICES = {
 }
 
 
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory):
-    return tmp_path_factory.mktemp("libraries")
-
-
 def kernel_and_memory(weights, plan, libraries):
     return HostKernel(plan, libraries), Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512)
 

@@ -212,7 +212,9 @@ def test_it_compiles_into_one_graph(variant):
     for lead in ((2, 5), (2, 7), (3,)):
         given = of_every_kind(lead=lead, grad=True)
         leaves = [given[name] for name in ("x", "weight", "bias")]
-        found, expected = function(**given), projections(**given, variant="wide" if variant == "auto" else variant)
+        # what "auto" takes; "compiled" by itself compiles for seconds a shape: only the rank that no other test gives it
+        alone = "wide" if variant == "auto" else "unfused" if variant == "compiled" and len(lead) > 1 else variant
+        found, expected = function(**given), projections(**given, variant=alone)
         assert_near(dict(enumerate(found)), dict(enumerate(expected)), 1e-6)
         ours, theirs = (torch.autograd.grad(sum(each.square().sum() for each in given), leaves) for given in (found, expected))
         assert_near(dict(enumerate(ours)), dict(enumerate(theirs)), 1e-5)
