@@ -16,7 +16,7 @@ from onelaunch.decode.cache import KVCache
 from onelaunch.decode.emit import BINS, PRODUCTS, WARPS
 from onelaunch.decode.model import rms_norm
 from onelaunch.decode.packing import CHANNELS, Stream, as_operands, columns, from_pairs, granules, in_pairs
-from onelaunch.decode.plan import GRANULE, ROUNDS, TILE, Op, Phase, Piece, Plan, Share, depth, padded, passes
+from onelaunch.decode.plan import GRANULE, ROUNDS, TILE, Op, Phase, Piece, Plan, Share, depth, padded, passes, unit_of
 from onelaunch.decode.rope import rotate, rotation
 from onelaunch.decode.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
 from onelaunch.decode.weights import Weights
@@ -287,8 +287,7 @@ class Interpreter:
         partial = torch.zeros(plan.buffer("partial").words, dtype=torch.float64)
         size, queries = -(-positions // plan.used), config.queries_per_key // plan.sharers
         for unit in range(share.begin, share.end):
-            rest, part = divmod(unit, plan.splits)
-            head, sharer = divmod(rest, plan.sharers)
+            head, sharer, part = unit_of(unit, plan.sharers, plan.splits)
             if part >= plan.used:
                 continue
             begin, end = part * size, min((part + 1) * size, positions)
@@ -297,9 +296,10 @@ class Interpreter:
                 q = seen["q"].view(config.num_key_value_heads, -1, config.head_dim)[head]
             else:
                 q, key, value = self._normed(seen, head)
-                if end == positions and sharer == 0:
+                newest = begin < end == positions
+                if newest and sharer == 0:
                     self._store(layer, head, position, key, value)
-                if end == positions:
+                if newest:
                     keys, values = torch.cat([keys[:-1], key[None]]), torch.cat([values[:-1], value[None]])
                 q = q[sharer * queries : (sharer + 1) * queries]
             scores = (q @ keys.T) / config.head_dim**0.5

@@ -150,6 +150,12 @@ def split(units: int, parts: int) -> list[tuple[int, int]]:
     return [(part * units // parts, (part + 1) * units // parts) for part in range(parts)]
 
 
+def unit_of(number: int, sharers: int, splits: int) -> tuple[int, int, int]:
+    """A unit of attention: its key head, which of the head's queries, which part of the positions."""
+    rest, part = divmod(number, splits)
+    return *divmod(rest, sharers), part
+
+
 def padded(columns: int) -> int:
     """Columns as the stream of weights holds them."""
     return -(-columns // STEP) * STEP

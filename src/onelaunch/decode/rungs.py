@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import ROUNDS, TILE, Buffer, Edge, Op, Phase, Piece, Plan, Share, Wait, depth, split
+from onelaunch.decode.plan import ROUNDS, TILE, Buffer, Edge, Op, Phase, Piece, Plan, Share, Wait, depth, split, unit_of
 
 HALF_TILE = TILE // 2
 """Channels of the MLP in a tile: each has a row of the gate and one of the up projection."""
@@ -217,9 +217,7 @@ class _Builder:
         return self.config.num_key_value_heads * self.sharers * self.splits
 
     def unit(self, number: int) -> tuple[int, int, int]:
-        """A unit of attention: its key head, which of the head's queries, which part of the positions."""
-        rest, part = divmod(number, self.splits)
-        return *divmod(rest, self.sharers), part
+        return unit_of(number, self.sharers, self.splits)
 
     def units(self) -> list[tuple[int, int]]:
         """Units of attention over CTAs: one each where there are enough."""
