@@ -161,6 +161,16 @@ class DecodeStalled(OneLaunchError, RuntimeError):
         )
 
 
+class DecodeOverflow(OneLaunchError, ArithmeticError):
+    """What a layer adds to the residual stream is no number, or beyond what the kernel's words hold."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__(
+            f"A layer of the model added to the residual stream what is no number, or 67108864 and more; {variant!r} adds in "
+            "integers of 2^-28 and holds no more. Look at the weights, or take the variant 'captured', which adds in bfloat16."
+        )
+
+
 class ContextExceeded(OneLaunchError, ValueError):
     """A text would be longer than the model's context."""
 

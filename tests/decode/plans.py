@@ -11,7 +11,7 @@ from onelaunch.decode import KVCache, ModelConfig, random_weights
 from onelaunch.decode.packing import pack
 from onelaunch.decode.rungs import RUNGS, plan_for
 
-TINY = ModelConfig(300, 64, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
+TINY = ModelConfig(300, 128, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
 MODELS = {
     "tied": TINY,
     "untied, a key head": replace(TINY, tie_word_embeddings=False, num_key_value_heads=1, head_dim=32, num_hidden_layers=1),
@@ -22,6 +22,12 @@ MODELS = {
     "three layers": replace(TINY, num_key_value_heads=4, rope_theta=1e6, head_dim=8, num_hidden_layers=3),
 }
 
+
+WIDE = ModelConfig(100, 1024, 1024, 2, 16, 2, 128, max_position_embeddings=512, tie_word_embeddings=True)
+"""Wider in attention than elsewhere, in whole chunks."""
+
+DEEP = replace(TINY, num_attention_heads=8, num_key_value_heads=8, head_dim=8, num_hidden_layers=30, hidden_size=64)
+"""More additions to a word of the residual stream than it can count: they are carried into the sum."""
 
 SHARED = {"two queries a key": (16, 2), "whole chunks": (9, 2), "five queries a key": (12, 2), "untied, a key head": (24, 8)}
 """CTAs, and shares of a key head's positions, that leave several CTAs for its queries."""

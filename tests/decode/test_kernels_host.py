@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from onelaunch.decode.emit import Tuning
-from onelaunch.decode.memory import ERROR, Constants, Memory
+from onelaunch.decode.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS, plan_for
 from onelaunch.decode.stamps import phase_times, stamp_words
 from tests.decode.host_machine import HostKernel, needs_compiler, place
-from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, text
+from tests.decode.plans import DEEP, MODELS, SHARED, TINY, WIDE, packed, plan_with, text
 
 pytestmark = needs_compiler
 
-CASES = [*((rung, "tied", 5) for rung in RUNGS), ("streaming", "odd sizes", 3), ("streaming", "untied, a key head", 9)]
-CASES += [("streaming", "whole chunks", 9)]
-CASES += [("fused_phases", "three layers", 2), ("streaming", "three layers", 5)]
+CASES = [*((rung, "tied", 5) for rung in RUNGS), ("tagged_words", "odd sizes", 3), ("tagged_words", "untied, a key head", 9)]
+CASES += [("tagged_words", "whole chunks", 9), ("streaming", "whole chunks", 12)]
+CASES += [("fused_phases", "three layers", 2), ("tagged_words", "three layers", 5), ("streaming", "three layers", 2)]
+CASES += [("streaming", "two queries a key", 9), ("streaming", "two queries a key", 3), ("streaming", "five queries a key", 12)]
 
 
 def kernel_and_memory(weights, plan, libraries, tuning=None):
@@ -54,7 +55,7 @@ def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
     assert_the_oracles(weights, plan_for(MODELS[model], rung, ctas), libraries, given, (129, 0))
 
 
-@pytest.mark.parametrize(("rung", "model"), [*(("streaming", model) for model in SHARED), ("graph", "five queries a key")])
+@pytest.mark.parametrize(("rung", "model"), [*(("tagged_words", model) for model in SHARED), ("graph", "five queries a key")])
 def test_so_are_those_of_queries_that_ctas_share(rung, model, libraries):
     """And of keys that come by two chunks a round: rows of one, of both, of a round more, with and without the newest."""
     plan = plan_with(MODELS[model], rung, *SHARED[model])
@@ -64,19 +65,58 @@ def test_so_are_those_of_queries_that_ctas_share(rung, model, libraries):
     assert_the_oracles(weights, plan, libraries, given, positions)
 
 
+JOINED = {
+    "wide queries": (WIDE, 8, 2),
+    "two queries a key": (MODELS["two queries a key"], 16, 2),
+    "tied": (TINY, 12, 2),
+    "five queries a key": (MODELS["five queries a key"], 12, 2),
+}
+
+
+@pytest.mark.parametrize("model", JOINED)
+def test_so_are_those_of_units_that_take_each_others_queries(model, libraries):
+    """In texts that are not short; in short ones, to the last position, each takes all positions of its own queries."""
+    config, ctas, splits = JOINED[model]
+    plan = plan_with(config, "streaming", ctas, splits)
+    assert plan.joined > 1
+    assert plan.positions == 64
+    weights, *given = text(config, 129)
+    assert_the_oracles(weights, plan, libraries, given, (129, 1, 63, 64))
+
+
+def test_so_are_those_of_more_additions_than_a_word_counts(libraries):
+    plan = plan_for(DEEP, "streaming", 5)
+    assert plan.additions(DEEP.num_hidden_layers - 1) > 256
+    weights, *given = text(DEEP, 70)
+    assert_the_oracles(weights, plan, libraries, given, (70, 0))
+
+
+@pytest.mark.parametrize("lost", [torch.inf, torch.nan, 1e30])
+def test_a_sum_that_its_words_cannot_hold_is_said(lost, libraries):
+    weights, cache, _, _ = text(TINY, 3)
+    kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 2), libraries)
+    weights.embed_tokens[1, 5] = lost
+    logits = kernel(memory, cache, token=torch.tensor([1]), position=3)
+    assert int(memory.state[ERROR]) == OUT_OF_RANGE
+    assert logits.isnan().any()
+    memory.reset()
+    assert torch.isfinite(kernel(memory, cache, token=torch.tensor([2]), position=3)).all()
+
+
 @pytest.mark.parametrize(
-    ("rung", "model", "ctas"), [("streaming", "untied, a key head", 9), ("streaming", "odd sizes", 8), ("graph", "odd sizes", 8)]
+    ("rung", "model", "ctas"),
+    [("tagged_words", "untied, a key head", 9), ("tagged_words", "odd sizes", 8), ("graph", "odd sizes", 8)],
 )
 def test_parts_of_a_long_text_are_put_together(rung, model, ctas, libraries):
     """Eight at a time, or three; two, three and one of them where there are no more."""
     weights, *given = text(MODELS[model], 470)
     plan = plan_for(MODELS[model], rung, ctas)
     assert plan.splits == (8 if ctas == 9 else 4)
-    assert_the_oracles(weights, plan, libraries, given, (470, 129, 64, 63) if rung == "streaming" else (470, 64))
+    assert_the_oracles(weights, plan, libraries, given, (470, 64) if rung == "graph" else (470, 129, 64, 63))
 
 
 ROWS = [
-    *(("tied", rung, 5) for rung in ("eight_barriers", "fused_phases", "streaming", "graph")),
+    *(("tied", rung, 5) for rung in ("eight_barriers", "fused_phases", "tagged_words", "streaming", "graph")),
     ("whole chunks", "streaming", 9),
 ]
 

@@ -19,11 +19,11 @@ from onelaunch.decode import KVCache, decode_step, launch, megakernel, random_we
 from onelaunch.decode.contract import key_of
 from onelaunch.decode.engine import Arriving, Request, TorchEngine
 from onelaunch.decode.megakernel import BATCH, KernelEngine
-from onelaunch.decode.memory import ERROR
+from onelaunch.decode.memory import ERROR, OUT_OF_RANGE
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
 from onelaunch.decode.sampling import Sampler, Sampling
-from onelaunch.errors import ArgumentError, DecodeStalled, DeviceMemoryError, PlanError
+from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled, DeviceMemoryError, PlanError
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())
@@ -44,13 +44,13 @@ class Launch:
     """What a launch of one kernel does to its arguments, in PyTorch; the one whose number is ``stalls`` gives up."""
 
     def __init__(self, weights) -> None:
-        self.weights, self.launches, self.stalls = weights, 0, -1
+        self.weights, self.launches, self.stalls, self.error = weights, 0, -1, 1
 
     def __call__(self, grid, *arguments) -> None:
         *_, keys, values, first, tokens, _, _, _, state, logits, choices, seen, _, capacity, count, position, _ = arguments
         self.launches += 1
         if self.launches == self.stalls:
-            state[ERROR] = 1
+            state[ERROR] = self.error
         if state[ERROR]:
             logits.fill_(torch.nan)
             return
@@ -266,6 +266,14 @@ def test_a_step_that_gave_up_is_said_by_the_next_and_cleared(weights, played):
     with pytest.raises(DecodeStalled):
         decode_step(**step, variant="streaming")
     assert torch.allclose(decode_step(**step, variant="streaming")[0], decode_step(**step, variant="eager")[0])
+
+
+def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played):
+    engine, expected = KernelEngine(weights, "streaming"), alone(weights, GREEDY["first"])
+    played.stalls, played.error = 2, OUT_OF_RANGE
+    with pytest.raises(DecodeOverflow, match="'streaming' adds in integers of 2\^-28 and holds no more"):
+        list(engine.run(GREEDY["first"]))
+    assert list(engine.run(GREEDY["first"])) == expected
 
 
 # Memory

@@ -24,6 +24,7 @@ from onelaunch.decode.packing import (
     pack,
     row_order,
     run_granules,
+    tiles_of,
 )
 from onelaunch.decode.plan import GRANULE, ROUNDS, Piece, Wait, padded
 from onelaunch.decode.rungs import POSITIONS, RUNGS, layer_ctas, plan_for, unsupported
@@ -38,6 +39,8 @@ WAITING = [
 ]
 
 each_rung = pytest.mark.parametrize("rung", RUNGS)
+STREAMS = [rung for rung, facts in RUNGS.items() if facts.streams]
+in_streams = pytest.mark.parametrize("rung", STREAMS)
 
 
 def tokens_of(config, rung, ctas):
@@ -56,8 +59,9 @@ def test_plans_for_an_h200_are_sound(rung):
     assert max(sum(share.units for share in phase.shares) for phase in plan.phases() if phase.op == "lm_head") == 18992
 
 
-def test_so_is_that_of_a_model_of_4B():
-    plan = plan_for(LARGER, "streaming", 132)
+@in_streams
+def test_so_is_that_of_a_model_of_4B(rung):
+    plan = plan_for(LARGER, rung, 132)
     check(plan, plan, room=Room(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
 
 
@@ -79,7 +83,7 @@ def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, hea
 def test_no_edge_can_be_left_out(rung, name):
     plan = plan_for(TINY, rung, 5)
     bare = without_edge(plan, name)
-    with pytest.raises(PlanError, match=r"before CTA|nobody|may still read|old use|overtake"):
+    with pytest.raises(PlanError, match=r"before CTA|nobody|may still (read|add)|old use|overtake"):
         check(bare)
 
 
@@ -101,14 +105,42 @@ def test_keys_that_are_fetched_ahead_must_be_of_earlier_tokens(rung):
     check(plan)
     with pytest.raises(PlanError, match=r"phase attention reads words .* of cache before CTA"):
         check(replace(plan, keys_stream=True))
-    check(plan_for(MODELS["whole chunks"], "streaming", 9))
-    assert plan_for(MODELS["whole chunks"], "streaming", 9).keys_stream
+    for rung in STREAMS:
+        check(plan_for(MODELS["whole chunks"], rung, 9))
+        assert plan_for(MODELS["whole chunks"], rung, 9).keys_stream
 
 
-def test_a_layer_between_two_others_is_followed():
+def test_words_that_count_must_get_as_many_additions_as_are_waited_for():
+    plan = plan_for(TINY, "streaming", 5)
+    for op in ("o", "down"):
+        phase = next(phase for phase in plan.layer if phase.op == op)
+        cta = next(cta for cta, share in enumerate(phase.shares) if share.adds)
+        for adds in ((), phase.shares[cta].adds * 2):
+            with pytest.raises(PlanError, match=r"waits for \d+ additions to a word of mid, which has \d+"):
+                check(changed_share(plan, phase, cta, replace(phase.shares[cta], adds=adds)))
+
+
+def test_words_that_count_are_cleared_for_the_next_token():
+    plan = plan_for(TINY, "streaming", 5)
+    share = plan.closing.shares[0]
+    kept = replace(share, writes=tuple(piece for piece in share.writes if piece.buffer != "mid"))
+    with pytest.raises(PlanError, match=r"waits for 2 additions to a word of mid, which has \d+ \(token 1"):
+        check(changed_share(plan, plan.closing, 0, kept))
+
+
+def test_each_word_that_is_read_is_waited_for():
+    plan = plan_for(TINY, "streaming", 5)
+    phase = plan.phase("down")
+    polls = tuple(piece for piece in phase.shares[1].polls if piece.buffer != "mid")
+    with pytest.raises(PlanError, match="CTA 1 in phase down reads words of mid that it does not wait for"):
+        check(changed_share(plan, phase, 1, replace(phase.shares[1], polls=polls)))
+
+
+@in_streams
+def test_a_layer_between_two_others_is_followed(rung):
     """A CTA without a part in the layers reads the residual stream, and nobody waits for it until the head."""
     ctas = 7
-    plan = plan_for(replace(TINY, num_hidden_layers=3), "streaming", ctas)
+    plan = plan_for(replace(TINY, num_hidden_layers=3), rung, ctas)
     assert layer_ctas(TINY, ctas) < ctas
     qkv, hidden = plan.layer[0], (Piece("hidden", 0, TINY.hidden_size),)
     check(plan)
@@ -208,29 +240,39 @@ def test_barriers_are_those_of_the_ladder():
     """Two more for a token: before the head, and before the next token is known."""
     counted = {rung: plan_for(QWEN, rung, 132).barriers() for rung in RUNGS}
     assert counted == {
-        "eight_barriers": 226, "redundant_norm": 170, "head_local": 114, "fused_phases": 114, "streaming": 0, "graph": 0,
+        "eight_barriers": 226, "redundant_norm": 170, "head_local": 114, "fused_phases": 114, "tagged_words": 0, "streaming": 0,
+        "graph": 0,
     }  # fmt: skip
 
 
 # The stream
 
 
+@in_streams
 @pytest.mark.parametrize("model", MODELS)
-def test_every_weight_is_in_the_stream_once(model):
+def test_every_weight_is_in_the_stream_once(rung, model):
     config = MODELS[model]
     weights, _, _, _ = text(config, 1)
-    plan = plan_for(config, "streaming", 7)
+    plan = plan_for(config, rung, 7)
     stream = pack(weights, plan)
     layers = weights.layers
     work = [(layer, op) for layer in layers for op in ("qkv", "o", "gate_up", "down")] + [(None, "lm_head")]
-    wanted = torch.cat([in_tiles(matrix(weights, *each), row_order(config, each[1])).flatten() for each in work])
+    wanted = torch.cat([tiles_of(weights, *each, plan).flatten() for each in work])
     assert torch.equal(stream.data.sort().values, wanted.sort().values)
     assert stream.data.numel() * 2 == sum(run_granules(plan, cta) for cta in range(7)) * GRANULE
     for layer, op in work:  # and none is lost on the way to the tiles
+        if op == "o" and plan.blocks:
+            assert sorted_bits(tiles_of(weights, layer, op, plan)) == sorted_bits(matrix(weights, layer, op))
+            continue
         tiles, values = in_tiles(matrix(weights, layer, op), row_order(config, op)), matrix(weights, layer, op)
         rows = as_operands(tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op))))  # twice is as before
         kept = row_order(config, op).flatten()
         assert torch.equal(rows[kept >= 0][:, : values.shape[1]], values[kept[kept >= 0]])
+
+
+def sorted_bits(values):
+    """All but zeros, with which tiles are filled up."""
+    return values[values != 0].view(torch.int16).sort().values.tolist()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -253,7 +295,7 @@ def test_a_tile_of_heads_has_four_pairs_of_channels_that_rotate_together(model):
 # The interpreter
 
 
-IN_ORDERS = [*((rung, "tied") for rung in RUNGS), *(("streaming", model) for model in MODELS if model != "tied")]
+IN_ORDERS = [*((rung, "tied") for rung in RUNGS), *((rung, model) for rung in STREAMS for model in MODELS if model != "tied")]
 
 
 @pytest.mark.parametrize(("rung", "model"), [*IN_ORDERS, ("eight_barriers", "odd sizes")])
@@ -266,7 +308,7 @@ def test_in_any_order_the_logits_are_the_models(rung, model):
 @pytest.mark.parametrize("model", ["five queries a key", "untied, a key head"])
 def test_so_are_those_of_queries_that_ctas_share(model):
     for used in (1, 2):
-        plan = plan_with(MODELS[model], "streaming", *SHARED[model], used)
+        plan = plan_with(MODELS[model], "tagged_words", *SHARED[model], used)
         assert plan.sharers > 1
         assert_in_any_order(MODELS[model], plan)
 
@@ -312,7 +354,7 @@ def drawn_text(plan, sampling, count, seed):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("rung", ["fused_phases", "streaming"])
+@pytest.mark.parametrize("rung", ["fused_phases", *STREAMS])
 def test_in_any_order_tokens_are_drawn_as_the_sampler_does(rung, name):
     plan = plan_for(TINY, rung, 5, rounds=len(digits(DRAWN[name])))
     check(plan)
@@ -372,10 +414,11 @@ def test_sums_are_not_cleared_while_others_read_them():
         check(changed_share(plan, draw, 0, early))
 
 
+@in_streams
 @pytest.mark.parametrize("name", ["qkv", "attention", "o", "gate_up", "down", "next"])
-def test_without_an_edge_some_order_gives_other_numbers(name):
+def test_without_an_edge_some_order_gives_other_numbers(rung, name):
     weights, _, exact, cache = text(TINY, 70)
-    plan = without_edge(plan_for(TINY, "streaming", 5), name)
+    plan = without_edge(plan_for(TINY, rung, 5), name)
     stream = packed(weights, plan, double=True)
     expected, _ = prefill(exact, torch.tensor([7]), cache.map(torch.clone))
 

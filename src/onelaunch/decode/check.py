@@ -80,6 +80,8 @@ def _check_shares(plan: Plan) -> None:
                     raise PlanError(plan.rung, f"{_who(phase, cta)} names words {piece.begin} to {piece.end} of {piece.buffer}")
             if any(not _buffer(plan, piece).sums for piece in share.adds):
                 raise PlanError(plan.rung, f"{_who(phase, cta)} adds to words that are no sums")
+            if phase.edge == "data":
+                _check_polls(plan, phase, cta, share)
             for piece in share.writes:
                 count = counts.setdefault(piece.buffer, np.zeros(_buffer(plan, piece).words, np.int32))
                 count[piece.begin : piece.end] += 1
@@ -89,6 +91,13 @@ def _check_shares(plan: Plan) -> None:
             if plan.buffer(name).tagged and count.min(initial=1) < 1:
                 missing = int(count.argmin())
                 raise PlanError(plan.rung, f"word {missing} of {name} is tagged but not written in every use, by {phase.name}")
+
+
+def _check_polls(plan: Plan, phase: Phase, cta: int, share: Share) -> None:
+    """Words that say themselves that they are there say nothing of any other: each that is read is waited for."""
+    for piece in share.reads:
+        if (_buffer(plan, piece).tagged or _buffer(plan, piece).counts) and piece not in share.polls:
+            raise PlanError(plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that it does not wait for")
 
 
 def _buffer(plan: Plan, piece: Piece) -> Buffer:
@@ -113,6 +122,8 @@ class _State:
     def __init__(self, words: int, ctas: int) -> None:
         self.writer, self.written, self.writer_before, self.written_before = (np.zeros(words, np.int32) for _ in range(4))
         self.read, self.added = (np.zeros((ctas, words), np.int32) for _ in range(2))
+        self.count = np.zeros(words, np.int32)
+        """Of additions since then."""
 
 
 @dataclass(slots=True)
@@ -191,23 +202,35 @@ class _Clocks:
         return learnt
 
     def _polled(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> np.ndarray:
-        """Of words that are waited for by themselves: what their writers knew.
+        """Of words that are waited for by themselves: what their writers knew, or those who added to them.
 
-        The use before must be known to be over: a word's tag tells only a few uses apart.
+        The use before must be known to be over: a word's tag tells only a few uses apart, and its count begins anew.
         """
         buffer, state = _buffer(self.plan, piece), self._state(piece, layer)
-        if not buffer.tagged:
+        if not (buffer.tagged or buffer.counts):
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer}, which has no tags ({where})")
         past = self._past(state, piece)
-        if not past.written.all():
+        if buffer.counts:
+            self._counted(phase, cta, piece, layer, where)
+        elif not past.written.all():
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer} that nobody writes ({where})")
-        if (self.known[cta, past.writer_before] < past.written_before).any():
+        writer, written = (past.writer, past.written) if buffer.counts else (past.writer_before, past.written_before)
+        if (self.known[cta, writer] < written).any():
             stale = f"may take a word of {piece.buffer} of an old use for a new one: it does not follow every use"
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {stale} ({where})")
         if past.knew is None:
-            knew = [self.history[time][writer] for writer, time in zip(past.writer, past.written, strict=True)]
+            writers = enumerate(state.added[:, piece.begin : piece.end].max(axis=1, initial=0))
+            pairs = writers if buffer.counts else zip(past.writer, past.written, strict=True)
+            knew = [self.history[time][writer] for writer, time in pairs]
             past.knew = np.max([np.zeros(self.plan.ctas, np.int32), *knew], axis=0)
         return past.knew
+
+    def _counted(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        """Whether words have as many additions as are waited for: with fewer it would wait for ever, with more too."""
+        wanted, counts = self.plan.additions(layer), self._state(piece, layer).count[piece.begin : piece.end]
+        if (wrong := counts != wanted).any():
+            problem = f"waits for {wanted} additions to a word of {piece.buffer}, which has {int(counts[wrong.argmax()])}"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
     def _read(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
         state = self._state(piece, layer)
@@ -235,14 +258,22 @@ class _Clocks:
             raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
     def _add(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
-        """Each other adder may come before or after; who cleared the words, and whoever read the sums before, must have."""
+        """Each other adder may come before or after; who cleared the words, and whoever read the sums before, must have.
+
+        Sums that count may be read in between, by those who wait for that number; these must have finished too.
+        """
         state, at = self._state(piece, layer), slice(piece.begin, piece.end)
-        if state.read[:, at].any():
+        read = state.read[:, at].max(axis=1, initial=0)
+        others = np.where(np.arange(self.plan.ctas) == cta, 0, read)
+        if read.any() and not _buffer(self.plan, piece).counts:
             problem = f"adds to sums of {piece.buffer} that were read and not cleared since"
+        elif (late := self.known[cta] < others).any():
+            problem = f"adds to sums of {piece.buffer} that CTA {int(late.argmax())} may still read"
         elif (self.known[cta, state.writer[at]] < state.written[at]).any():
             problem = f"adds to sums of {piece.buffer} before they are cleared for certain"
         else:
             state.added[cta, at] = self.time
+            state.count[at] += 1
             return
         raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
 
@@ -263,6 +294,7 @@ class _Clocks:
         self._follows_sums(phase, cta, "clears", piece, state, where)
         read[read != self.time] = 0
         state.added[:, at] = 0
+        state.count[at] = 0
         state.writer_before[at], state.written_before[at] = state.writer[at], state.written[at]
         state.writer[at], state.written[at] = cta, self.time
 

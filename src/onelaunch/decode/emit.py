@@ -6,8 +6,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from onelaunch import nvrtc
-from onelaunch.decode.plan import CHUNK, MOST_TILES, ROUNDS, TILE, Edge, Op, Phase, Plan, depth, padded, passes
-from onelaunch.decode.rungs import POSITIONS
+from onelaunch.decode.plan import (
+    CHUNK,
+    MOST_TILES,
+    ROUNDS,
+    TILE,
+    Edge,
+    Op,
+    Phase,
+    Plan,
+    blocks_of,
+    depth,
+    padded,
+    passes,
+    passes_of,
+)
 
 WARPS: Final = 8
 THREADS: Final = 32 * (WARPS + 1)
@@ -26,7 +39,18 @@ KINDS: tuple[nvrtc.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ig
 BINS = 1024
 """Sums of a round in which a drawn token's limits are found: one for each of ten bits."""
 
-FILES = ("machine.cuh", "waiting.cuh", "vectors.cuh", "products.cuh", "attention.cuh", "sampling.cuh", "phases.cuh")
+FILES = (
+    "machine.cuh",
+    "waiting.cuh",
+    "vectors.cuh",
+    "products.cuh",
+    "heads.cuh",
+    "attention.cuh",
+    "parts.cuh",
+    "residual.cuh",
+    "sampling.cuh",
+    "phases.cuh",
+)
 """Beside ``step.cu``."""
 
 
@@ -59,14 +83,17 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     """The ring first, as large as there is room for, then everything else."""
     config = plan.config
     widest = max(map(padded, (config.hidden_size, config.query_size, config.intermediate_size)))
+    if plan.blocks:  # what units have found lies behind the residual stream
+        units = max(share.units for share in plan.phase("rope_attention").shares)
+        widest = max(widest, padded(config.hidden_size) + units * plan.blocks.room)
     own = max((share.units for share in plan.phase("o").shares), default=0) * TILE
     sizes = {
         "UPPER": widest * 2 + 64,  # 64 bytes apart in banks: a warp reads both parts at once
         "LOWER": max(widest * 2 + 64, 8 * BINS - widest * 2),  # over both lie the sums of a drawn token
-        "SUMS": 2 * WARPS * MOST_TILES * TILE * 4,
-        "OWN": own * 4,
+        "SUMS": 2 * WARPS * sum_rows(plan) * 4,
+        "OWN": 0 if plan.blocks else own * 4,
         "SQUARES": WARPS * 4,
-        "FOUND": WARPS * (config.queries_per_key // plan.sharers) * (config.head_dim + 4) * 4,
+        "FOUND": WARPS * (config.queries_per_key // plan.sharers * plan.joined) * (config.head_dim + 4) * 4,
         "WINNERS": WARPS * 8,
     }
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256
@@ -81,14 +108,22 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     return Layout(stages, tuple(offsets), at + 16 * stages + 20 + 8 * len(SHARES))
 
 
+def sum_rows(plan: Plan) -> int:
+    """Sums of a warp that are kept at once: of a group of tiles, or blocks of them."""
+    most = max((end - begin for cta in range(plan.ctas) for begin, end in passes_of(plan, "o", cta)), default=0)
+    return max(MOST_TILES * TILE, most * plan.blocks.rows if plan.blocks else 0)
+
+
 def word_offsets(plan: Plan) -> dict[str, int]:
-    """Where buffers begin among the words; each at a multiple of 32 of them. The last entry is their number."""
+    """Where buffers begin among the words; each at a multiple of 32 of them, and of two each if they count. The last entry is
+    the number of all.
+    """
     found, at = {}, 0
     for buffer in plan.buffers:
         if buffer.name in APART:
             continue
         found[buffer.name] = at
-        at += -(-buffer.words // 32) * 32
+        at += -(-buffer.words * (1 + buffer.counts) // 32) * 32
     found["kept"] = at
     return found | {"end": at + -(-plan.config.hidden_size // 32) * 32}
 
@@ -111,17 +146,22 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "CTAS": plan.ctas, "LAYERS": config.num_hidden_layers, "HIDDEN": config.hidden_size, "INNER": config.intermediate_size,
         "QUERY": config.query_size, "VOCAB": config.vocab_size, "HEADS": config.num_key_value_heads,
         "GROUP": config.queries_per_key, "HEAD": config.head_dim, "SPLITS": plan.splits, "SHARERS": plan.sharers,
-        "POSITIONS": POSITIONS,
+        "JOINED": plan.joined, "POSITIONS": plan.positions, "SUM_ROWS": sum_rows(plan),
         "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
         "ROUNDS": ROUNDS, "BINS": BINS, "PACE": tuning.pace,
     }  # fmt: skip
+    blocks = plan.blocks or blocks_of(config, plan.sharers)
+    numbers |= {"BLOCK_WIDTH": blocks.width, "BLOCK_ROOM": blocks.room, "BLOCKS": blocks.count, "ADDERS": plan.adders}
     numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
     for op in PRODUCTS:
-        together = [end - begin for share in plan.phase(op).shares for begin, end in passes(share.units)]
+        together = [end - begin for cta in range(plan.ctas) for begin, end in passes_of(plan, op, cta)]
         numbers |= {f"MOST_{op.upper()}": max(together), f"LEAST_{op.upper()}": min(together)}
+        numbers[f"GROUPS_{op.upper()}"] = max(len(passes(share.units)) for share in plan.phase(op).shares)
+    numbers["UNITS"] = max(share.units for phase in plan.phases() for share in phase.shares if "attention" in phase.op)
     flags = {
         "STREAMS": plan.streams, "SEPARATE": plan.separate, "TAGGED": any(buffer.tagged for buffer in plan.buffers),
         "ROPE_APART": "rope" in ops, "NORM_APART": "norm" in ops, "STAMPED": tuning.stamps, "KEYS_STREAM": plan.keys_stream,
+        "SUMMED": plan.blocks is not None,
     }  # fmt: skip
     lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
@@ -133,6 +173,9 @@ CALLS: dict[Op, str] = {
     "o": "multiply_o(w);", "gate_up": "multiply_gate_up(w);", "down": "multiply_down(w);", "lm_head": "multiply_head(w);",
     "next": "next_token(w);",
 }  # fmt: skip
+
+SUMMED_CALLS: dict[Op, str] = {"o": "multiply_summed(w);", "down": "multiply_down_summed(w);"}
+"""Where CTAs add to the residual stream."""
 
 HEADS_OF: dict[Op, str] = {
     "qkv": "w.begin(QKV) * TILE / HEAD_WORDS, w.begin(QKV) < w.end(QKV) ? (w.end(QKV) * TILE + HEAD_WORDS - 1) / HEAD_WORDS : 0",
@@ -147,6 +190,7 @@ BEFORE: dict[Edge, str] = {"none": "", "data": "", "grid": "meet_grid(w);"}
 
 def order(plan: Plan) -> str:
     """``order.cuh``: the phases of a layer and of the tail, with their edges."""
+    calls = CALLS | (SUMMED_CALLS if plan.blocks else {})
 
     def body(phases: tuple[Phase, ...]) -> list[str]:
         lines = []
@@ -154,7 +198,7 @@ def order(plan: Plan) -> str:
             waits = [wait.counter for share in phase.shares for wait in share.awaits]
             base = min(waits) if waits else 0
             lines.append(f"await_heads(w, {base}, {HEADS_OF[phase.op]});" if phase.edge == "flags" else BEFORE[phase.edge])
-            lines.append(f"{phase.name}(w);" if phase.op == "norm" else CALLS[phase.op])
+            lines.append(f"{phase.name}(w);" if phase.op == "norm" else calls[phase.op])
             if arrives := [counter for share in phase.shares for counter in share.arrives]:
                 lines.append(f"arrive_heads(w, {min(arrives)}, {HEADS_OF[phase.op]});")
         return [f"  {line}" for line in lines if line]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,21 @@ import torch
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.emit import BINS, PRODUCTS, WARPS
 from onelaunch.decode.model import rms_norm
-from onelaunch.decode.packing import CHANNELS, Stream, as_operands, columns, from_pairs, granules, in_pairs
-from onelaunch.decode.plan import GRANULE, ROUNDS, TILE, Op, Phase, Piece, Plan, Share, depth, padded, passes, unit_of
+from onelaunch.decode.packing import Stream, as_operands, from_pairs, from_warps, granules, in_pairs, width
+from onelaunch.decode.plan import (
+    GRANULE,
+    ROUNDS,
+    TILE,
+    WARP_COLUMNS,
+    Blocks,
+    Op,
+    Phase,
+    Piece,
+    Plan,
+    Share,
+    depth,
+    passes_of,
+)
 from onelaunch.decode.rope import rotate, rotation
 from onelaunch.decode.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
 from onelaunch.decode.weights import Weights
@@ -75,6 +89,10 @@ class Interpreter:
             for copy in range(buffer.copies)
         }
         self.tags = {key: torch.zeros(len(words), dtype=torch.int64) for key, words in self.words.items()}
+        """Of words; of sums that count, how often was added to them."""
+        for buffer in plan.buffers:
+            if buffer.counts:
+                self.words[buffer.name, 0].zero_()
         self.counters: dict[int, int] = {}
         self.own: dict[int, torch.Tensor] = {}
         self.tokens: dict[int, int] = {}
@@ -130,6 +148,8 @@ class Interpreter:
         if piece.buffer == "hidden" and layer == 0:
             return True
         tag = self._tag(piece.buffer, number, layer - (piece.buffer == "hidden"))
+        if self.plan.buffer(piece.buffer).counts:
+            tag = self.plan.additions(layer)
         return bool((self.tags[self._key(piece.buffer, number)][piece.begin : piece.end] == tag).all())
 
     def _tag(self, buffer: str, number: int, layer: int) -> int:
@@ -146,27 +166,42 @@ class Interpreter:
     def _step(self, cta: int, number: int, layer: int, phase: Phase) -> None:
         share = phase.shares[cta]
         position = self.cache.length + number
-        if phase is self.plan.phases()[0] and layer == 0:
+        if phase is self.plan.phases()[0] and layer == 0 and self.plan.blocks is None:
             rows = self.plan.phase("o").shares[cta]
             self.own[cta] = self._embedded(position)[rows.begin * TILE : rows.end * TILE].clone()
-        seen = {}
-        for piece in share.reads:
-            if piece.buffer not in seen:
-                seen[piece.buffer] = torch.full_like(self.words[self._key(piece.buffer, number)], torch.nan)
-            source = self.words[self._key(piece.buffer, number)]
-            seen[piece.buffer][piece.begin : piece.end] = source[piece.begin : piece.end]
+        seen = self._seen(share, number)
         if layer == 0 and "hidden" in seen:
             seen["hidden"] = self._embedded(position)
-        found = self._compute(phase.op, cta, share, layer, position, seen)
-        for piece in share.writes:
-            if piece.buffer in found:
-                key = self._key(piece.buffer, number)
-                self.words[key][piece.begin : piece.end] = found[piece.buffer][piece.begin : piece.end]
-                self.tags[key][piece.begin : piece.end] = self._tag(piece.buffer, number, layer)
-            elif piece.buffer == "tallies":
-                self.tallies[piece.begin : piece.end] = 0
+        self._keep(share, self._compute(phase.op, cta, share, layer, position, seen), number, layer)
         for counter in share.arrives:
             self.counters[counter] = self.counters.get(counter, 0) + 1
+
+    def _seen(self, share: Share, number: int) -> dict[str, torch.Tensor]:
+        """Of each buffer the words that a share reads, among NaN."""
+        seen: dict[str, torch.Tensor] = {}
+        for piece in share.reads:
+            source = self.words[self._key(piece.buffer, number)]
+            room = seen.setdefault(piece.buffer, torch.full_like(source, torch.nan))
+            room[piece.begin : piece.end] = source[piece.begin : piece.end]
+        return seen
+
+    def _keep(self, share: Share, found: dict[str, torch.Tensor], number: int, layer: int) -> None:
+        """What a share adds and writes, of words that were found."""
+        for place, piece in enumerate(share.adds):
+            if piece.buffer in found:
+                at = slice(piece.begin, piece.end)
+                self.tags[piece.buffer, 0][at] += 1
+                if place == 0:  # of several units, each adds to all rows: what is found is their sum
+                    self.words[piece.buffer, 0][at] += found[piece.buffer][at]
+        for piece in share.writes:
+            at, key = slice(piece.begin, piece.end), self._key(piece.buffer, number)
+            if self.plan.buffer(piece.buffer).counts:
+                self.words[key][at] = self.tags[key][at] = 0
+            elif piece.buffer in found:
+                self.words[key][at] = found[piece.buffer][at]
+                self.tags[key][at] = self._tag(piece.buffer, number, layer)
+            elif piece.buffer == "tallies":
+                self.tallies[at] = 0
 
     def _embedded(self, position: int) -> torch.Tensor:
         return self.weights.embed_tokens[self.tokens[position]]
@@ -201,6 +236,8 @@ class Interpreter:
         self, op: Op, cta: int, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         x = seen["normed"] if "normed" in seen else seen["act"] if op == "down" else None
+        if op == "o" and self.plan.blocks:
+            return {"mid": self._by_heads(cta, share, layer, position, seen["partial"], self.plan.blocks)}
         if op == "o":
             x = self._combined(seen["partial"])
         elif x is None:
@@ -210,6 +247,10 @@ class Interpreter:
         if op == "gate_up":
             gate, up = rows.view(-1, 2, TILE // 2).unbind(1)
             return {"act": self._placed("act", share.begin * TILE // 2, (torch.nn.functional.silu(gate) * up).flatten())}
+        if op == "down" and self.plan.blocks:
+            before = seen["mid"][first : first + len(rows)]
+            found = {name: self._placed(name, first, before + rows[: len(before)]) for name in ("hidden", "final")}
+            return found | {"mid": self._placed("mid", first, rows)}
         if op in ("o", "down"):
             self.own[cta] = rows = self.own[cta] + rows
         names = {"qkv": ("qkv",), "o": ("mid",), "down": ("hidden", "final")}[op]
@@ -225,22 +266,48 @@ class Interpreter:
         room[first : first + len(values)] = values
         return room
 
-    def _multiply(self, op: Op, cta: int, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """A CTA's rows of a matrix times a vector, weights in the order of the stream."""
+    def _weights(self, op: Op, cta: int, layer: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """A CTA's tiles of a phase, in the order of the stream: where each group begins, its weights ``[tiles, 8, columns]``."""
         plan = self.plan
         layers = sum(granules(plan, each, cta) for each in PRODUCTS[:-1])
         before = sum(granules(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
         at = (int(self.stream.starts[cta]) + GRANULE * (layer * layers + before)) // 2
-        width, deep = padded(columns(plan.config, op)), depth(plan.config)
-        full = as_operands(torch.cat([x, x.new_zeros(width - len(x))])).view(-1, deep, WARPS, CHANNELS)
-        found = []
-        for begin, end in passes(plan.phase(op).shares[cta].units):
-            shape = (len(full), end - begin, deep, WARPS, TILE, CHANNELS)
-            size = (end - begin) * TILE * width
-            part = self.stream.data[at : at + size].view(shape).double()
-            found.append(torch.einsum("stdwrc,sdwc->tr", part, full).flatten())
+        columns, deep = width(plan, op), depth(plan.config)
+        for begin, end in passes_of(plan, op, cta):
+            size = (end - begin) * TILE * columns
+            part = self.stream.data[at : at + size].view(-1, end - begin, deep, WARPS, TILE, WARP_COLUMNS)
+            yield (
+                begin,
+                as_operands(part.permute(1, 4, 0, 2, 3, 5).reshape(end - begin, TILE, columns)).double(),
+            )  # twice is as before
             at += size
+
+    def _multiply(self, op: Op, cta: int, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """A CTA's rows of a matrix times a vector."""
+        found = [(part[..., : len(x)] @ x).flatten() for _, part in self._weights(op, cta, layer)]
         return torch.cat(found) if found else x.new_zeros(0)
+
+    def _by_heads(self, cta: int, share: Share, layer: int, position: int, partial: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        """What a CTA adds to each row of the residual stream: its heads' part of the output projection; first the embedding."""
+        rows = torch.zeros(blocks.count * blocks.rows, dtype=torch.float64)
+        plan = self.plan
+        slots = partial.view(plan.adders * plan.splits, -1)
+        own = plan.phase("rope_attention").shares[cta].begin  # its first unit of attention
+        for begin, part in self._weights("o", cta, layer):
+            unit, block = divmod(share.begin + begin, blocks.count)
+            if plan.apart:
+                x = self._weighted(slots[own + unit - share.begin // blocks.count][None, None])
+            else:
+                first = unit * plan.splits // plan.parts * plan.parts
+                x = self._weighted(slots[first : first + plan.parts][None], unit % plan.joined)
+            found = from_warps(part, blocks).unflatten(-1, (-1, blocks.room))[..., : blocks.channels] @ x  # [blocks, 8, tiles]
+            found = found.transpose(1, 2).flatten()
+            at = slice(block * blocks.rows, block * blocks.rows + len(found))
+            rows[at] += found
+            if layer == 0 and unit == 0:
+                embedded = self._embedded(position)[at]
+                rows[at][: len(embedded)] += embedded
+        return rows[: self.plan.config.hidden_size]
 
     def _heads(self, words: torch.Tensor) -> torch.Tensor:
         """Of each key head its queries, key and value ``[K, G + 2, D]``."""
@@ -286,9 +353,12 @@ class Interpreter:
         config, plan, positions = self.plan.config, self.plan, position + 1
         partial = torch.zeros(plan.buffer("partial").words, dtype=torch.float64)
         size, queries = -(-positions // plan.used), config.queries_per_key // plan.sharers
-        for unit in range(share.begin, share.end):
-            head, sharer, part = unit_of(unit, plan.sharers, plan.splits)
+        slots = partial.view(config.num_key_value_heads * plan.sharers * plan.splits, -1)
+        for number in range(share.begin, share.end):
+            slot, (head, first, last, part, keeps) = slots[number], plan.unit(number)
+            logarithms = slot[queries * plan.joined * config.head_dim :]
             if part >= plan.used:
+                logarithms.fill_(-torch.inf)
                 continue
             begin, end = part * size, min((part + 1) * size, positions)
             keys, values = self.cache.keys[layer, head, begin:end], self.cache.values[layer, head, begin:end]
@@ -297,24 +367,29 @@ class Interpreter:
             else:
                 q, key, value = self._normed(seen, head)
                 newest = begin < end == positions
-                if newest and sharer == 0:
+                if newest and keeps:
                     self._store(layer, head, position, key, value)
                 if newest:
                     keys, values = torch.cat([keys[:-1], key[None]]), torch.cat([values[:-1], value[None]])
-                q = q[sharer * queries : (sharer + 1) * queries]
+                q = q[first * queries : last * queries]
             scores = (q @ keys.T) / config.head_dim**0.5
-            slot = partial.view(config.num_key_value_heads * plan.sharers * plan.splits, -1)[unit]
-            slot[: queries * config.head_dim] = (scores.softmax(-1) @ values).flatten() if begin < end else 0
-            slot[queries * config.head_dim :][:queries] = scores.logsumexp(-1)
+            slot[: q.numel()] = (scores.softmax(-1) @ values).flatten() if begin < end else 0
+            logarithms[: len(q)] = scores.logsumexp(-1)
         return {"partial": partial, "cache": torch.zeros(plan.buffer("cache").words, dtype=torch.float64)}
 
     def _combined(self, partial: torch.Tensor) -> torch.Tensor:
         """Attention over all positions ``[Q * D]``: parts weighted by their sums."""
         config = self.plan.config
-        slots = partial.view(config.num_key_value_heads * self.plan.sharers, self.plan.splits, -1)[:, : self.plan.used]
-        queries, size = config.queries_per_key // self.plan.sharers, config.head_dim
-        values = slots[..., : queries * size].unflatten(-1, (queries, size))
-        shares = slots[..., queries * size :][..., :queries].softmax(1)
+        return self._weighted(
+            partial.view(config.num_key_value_heads * self.plan.sharers, self.plan.splits, -1)[:, : self.plan.used]
+        )
+
+    def _weighted(self, slots: torch.Tensor, own: int = 0) -> torch.Tensor:
+        """Of slots ``[units, parts, words]``, the queries of one of those who are joined."""
+        queries, size = self.plan.config.queries_per_key // self.plan.sharers, self.plan.config.head_dim
+        at = slice(own * queries, (own + 1) * queries)
+        values = slots[..., : self.plan.joined * queries * size].unflatten(-1, (-1, size))[..., at, :]
+        shares = slots[..., self.plan.joined * queries * size :][..., at].softmax(1)
         return (values * shares[..., None]).sum(1).flatten()
 
     def _head(self, cta: int, share: Share, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:

@@ -18,13 +18,13 @@ from onelaunch.decode.check import Room, check
 from onelaunch.decode.config import SIZES, ModelConfig
 from onelaunch.decode.emit import KINDS, PRODUCTS, THREADS, Tuning, launch_of, layout_of, source
 from onelaunch.decode.engine import Arriving
-from onelaunch.decode.memory import ERROR, Constants, Memory
+from onelaunch.decode.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from onelaunch.decode.packing import pack
 from onelaunch.decode.plan import ROUNDS, Phase, Plan
 from onelaunch.decode.rungs import plan_for
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
-from onelaunch.errors import ArgumentError, DecodeStalled
+from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled
 from onelaunch.hardware import cache_folder, processors, room_for
 
 REGISTERS = 168
@@ -210,16 +210,18 @@ class Kernels:
         return logits
 
     def check(self, state: torch.Tensor | None = None) -> None:
-        """Raises :class:`DecodeStalled` if a wait was given up; the next launch then begins anew.
+        """Raises :class:`DecodeStalled` if a wait was given up, :class:`DecodeOverflow` if a sum left what its words hold.
+
+        The next launch then begins anew.
 
         Args:
             state: a copy of ``memory.state`` on the host; by default what the device has once all is done.
         """
-        if int((self.memory.state if state is None else state)[ERROR]):
+        if error := int((self.memory.state if state is None else state)[ERROR]):
             with self.lock:
                 self.memory.reset()
                 self.owner = self._noted = None
-            raise DecodeStalled(self.plan.rung)
+            raise DecodeOverflow(self.plan.rung) if error == OUT_OF_RANGE else DecodeStalled(self.plan.rung)
 
     def _launch(self, arguments: list[torch.Tensor | None], cache: KVCache, count: int, position: int) -> None:
         if not self.plan.separate:
@@ -276,7 +278,11 @@ def _made(weights: Weights) -> _Made:
 
 def _constants(weights: Weights, plan: Plan) -> Constants:
     """Repacked once for all plans that cut a model's matrices alike."""
-    key = (plan.ctas, *(phase.shares[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS))
+    key = (
+        plan.ctas,
+        plan.blocks,
+        *(phase.shares[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS),
+    )
     kept = _made(weights).constants
     if key not in kept:
         with room_for("the weights in the order of their use", weights.device):

@@ -162,7 +162,7 @@ PROCESSORS = 132
 
 
 def builds(rung: str, architecture: str) -> list[Build]:
-    """The kernel of a rung for a model of usual size; the last of the ladder also for a small one."""
+    """The kernel of a rung for a model of usual size; that of ``streaming`` also for a small one."""
     from onelaunch.decode.emit import PRODUCTS, THREADS, Tuning, layout_of, source
 
     if architecture not in ARCHITECTURES:
@@ -185,7 +185,7 @@ for name, rung in RUNGS.items():
         name, launches=None if rung.separate else 1, fuses=() if rung.separate else ("token",), backward=False,
         architectures=ARCHITECTURES, barriers=functools.partial(count_barriers, name),
         in_a_row=functools.partial(run_in_a_row, name),
-        engine=functools.partial(make_engine, name), engine_bytes=stream_bytes,
+        engine=functools.partial(make_engine, name), engine_bytes=functools.partial(stream_bytes, summed=rung.summed),
     )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
     variant.summary = rung.summary
     variant.supports(needs_hopper)

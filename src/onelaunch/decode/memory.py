@@ -18,6 +18,9 @@ from onelaunch.decode.weights import Weights
 STATE_WORDS, ERROR = 4, 3
 """Position, tokens, barriers, error: as the kernel counts them."""
 
+OUT_OF_RANGE = 2
+"""The error of a sum that its words cannot hold; every other is a wait that was given up."""
+
 COUNTER_WORDS = 32
 """A counter stands alone in 128 bytes."""
 

@@ -14,12 +14,9 @@ import torch
 
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.emit import PRODUCTS, WARPS
-from onelaunch.decode.plan import GRANULE, STEP, TILE, Op, Plan, depth, padded, passes
+from onelaunch.decode.plan import GRANULE, STEP, TILE, WARP_COLUMNS, Blocks, Op, Plan, blocks_of, depth, padded, passes_of
 from onelaunch.decode.rungs import tiles
 from onelaunch.decode.weights import LayerWeights, Weights
-
-CHANNELS = STEP // WARPS
-"""Columns of a warp in a step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +32,11 @@ class Stream:
 def columns(config: ModelConfig, op: Op) -> int:
     """Of a phase's matrix."""
     return {"o": config.query_size, "down": config.intermediate_size}.get(op, config.hidden_size)
+
+
+def width(plan: Plan, op: Op) -> int:
+    """Of a phase's tiles in the stream, in columns."""
+    return plan.blocks.width if op == "o" and plan.blocks else padded(columns(plan.config, op))
 
 
 def in_pairs(heads: torch.Tensor) -> torch.Tensor:
@@ -87,6 +89,40 @@ def as_operands(values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(-1, (-1, 2, 2, 2)).transpose(-3, -2).reshape(values.shape)
 
 
+def by_heads(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The output projection ``[H, Q * D]`` as ``[units' blocks * 8, width]``: of a block, tiles of a unit's columns side by side,
+    :func:`by_warps`.
+    """
+    units = values.unflatten(1, (-1, blocks.channels))
+    room = values.new_zeros(blocks.count * blocks.rows, units.shape[1], blocks.room)
+    room[: len(units), :, : blocks.channels] = units
+    room = room.unflatten(0, (blocks.count, -1, TILE))  # [blocks, tiles, 8, units, columns]
+    return by_warps(room.permute(3, 0, 2, 1, 4).reshape(-1, blocks.width), blocks)
+
+
+def by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Columns ``[..., width]`` of tiles side by side in the order that gives each warp, in its steps, 32 after 32 of one tile."""
+    if blocks.room == blocks.width:
+        return values
+    return values.unflatten(-1, (WARPS, -1, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
+
+
+def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """What :func:`by_warps` was given."""
+    if blocks.room == blocks.width:
+        return values
+    return values.unflatten(-1, (-1, WARPS, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
+
+
+def tiles_of(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -> torch.Tensor:
+    """A phase's matrix as the stream has it: :func:`in_tiles`."""
+    values = matrix(weights, layer, op)
+    if op != "o" or plan.blocks is None:
+        return in_tiles(values, row_order(plan.config, op))
+    values = by_heads(values, plan.blocks)
+    return in_tiles(values, torch.arange(len(values)).view(-1, TILE))
+
+
 def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """``[tiles, steps, warps, 8, 32]``: a matrix's rows in order, columns filled up with zeros, as operands."""
     room = values.new_zeros(len(order) * TILE, padded(values.shape[1]))
@@ -94,12 +130,12 @@ def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     kept = rows >= 0
     room[: len(rows)][kept, : values.shape[1]] = values[rows[kept]]
     room = as_operands(room)
-    return room.view(len(order), TILE, -1, WARPS, CHANNELS).permute(0, 2, 3, 1, 4)
+    return room.view(len(order), TILE, -1, WARPS, WARP_COLUMNS).permute(0, 2, 3, 1, 4)
 
 
 def granules(plan: Plan, op: Op, cta: int) -> int:
     """Of a CTA in a phase: 4 KB each."""
-    return plan.phase(op).shares[cta].units * (padded(columns(plan.config, op)) // STEP)
+    return plan.phase(op).shares[cta].units * (width(plan, op) // STEP)
 
 
 def run_granules(plan: Plan, cta: int) -> int:
@@ -108,9 +144,13 @@ def run_granules(plan: Plan, cta: int) -> int:
     return layer * plan.config.num_hidden_layers + granules(plan, "lm_head", cta)
 
 
-def stream_bytes(config: ModelConfig) -> int:
-    """Of a model's stream, however it is cut."""
+def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
+    """Of a model's stream, however it is cut; at most, where the output projection is ``summed`` over heads."""
     sizes = {op: tiles(config, op) * (padded(columns(config, op)) // STEP) * GRANULE for op in PRODUCTS}
+    if summed:
+        sharers = [each for each in range(1, config.queries_per_key + 1) if config.queries_per_key % each == 0]
+        cuts = [(config.num_key_value_heads * each, blocks_of(config, each)) for each in sharers]
+        sizes["o"] = max(units * blocks.count * (blocks.width // STEP) for units, blocks in cuts) * GRANULE
     return sizes.pop("lm_head") + config.num_hidden_layers * sum(sizes.values())
 
 
@@ -124,9 +164,9 @@ def pack(weights: Weights, plan: Plan) -> Stream:
     deep = depth(plan.config)
     work: list[tuple[LayerWeights | None, Op]] = [(layer, op) for layer in weights.layers for op in PRODUCTS[:-1]]
     for layer, op in [*work, (None, PRODUCTS[-1])]:
-        found = in_tiles(matrix(weights, layer, op), row_order(plan.config, op))
+        found = tiles_of(weights, layer, op, plan)
         for cta, share in enumerate(plan.phase(op).shares):
-            for begin, end in passes(share.units):
+            for begin, end in passes_of(plan, op, cta):
                 part = found[share.begin + begin : share.begin + end]
                 part = part.unflatten(1, (-1, deep)).transpose(0, 1)  # [steps / depth, tiles, depth, warps, 8, 32]
                 data[at[cta] : at[cta] + part.numel()].view(part.shape).copy_(part)

@@ -7,6 +7,7 @@ A plan is what everything else is made of: :mod:`onelaunch.decode.check` proves 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -94,8 +95,28 @@ class Buffer:
     """Whether each layer has its own, as the cache."""
     sums: bool = False
     """Whether CTAs add to its words, which are zero before: at first, and once somebody has written them."""
+    counts: bool = False
+    """Whether each of these sums counts what was added to it, so that a reader can wait for so many additions."""
     copies: int = 1
     """That tokens take in turn, so that one is written while the one before may still be read."""
+
+
+class Blocks(NamedTuple):
+    """The output projection cut by heads: a unit's channels, and of the rows blocks of some tiles that lie side by side."""
+
+    channels: int
+    """Of the queries of a unit of attention."""
+    room: int
+    """Columns that a tile of them takes in the stream: a power of two, at least a warp's 32."""
+    width: int
+    """Columns of a block."""
+    count: int
+    """Blocks of all rows."""
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.width // self.room * TILE
 
 
 @dataclass(frozen=True)
@@ -114,14 +135,43 @@ class Plan:
     """CTAs that may share the positions of a key head."""
     sharers: int
     """CTAs that share the queries of a key head, each for the same positions."""
+    joined: int
+    """Of these, those that take each other's queries too, each for a part of the positions, once the text is not short."""
     used: int
-    """Of ``splits``, those that have positions at the length at hand."""
+    """CTAs that have positions at the length at hand, for the same queries. With ``blocks``, 1 says that each has all of them."""
+    positions: int
+    """From which on there is one more of these; with ``blocks``, from which on they share them at all."""
     streams: bool
     """Whether weights are fetched ahead of the edges."""
     keys_stream: bool = False
     """Whether keys and values of earlier positions are fetched ahead like weights: as soon as the token before is done."""
     separate: bool = False
     """Whether each phase is a launch: all edges are then the launches' own."""
+    blocks: Blocks | None = None
+    """How the output projection is cut where CTAs multiply what their own heads found, and add to the residual stream."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether each unit of attention takes all positions, and nothing from others."""
+        return self.blocks is not None and self.used == 1
+
+    def unit(self, number: int) -> Unit:
+        """Of attention."""
+        return unit_of(number, self.sharers, self.splits, self.joined, apart=self.apart)
+
+    @property
+    def parts(self) -> int:
+        """CTAs that may share the positions of the same queries."""
+        return self.splits * self.joined
+
+    @property
+    def adders(self) -> int:
+        """Additions to a word of the residual stream for each output projection, of those that count them."""
+        return self.config.num_key_value_heads * self.sharers if self.blocks else 0
+
+    def additions(self, layer: int) -> int:
+        """To a word of the residual stream since the token began, once a layer's attention is added; each MLP adds once."""
+        return self.adders * (layer + 1) + layer
 
     def buffer(self, name: str) -> Buffer:
         return next(buffer for buffer in self.buffers if buffer.name == name)
@@ -150,10 +200,28 @@ def split(units: int, parts: int) -> list[tuple[int, int]]:
     return [(part * units // parts, (part + 1) * units // parts) for part in range(parts)]
 
 
-def unit_of(number: int, sharers: int, splits: int) -> tuple[int, int, int]:
-    """A unit of attention: its key head, which of the head's queries, which part of the positions."""
+class Unit(NamedTuple):
+    """What attention does at once."""
+
+    head: int
+    """Of keys."""
+    first: int
+    last: int
+    """Sharers whose queries it takes."""
+    part: int
+    """Of the positions."""
+    keeps: bool
+    """Whether it keeps the newest key and value, if it has their position."""
+
+
+def unit_of(number: int, sharers: int, splits: int, joined: int = 1, *, apart: bool = False) -> Unit:
+    """A unit of attention, by what a plan says of them; ``apart``: each takes all positions."""
     rest, part = divmod(number, splits)
-    return *divmod(rest, sharers), part
+    head, sharer = divmod(rest, sharers)
+    if apart:
+        return Unit(head, sharer, sharer + 1, 0, sharer == 0 and part == 0)
+    first = sharer - sharer % joined
+    return Unit(head, first, first + joined, sharer % joined * splits + part, first == 0)
 
 
 def padded(columns: int) -> int:
@@ -171,6 +239,18 @@ def depth(config: ModelConfig) -> int:
     return next(each for each in (4, 2, 1) if not any(step % each for step in steps))
 
 
+WARP_COLUMNS = 32
+"""Of a step: what each of eight warps multiplies."""
+
+
+def blocks_of(config: ModelConfig, sharers: int) -> Blocks:
+    """The output projection for units of attention with so many of them for a key head."""
+    channels = config.queries_per_key // sharers * config.head_dim
+    room = max(1 << (channels - 1).bit_length(), WARP_COLUMNS)
+    width = max(room, depth(config) * STEP)
+    return Blocks(channels, room, width, -(-config.hidden_size // (width // room * TILE)))
+
+
 MOST_TILES = 6
 """Tiles whose sums a CTA keeps in registers."""
 
@@ -178,3 +258,13 @@ MOST_TILES = 6
 def passes(tiles: int) -> list[tuple[int, int]]:
     """Tiles of a CTA in groups that are multiplied together."""
     return split(tiles, -(-tiles // MOST_TILES)) if tiles else []
+
+
+def passes_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
+    """Of a phase's share: where each unit of attention has a vector of its own, unit by unit."""
+    share = plan.phase(op).shares[cta]
+    if op != "o" or plan.blocks is None or not share.units:
+        return passes(share.units)
+    count = plan.blocks.count
+    ends = [0, *range(count - share.begin % count, share.units, count), share.units]
+    return [(first + begin, first + end) for first, last in itertools.pairwise(ends) for begin, end in passes(last - first)]

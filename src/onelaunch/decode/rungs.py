@@ -6,7 +6,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import ROUNDS, TILE, Buffer, Edge, Op, Phase, Piece, Plan, Share, Wait, depth, split, unit_of
+from onelaunch.decode.plan import (
+    ROUNDS,
+    TILE,
+    Blocks,
+    Buffer,
+    Edge,
+    Op,
+    Phase,
+    Piece,
+    Plan,
+    Share,
+    Unit,
+    Wait,
+    blocks_of,
+    depth,
+    split,
+    unit_of,
+)
 
 HALF_TILE = TILE // 2
 """Channels of the MLP in a tile: each has a row of the gate and one of the up projection."""
@@ -34,6 +51,11 @@ class Rung:
     others: Edge = "grid"
     streams: bool = False
     splits: int = 1
+    positions: int = POSITIONS
+    summed: bool = False
+    """Whether a CTA multiplies what its own heads found by their columns of the output projection, and adds the result to the
+    residual stream, whose words count their additions.
+    """
     separate: bool = False
 
 
@@ -44,12 +66,20 @@ RUNGS = {
     "fused_phases": Rung(
         "one launch, four barriers and one hand-off by heads: heads are turned where they are made", heads="flags"
     ),
-    "streaming": Rung(
+    "tagged_words": Rung(
         "one launch, no barriers: weights stream through all edges, words tell when they are there",
         heads="data",
         others="data",
         streams=True,
         splits=SPLITS,
+    ),
+    "streaming": Rung(
+        "the same with four hand-offs a layer: what a head found is multiplied where it is, words count what is added to them",
+        heads="data",
+        others="data",
+        streams=True,
+        splits=SPLITS,
+        summed=True,
     ),
     "graph": Rung(
         "a launch for each phase, overlapping, in a CUDA graph", heads="none", others="none", splits=SPLITS, separate=True
@@ -105,7 +135,8 @@ def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None,
         config: the model.
         rung: a name of :data:`RUNGS`.
         ctas: of the launch, all resident at once.
-        used: CTAs that share the positions of a key head; by default as many as may.
+        used: CTAs that share the positions of a key head; by default as many as may. Where sums are counted all do, or, with 1,
+            each takes all positions.
         rounds: in which the limits of a token are found that is drawn: 0 with a temperature alone, at most
             :data:`~onelaunch.decode.plan.ROUNDS`; by default, the likeliest is taken. One kernel does both.
     """
@@ -118,9 +149,16 @@ class _Builder:
         self.workers = layer_ctas(config, ctas)
         self.head_words = (config.queries_per_key + 2) * config.head_dim  # queries, key, value
         self.splits = max(1, min(self.rung.splits, self.workers // config.num_key_value_heads))
-        self.used = self.splits if used is None else used
         self.sharers = self.most_sharers() if self.rung.splits > 1 else 1
-        queries = config.queries_per_key // self.sharers
+        self.blocks: Blocks | None = None
+        if self.rung.summed:
+            self.sharers, self.splits = self.most_units()
+            self.blocks = blocks_of(config, self.sharers)
+        self.joined = self.most_joined() if self.blocks else 1
+        self.parts = self.splits * self.joined
+        self.used = self.parts if used is None else used
+        self.apart = self.blocks is not None and self.used == 1  # each unit with all positions, and nothing from the others
+        queries = config.queries_per_key // self.sharers * self.joined
         self.slot = queries * config.head_dim + -(-queries // 4) * 4  # results, and the logarithms of their sums; whole 16 bytes
 
     def plan(self) -> Plan:
@@ -133,18 +171,22 @@ class _Builder:
             layer += [self.product("qkv", {"qkv": TILE}, self.whole(source)), self.rope()]
         else:
             layer.append(self.product("qkv", {"qkv": TILE, "squares": HALF_TILE}, self.whole(source)))
-        layer += [self.attention(), self.product("o", {"mid": TILE}, self.partials())]
+        layer += [
+            self.attention(),
+            self.summed(self.blocks) if self.blocks else self.product("o", {"mid": TILE}, self.partials()),
+        ]
         if rung.norms:
             layer.append(self.norm("post_norm", "mid"))
         source = "normed" if rung.norms else "mid"
         layer.append(self.product("gate_up", {"act": HALF_TILE}, self.whole(source)))
-        layer.append(self.product("down", {"hidden": TILE}, self.whole("act")))
+        layer.append(self.down("hidden"))
         found = tuple(self.connected(layer))
-        closing = self.product("down", {"final": TILE}, self.whole("act"))
+        closing = self.down("final")
         tail = (self.head(), self.next_token()) if self.rounds is None else (self.head(), *self.drawing(self.rounds))
         keys_stream = rung.streams and depth(config) == 4  # whole chunks for each phase: others go between them
-        facts = (self.buffers(), self.splits, self.sharers, self.used, rung.streams, keys_stream, rung.separate)
-        return Plan(config, self.name, self.ctas, found, closing, tail, *facts)
+        parts = (self.splits, self.sharers, self.joined, self.used, rung.positions)
+        facts = (rung.streams, keys_stream, rung.separate, self.blocks)
+        return Plan(config, self.name, self.ctas, found, closing, tail, self.buffers(), *parts, *facts)
 
     # Buffers
 
@@ -155,7 +197,7 @@ class _Builder:
         found["qkv"] = heads * self.head_words
         found["partial"] = self.all_units() * self.slot
         found["best"] = self.ctas
-        found["cache"] = heads * self.splits
+        found["cache"] = heads * self.parts
         found |= {"drawn": self.ctas, "tallies": ROUNDS}
         if self.rung.norms:
             found["normed"] = config.hidden_size
@@ -166,14 +208,16 @@ class _Builder:
         return found
 
     def buffers(self) -> tuple[Buffer, ...]:
-        tagged = self.rung.others == "data"
+        counted = ("mid",) if self.blocks else ()
+        untagged = ("cache", "drawn", "tallies", *counted) if self.rung.others == "data" else tuple(self.sizes())
         return tuple(
             Buffer(
                 name,
                 words,
-                tagged and name not in ("cache", "drawn", "tallies"),
+                name not in untagged,
                 per_layer=name == "cache",
-                sums=name == "tallies",
+                sums=name in ("tallies", *counted),
+                counts=name in counted,
                 copies=1 + (name == "best"),
             )
             for name, words in self.sizes().items()
@@ -208,6 +252,57 @@ class _Builder:
             shares.append(self.waiting(self.rung.others, share))
         return Phase(op, op, self.rung.others, tuple(shares))
 
+    def summed(self, blocks: Blocks) -> Phase:
+        """The output projection by heads: each unit's part, over all units the rows' sums."""
+        shares = []
+        for begin, end in self.units():
+            places, reads, adds = [], [], []
+            for unit in range(begin, end):
+                group, part = divmod(unit, self.splits)
+                first, last = split(blocks.count, self.splits)[part]
+                places += [group * blocks.count + first, group * blocks.count + last]
+                if first == last:
+                    continue
+                reads += [self.found_by(unit)] if self.apart else self.found_for(unit)
+                adds.append(Piece("mid", first * blocks.rows, min(last * blocks.rows, self.config.hidden_size)))
+            share = Share(places[0], places[-1], tuple(reads), adds=tuple(adds)) if places else Share()
+            shares.append(self.waiting(self.rung.others, share))
+        return Phase("o", "o", self.rung.others, tuple(shares))
+
+    def down(self, target: str) -> Phase:
+        """With the CTA's own rows of the residual stream, where others add to them too: it adds its own, or clears for the next
+        token what it has read.
+        """
+        phase = self.product("down", {target: TILE}, self.whole("act"))
+        if self.blocks is None:
+            return phase
+
+        def with_rows(share: Share) -> Share:
+            if share.units == 0:
+                return share
+            rows = (Piece("mid", share.begin * TILE, min(share.end * TILE, self.config.hidden_size)),)
+            share = replace(share, reads=(*share.reads, *rows), polls=(*share.polls, *rows))
+            return replace(share, writes=(*share.writes, *rows)) if target == "final" else replace(share, adds=rows)
+
+        return replace(phase, shares=tuple(map(with_rows, phase.shares)))
+
+    def most_units(self) -> tuple[int, int]:
+        """Sharers of a key head's queries, and of their positions, that give the most CTAs a unit of attention each; and each of
+        them a part of the output projection, as nobody waits for one that has none.
+        """
+        group, heads = self.config.queries_per_key, self.config.num_key_value_heads
+        sharers = [each for each in range(1, group + 1) if group % each == 0]
+        most = [min(self.rung.splits, blocks_of(self.config, each).count) for each in sharers]
+        pairs = [(each, min(parts, self.workers // (heads * each))) for each, parts in zip(sharers, most, strict=True)]
+        return max(
+            ((each, parts) for each, parts in pairs if parts), key=lambda pair: (pair[0] * pair[1], -pair[0]), default=(1, 1)
+        )
+
+    def most_joined(self) -> int:
+        """As many as the lanes of a warp can read the parts of: eight, or two times eight where a head leaves lanes for it."""
+        most = 8 if self.config.head_dim > 128 else 16
+        return max(each for each in range(1, self.sharers + 1) if self.sharers % each == 0 and each * self.splits <= most)
+
     def most_sharers(self) -> int:
         """As many as leave each CTA one unit at most, with as many queries each."""
         group, room = self.config.queries_per_key, self.workers // (self.config.num_key_value_heads * self.splits)
@@ -216,8 +311,8 @@ class _Builder:
     def all_units(self) -> int:
         return self.config.num_key_value_heads * self.sharers * self.splits
 
-    def unit(self, number: int) -> tuple[int, int, int]:
-        return unit_of(number, self.sharers, self.splits)
+    def unit(self, number: int) -> Unit:
+        return unit_of(number, self.sharers, self.splits, self.joined, apart=self.apart)
 
     def units(self) -> list[tuple[int, int]]:
         """Units of attention over CTAs: one each where there are enough."""
@@ -237,16 +332,16 @@ class _Builder:
         words = Piece("qkv", head * self.head_words, (head + 1) * self.head_words)
         return (words,) if self.rung.rope else (words, halved(words))
 
-    def made_for(self, head: int, sharer: int) -> tuple[Piece, ...]:
+    def made_for(self, unit: Unit) -> tuple[Piece, ...]:
         """Of these, what a unit of attention reads: its queries, and, as each may have the newest position, key and value."""
-        begin, size = head * self.head_words, self.config.head_dim
+        begin, size = unit.head * self.head_words, self.config.head_dim
         queries = self.config.queries_per_key // self.sharers * size
-        own = Piece("qkv", begin + sharer * queries, begin + (sharer + 1) * queries)
+        own = Piece("qkv", begin + unit.first * queries, begin + unit.last * queries)
         new = Piece("qkv", begin + self.head_words - 2 * size, begin + self.head_words)
         return own, new, halved(own), halved(new)
 
     def cached(self, head: int) -> Piece:
-        return Piece("cache", head * self.splits, (head + 1) * self.splits)
+        return Piece("cache", head * self.parts, (head + 1) * self.parts)
 
     def rope(self) -> Phase:
         """Norm and rotation of a key head's queries and key; its key and value go to the cache."""
@@ -266,22 +361,35 @@ class _Builder:
         for begin, end in self.units():
             reads: list[Piece] = []
             writes: list[Piece] = []
-            for unit in range(begin, end):
-                head, sharer, part = self.unit(unit)
-                slot = Piece("partial", unit * self.slot, (unit + 1) * self.slot)
-                writes.append(slot)  # by those without positions too: each word is written once in every use
-                if part >= self.used:
+            for number in range(begin, end):
+                unit = self.unit(number)
+                writes.append(self.found_by(number))  # by those without positions too: each word is written once in every use
+                if unit.part >= self.used:
                     continue
-                reads += [*((self.queries(head),) if self.rung.rope else self.made_for(head, sharer)), self.cached(head)]
-                if not self.rung.rope and sharer == 0:
-                    writes.append(Piece("cache", head * self.splits + part, head * self.splits + part + 1))
+                reads += [*((self.queries(unit.head),) if self.rung.rope else self.made_for(unit)), self.cached(unit.head)]
+                if not self.rung.rope and unit.keeps:
+                    kept = unit.head * self.parts + unit.part
+                    writes.append(Piece("cache", kept, kept + 1))
             shares.append(self.waiting(self.rung.heads, Share(begin, end, tuple(reads), tuple(writes))))
         op: Op = "attention" if self.rung.rope else "rope_attention"
         return Phase("attention", op, self.rung.heads, tuple(shares))
 
+    def found_by(self, unit: int) -> Piece:
+        return Piece("partial", unit * self.slot, (unit + 1) * self.slot)
+
+    def found_for(self, unit: int) -> list[Piece]:
+        """Results of a unit's own queries, and the logarithms of their sums, by all units that are joined with it."""
+        own, queries = unit // self.splits % self.joined, self.config.queries_per_key // self.sharers
+        pieces = []
+        for each in range(unit - unit % self.parts, unit - unit % self.parts + self.parts):
+            begin, logs = self.found_by(each).begin, self.joined * queries * self.config.head_dim
+            results = begin + own * queries * self.config.head_dim
+            pieces.append(Piece("partial", results, results + queries * self.config.head_dim))
+            pieces.append(Piece("partial", begin + logs + own * queries, begin + logs + (own + 1) * queries))
+        return pieces
+
     def partials(self) -> tuple[Piece, ...]:
-        used = (unit for unit in range(self.all_units()) if self.unit(unit)[-1] < self.used)
-        return tuple(Piece("partial", unit * self.slot, (unit + 1) * self.slot) for unit in used)
+        return tuple(self.found_by(unit) for unit in range(self.all_units()) if self.unit(unit).part < self.used)
 
     def connected(self, phases: list[Phase]) -> Iterable[Phase]:
         """With flags: a counter for each key head and phase that is waited for."""

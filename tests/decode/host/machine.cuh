@@ -192,6 +192,7 @@ DEVICE void workers_meet(int threads) { host::meet(host::now->block->workers, th
 DEVICE uint4 load_relaxed(const uint4* at) { return *(const volatile u64*)at, *at; }
 DEVICE u32 load_relaxed(const u32* at) { return *(const volatile u32*)at; }
 DEVICE u64 load_relaxed(const u64* at) { return *(const volatile u64*)at; }
+DEVICE void load_relaxed(const u64* at, u64 (&v)[2]) { v[0] = at[0], v[1] = at[1]; }
 DEVICE void add_relaxed(u64* at, u64 v) { *at += v; }
 DEVICE u32 add_shared(u32* at, u32 v) { return *at += v, *at - v; }
 DEVICE void store_relaxed(uint4* at, const uint4& v) { *at = v; }

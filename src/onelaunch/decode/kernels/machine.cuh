@@ -78,6 +78,9 @@ DEVICE u64 load_relaxed(const u64* at) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
   return v;
 }
+DEVICE void load_relaxed(const u64* at, u64 (&v)[2]) {  // each whole
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(at) : "memory");
+}
 DEVICE void add_relaxed(u64* at, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory"); }
 // In shared memory, by threads of a block: what was there before.
 DEVICE u32 add_shared(u32* at, u32 v) {

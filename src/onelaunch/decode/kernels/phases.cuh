@@ -69,7 +69,7 @@ DEVICE void multiply_qkv(Worker& w) {
       gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use() - 1);
   };
   const RowTurn first(w, w.begin(QKV) * TILE + w.thread);  // of the first group; on its way before the vector is waited for
-  product_of<HIDDEN, MOST_QKV, LEAST_QKV>(w, QKV, vector, [&](u32 row, int mine, int sum) {
+  product_of<HIDDEN, MOST_QKV, LEAST_QKV, GROUPS_QKV>(w, QKV, vector, [&](u32 row, int mine, int sum) {
     const float own = sum_of_row(w, sum);
     if constexpr (ROPE_APART) {
       put(w.a.words + RAW + row, own, w.use());
@@ -96,7 +96,7 @@ DEVICE void multiply_o(Worker& w) {
   w.refresh();
   if (w.begin(O) == w.end(O)) return;
   open_ring(w, O, QUERY);
-  product_of<QUERY, MOST_O, LEAST_O>(w, O, [&] { gather_found(w); }, [&](int row, int mine, int sum) {
+  product_of<QUERY, MOST_O, LEAST_O, GROUPS_O>(w, O, [&] { gather_found(w); }, [&](int row, int mine, int sum) {
     float& own = own_row(w, row, mine, w.layer == 0);
     put(w.a.words + MID + row, own += sum_of_row(w, sum), w.use());
   });
@@ -110,10 +110,12 @@ DEVICE void multiply_gate_up(Worker& w) {
   auto vector = [&] {
     if constexpr (NORM_APART)
       gather<HIDDEN>(w, w.a.words + NORMED, 0);
+    else if constexpr (SUMMED)
+      gather_residual(w, w.layer_norms() + HIDDEN);
     else
       gather_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN, w.use());
   };
-  product_of<HIDDEN, MOST_GATE_UP, LEAST_GATE_UP>(w, GATE_UP, vector, [&](int row, int, int sum) {
+  product_of<HIDDEN, MOST_GATE_UP, LEAST_GATE_UP, GROUPS_GATE_UP>(w, GATE_UP, vector, [&](int row, int, int sum) {
     if (row % TILE >= TILE / 2) return;
     const float gate = sum_of_row(w, sum), up = sum_of_row(w, sum + TILE / 2);
     put(w.a.words + ACT + row / TILE * (TILE / 2) + row % TILE, up * gate * inverse(1.0f + power(-LOG2E * gate)), w.use());
@@ -126,7 +128,7 @@ DEVICE void multiply_down(Worker& w) {
   open_ring(w, DOWN, INNER);
   const bool last = w.layer + 1 == LAYERS;  // read by the head, also in CTAs that have no part in layers
   float* to = w.a.words + (last ? FINAL : RESIDUAL);
-  product_of<INNER, MOST_DOWN, LEAST_DOWN>(w, DOWN, [&] { gather<INNER>(w, w.a.words + ACT, w.use()); }, [&](int row, int mine, int sum) {
+  product_of<INNER, MOST_DOWN, LEAST_DOWN, GROUPS_DOWN>(w, DOWN, [&] { gather<INNER>(w, w.a.words + ACT, w.use()); }, [&](int row, int mine, int sum) {
     float& own = own_row(w, row, mine, false);
     put(to + row, own += sum_of_row(w, sum), last ? w.token : w.use());
   });
@@ -162,7 +164,7 @@ DEVICE void multiply_head(Worker& w) {
     gather_normed(w, w.a.words + FINAL, nullptr, w.a.norms + (long long)LAYERS * (2 * HIDDEN + 2 * HEAD), w.token);
   };
   u64 mine = 0;
-  product_of<HIDDEN, MOST_LM_HEAD, LEAST_LM_HEAD>(w, LM_HEAD, vector, [&](int row, int, int sum) {
+  product_of<HIDDEN, MOST_LM_HEAD, LEAST_LM_HEAD, GROUPS_LM_HEAD>(w, LM_HEAD, vector, [&](int row, int, int sum) {
     if (row >= VOCAB) return;
     const float logit = *w.s.gone ? as_float(0x7FC00000) : sum_of_row(w, sum);  // not a number, if something was not waited for
     w.a.logits[row] = logit;

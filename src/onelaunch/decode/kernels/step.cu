@@ -18,12 +18,13 @@
 constexpr int WARPS = 8, WORKERS_THREADS = 32 * WARPS, THREADS = WORKERS_THREADS + 32;
 constexpr int TILE = 8, STEP = 256, GRANULE = TILE * STEP * 2, CHUNK = 4 * GRANULE, MOST = 6;
 constexpr int HEAD_WORDS = (GROUP + 2) * HEAD, UNIT_QUERIES = GROUP / SHARERS;  // queries of a unit of attention
-constexpr int SLOT = UNIT_QUERIES * HEAD + (UNIT_QUERIES + 3) / 4 * 4;
+constexpr int SLOT = UNIT_QUERIES * JOINED * HEAD + (UNIT_QUERIES * JOINED + 3) / 4 * 4;
 constexpr long long LIMIT = 1ll << 32;  // ticks: two seconds
 constexpr float LOG2E = 1.4426950408889634f;
 
 enum { QKV, O, GATE_UP, DOWN, LM_HEAD, ATTENTION, ROPE, NORM, SHARES };       // rows of the table of shares
 enum { POSITION, TOKENS, BARRIERS, ERROR, STATE_WORDS };                      // words of state
+enum { STALLED = 1, OUT_OF_RANGE };                                           // errors
 enum { TICKS_BEGIN, TIME_BEGIN, TICKS_END, TIME_END, MARKS };                 // behind them if STAMPED, for each CTA: of a token; then
 enum { READY, DONE, MARKS_OF_A_PHASE };                                       // [LAYERS + 1][SHARES + 1] of these, in ticks
 
@@ -55,7 +56,10 @@ struct Arguments {
 #include "waiting.cuh"
 #include "vectors.cuh"
 #include "products.cuh"
+#include "heads.cuh"
 #include "attention.cuh"
+#include "parts.cuh"
+#include "residual.cuh"
 #include "phases.cuh"
 
 // The thread that copies. In a plan that does not stream it stops where the workers have not yet arrived. Before the chunk at which

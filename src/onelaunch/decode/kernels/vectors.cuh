@@ -1,9 +1,10 @@
 // A working thread, the words that CTAs hand each other, and the vector that a phase multiplies.
 #pragma once
 
-// CTAs that share the positions of a key head.
+// CTAs that share the positions of a key head; where they multiply what they find, all do, or each takes all positions.
 DEVICE int used_at(int position) {
   const int wanted = (position + POSITIONS) / POSITIONS;
+  if (SUMMED) return wanted > 1 ? SPLITS * JOINED : 1;
   return wanted < SPLITS ? wanted : SPLITS;
 }
 
@@ -56,7 +57,7 @@ struct Worker {
   // The part of the residual stream that is this CTA's, kept over the layers.
   DEVICE void begin_token() {
     mark_token(TICKS_BEGIN);
-    const int first = begin(O) * TILE, rows = (end(O) - begin(O)) * TILE;
+    const int first = begin(O) * TILE, rows = SUMMED ? 0 : (end(O) - begin(O)) * TILE;
     for (int row = thread; row < rows; row += WORKERS_THREADS) s.own[row] = as_float((u32)embedded()[first + row] << 16);
     passed = 0;
   }
@@ -126,7 +127,7 @@ struct Worker {
 DEVICE int phase_granules(const int* share, int phase, int columns) {
   return (share[2 * phase + 1] - share[2 * phase]) * ((columns + STEP - 1) / STEP);
 }
-DEVICE int columns_of(int phase) { return phase == O ? QUERY : phase == DOWN ? INNER : HIDDEN; }
+DEVICE int columns_of(int phase) { return phase == O ? (SUMMED ? BLOCK_WIDTH : QUERY) : phase == DOWN ? INNER : HIDDEN; }
 DEVICE int layer_granules(const int* share) {
   int sum = 0;
   for (int phase = QKV; phase <= DOWN; ++phase) sum += phase_granules(share, phase, columns_of(phase));
@@ -194,6 +195,15 @@ DEVICE void lay(Worker& w, int column, float4 v) {
   *(uint2*)(w.s.lower + column) = {round_pair(v.x - as_float(a << 16), v.y - as_float(a & ~0xFFFFu)),
                                    round_pair(v.z - as_float(b << 16), v.w - as_float(b & ~0xFFFFu))};
 }
+DEVICE void lay_pair(Worker& w, int column, float x, float y) {
+  const u32 upper = round_pair(x, y);
+  *(u32*)(w.s.upper + column) = upper;
+  *(u32*)(w.s.lower + column) = round_pair(x - as_float(upper << 16), y - as_float(upper & ~0xFFFFu));
+}
+DEVICE void lay_one(Worker& w, int column, float x) {
+  const u32 upper = round_pair(x, 0.0f);
+  w.s.upper[column] = (u16)upper, w.s.lower[column] = (u16)round_pair(x - as_float(upper << 16), 0.0f);
+}
 DEVICE constexpr int padded(int columns) { return (columns + STEP - 1) / STEP * STEP; }
 
 // apply(column, 4 numbers, their factors) over a vector of words, or a row of bfloat16 if there is one, and zeros up to a whole step.
@@ -221,11 +231,15 @@ DEVICE void for_columns(Worker& w, const float* from, const u16* row, const u16*
     }
   }
 }
-// As it is.
+// As it is; all meet behind it.
 template <int COLUMNS>
-DEVICE void gather(Worker& w, const float* from, u32 use) {
+DEVICE void lay_all(Worker& w, const float* from, u32 use) {
   for_columns<COLUMNS>(w, from, nullptr, nullptr, use, [&](int column, float4 v, float4) { lay(w, column, v); });
   w.scale = 1.0f, w.normed = false;
+}
+template <int COLUMNS>
+DEVICE void gather(Worker& w, const float* from, u32 use) {
+  lay_all<COLUMNS>(w, from, use);
   w.meet();
 }
 DEVICE float sum_of_warp(float v) {

@@ -5,10 +5,10 @@
 struct Shared {
   char* stages;          // [STAGES][CHUNK]
   u16 *upper, *lower;    // [WIDEST]: the vector that is multiplied, in two parts
-  float* sums;           // [2][WARPS][MOST * TILE]: of tiles, by warp
+  float* sums;           // [2][WARPS][SUM_ROWS]: of tiles, by warp
   float* own;            // the residual stream's rows of this CTA
   float* squares;        // [WARPS]
-  float* found;          // [WARPS][UNIT_QUERIES][HEAD + 4]: attention by warp: results, maximum, sum
+  float* found;          // [WARPS][UNIT_QUERIES, or SLOT_QUERIES][HEAD + 4]: attention by warp: results, maximum, sum
   u64* winners;          // [WARPS]
   u32* bins;             // [2][BINS]: over the vector, when a token is drawn
   u64 *full, *empty;     // [STAGES]
@@ -42,8 +42,9 @@ struct Ring {
 // Whether to wait no longer: it took too long, here or elsewhere.
 DEVICE bool given_up(u32* error, volatile int* gone, long long begin) {
   if (*gone) return true;
-  if (ticks() - begin <= LIMIT && !load_relaxed(error)) return false;
-  store_relaxed(error, 1);
+  const u32 known = load_relaxed(error);
+  if (ticks() - begin <= LIMIT && !known) return false;
+  if (!known) store_relaxed(error, STALLED);
   *gone = 1;
   return true;
 }
