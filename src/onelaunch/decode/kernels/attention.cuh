@@ -97,8 +97,8 @@ DEVICE void attend_all(Worker& w, const Span& span, Batch<QUERIES>& batch, const
       for (int i = 0; i < DEEP; ++i) larger = fmaxf(larger, scores[g][i]);
       f.rescale(g, larger);
     }
-    Batch<QUERIES> next;
-    next.load(w, span, base + ROUND);
+    Batch<QUERIES> next = {};
+    if (base + ROUND < span.end) next.load(w, span, base + ROUND);
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) {
       float value[8];

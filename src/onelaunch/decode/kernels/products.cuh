@@ -64,15 +64,24 @@ DEVICE void multiply_beside(Worker& w, int tiles, int column, typename Batches<C
       for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
         if (first + t < LEAST || first + t < tiles) product(d[t][Its::OF_A_WARP > 1 ? i / Its::PARTS : 0][0], v[t][i], b);
     }
+    constexpr int EACH = B::SIZE * Its::OF_A_WARP;
 #pragma unroll
-    for (int each = 0; each < B::SIZE * Its::OF_A_WARP; ++each) {  // of a quad's lanes, which all have the sum, one takes it on
-      const int t = each / Its::OF_A_WARP, tile = (first + t) * Its::TILES + first_part / Its::PARTS + each % Its::OF_A_WARP;
-      const float sum = sum_of_quad(w, d[t][each % Its::OF_A_WARP]);
-      if constexpr (Its::WARPS_OF_ONE == 1) {
-        if (first + t < tiles && quad == each % 4) found(tile * TILE + w.lane / 4, sum);
-      } else if (first + t < tiles && quad == 0) {
-        w.s.sums[(w.parity * WARPS + w.warp % Its::WARPS_OF_ONE) * SUM_ROWS + tile * TILE + w.lane / 4] = sum;
+    for (int some = 0; some < EACH; some += 2) {  // the first two of a quad's lanes have a tile's sum; they take on a tile each
+      int tile = -1;
+      float mine = 0;
+#pragma unroll
+      for (int each = some; each < some + 2 && each < EACH; ++each) {
+        const int t = each / Its::OF_A_WARP;
+        const float sum = sum_of_quad(w, d[t][each % Its::OF_A_WARP]);
+        if (first + t < tiles && quad == each - some)
+          mine = sum, tile = (first + t) * Its::TILES + first_part / Its::PARTS + each % Its::OF_A_WARP;
       }
+      if (tile < 0) continue;
+      const int row = tile * TILE + w.lane / 4;
+      if constexpr (Its::WARPS_OF_ONE == 1)
+        found(row, mine);
+      else
+        w.s.sums[(w.parity * WARPS + w.warp % Its::WARPS_OF_ONE) * SUM_ROWS + row] = mine;
     }
   }
 }
