@@ -43,7 +43,7 @@ class HostKernel:
     """Launches of a plan's kernel on this machine."""
 
     def __init__(self, plan, folder: Path, tuning: Tuning | None = None) -> None:
-        self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2)
+        self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2, flight_apart=3)
         self.kernel = build(plan, self.tuning, folder)
         self.shared = layout_of(plan, self.tuning).bytes
         self.kernel.run.restype = ctypes.c_int

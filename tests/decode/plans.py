@@ -33,10 +33,10 @@ SHARED = {"two queries a key": (16, 2), "whole chunks": (9, 2), "five queries a 
 """CTAs, and shares of a key head's positions, that leave several CTAs for its queries."""
 
 
-def plan_with(config: ModelConfig, rung: str, ctas: int, splits: int, used: int | None = None):
+def plan_with(config: ModelConfig, rung: str, ctas: int, splits: int, used: int | None = None, **facts):
     """The plan of a rung whose CTAs share positions by other numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RUNGS, rung, replace(RUNGS[rung], splits=splits))
+        patch.setitem(RUNGS, rung, replace(RUNGS[rung], splits=splits, **facts))
         return plan_for(config, rung, ctas, used)
 
 

@@ -75,9 +75,9 @@ JOINED = {
 
 @pytest.mark.parametrize("model", JOINED)
 def test_so_are_those_of_units_that_take_each_others_queries(model, libraries):
-    """In texts that are not short; in short ones, to the last position, each takes all positions of its own queries."""
+    """In long texts; in others each takes its own queries, at a part of the positions, or in short ones all."""
     config, ctas, splits = JOINED[model]
-    plan = plan_with(config, "streaming", ctas, splits)
+    plan = plan_with(config, "streaming", ctas, splits, joined_from=100)
     assert plan.joined > 1
     assert plan.positions == 64
     weights, *given = text(config, 129)

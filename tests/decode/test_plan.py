@@ -46,7 +46,7 @@ in_streams = pytest.mark.parametrize("rung", STREAMS)
 def tokens_of(config, rung, ctas):
     """Plans of tokens at lengths that use few and many CTAs."""
     short, long = plan_for(config, rung, ctas, 1), plan_for(config, rung, ctas)
-    return short, long, long, short
+    return short, long, plan_for(config, rung, ctas, long.splits), long, short
 
 
 # The check

@@ -62,9 +62,11 @@ class Tuning:
     """Chunks of 16 KB; by default as many as there is room for, half of it where launches overlap."""
     flight: int = 2
     """Of them, those on their way at once where there are hand-offs: these queue behind them."""
-    pace: int = 800
+    flight_apart: int = 3
+    """The same in texts so short that attention hands nothing on."""
+    pace: int | None = None
     """Ticks of the processor's clock from one chunk to the next, where there are hand-offs: copies that come evenly, and not as
-    fast as they can, make no queues.
+    fast as they can, make no queues. By default 800, or 700 where sums are counted: there is a hand-off less.
     """
     stamps: bool = False
     """Whether the kernel notes when each CTA came where: :mod:`onelaunch.decode.stamps`."""
@@ -146,9 +148,10 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "CTAS": plan.ctas, "LAYERS": config.num_hidden_layers, "HIDDEN": config.hidden_size, "INNER": config.intermediate_size,
         "QUERY": config.query_size, "VOCAB": config.vocab_size, "HEADS": config.num_key_value_heads,
         "GROUP": config.queries_per_key, "HEAD": config.head_dim, "SPLITS": plan.splits, "SHARERS": plan.sharers,
-        "JOINED": plan.joined, "POSITIONS": plan.positions, "SUM_ROWS": sum_rows(plan),
+        "JOINED": plan.joined, "POSITIONS": plan.positions, "JOINED_FROM": plan.joined_from, "SUM_ROWS": sum_rows(plan),
         "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
-        "ROUNDS": ROUNDS, "BINS": BINS, "PACE": tuning.pace,
+        "FLIGHT_APART": min(tuning.flight_apart if plan.blocks else tuning.flight, layout.stages),
+        "ROUNDS": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
     }  # fmt: skip
     blocks = plan.blocks or blocks_of(config, plan.sharers)
     numbers |= {"BLOCK_WIDTH": blocks.width, "BLOCK_ROOM": blocks.room, "BLOCKS": blocks.count, "ADDERS": plan.adders}

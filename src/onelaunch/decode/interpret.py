@@ -298,8 +298,9 @@ class Interpreter:
             if plan.apart:
                 x = self._weighted(slots[own + unit - share.begin // blocks.count][None, None])
             else:
-                first = unit * plan.splits // plan.parts * plan.parts
-                x = self._weighted(slots[first : first + plan.parts][None], unit % plan.joined)
+                joined = plan.joined if plan.used > plan.splits else 1
+                first = unit // joined * joined * plan.splits
+                x = self._weighted(slots[first : first + joined * plan.splits][None], unit % joined)
             found = from_warps(part, blocks).unflatten(-1, (-1, blocks.room))[..., : blocks.channels] @ x  # [blocks, 8, tiles]
             found = found.transpose(1, 2).flatten()
             at = slice(block * blocks.rows, block * blocks.rows + len(found))

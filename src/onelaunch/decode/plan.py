@@ -136,11 +136,15 @@ class Plan:
     sharers: int
     """CTAs that share the queries of a key head, each for the same positions."""
     joined: int
-    """Of these, those that take each other's queries too, each for a part of the positions, once the text is not short."""
+    """Of these, those that take each other's queries too in a long text, each for a part of the positions."""
     used: int
-    """CTAs that have positions at the length at hand, for the same queries. With ``blocks``, 1 says that each has all of them."""
+    """CTAs that have positions at the length at hand, for the same queries. With ``blocks``, 1 says that each has all, and
+    more than ``splits`` that some are joined.
+    """
     positions: int
     """From which on there is one more of these; with ``blocks``, from which on they share them at all."""
+    joined_from: int
+    """Positions from which on a text is long."""
     streams: bool
     """Whether weights are fetched ahead of the edges."""
     keys_stream: bool = False
@@ -157,7 +161,8 @@ class Plan:
 
     def unit(self, number: int) -> Unit:
         """Of attention."""
-        return unit_of(number, self.sharers, self.splits, self.joined, apart=self.apart)
+        joined = self.joined if self.used > self.splits else 1
+        return unit_of(number, self.sharers, self.splits, joined, apart=self.apart)
 
     @property
     def parts(self) -> int:

@@ -35,6 +35,10 @@ POSITIONS = 64
 """Positions from which on one more CTA pays."""
 
 
+LONG = 4096
+"""Positions from which on CTAs take each other's queries, so that each key is read once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rung:
     """A step of the ladder."""
@@ -52,6 +56,7 @@ class Rung:
     streams: bool = False
     splits: int = 1
     positions: int = POSITIONS
+    joined_from: int = LONG
     summed: bool = False
     """Whether a CTA multiplies what its own heads found by their columns of the output projection, and adds the result to the
     residual stream, whose words count their additions.
@@ -184,7 +189,7 @@ class _Builder:
         closing = self.down("final")
         tail = (self.head(), self.next_token()) if self.rounds is None else (self.head(), *self.drawing(self.rounds))
         keys_stream = rung.streams and depth(config) == 4  # whole chunks for each phase: others go between them
-        parts = (self.splits, self.sharers, self.joined, self.used, rung.positions)
+        parts = (self.splits, self.sharers, self.joined, self.used, rung.positions, rung.joined_from)
         facts = (rung.streams, keys_stream, rung.separate, self.blocks)
         return Plan(config, self.name, self.ctas, found, closing, tail, self.buffers(), *parts, *facts)
 
@@ -312,7 +317,7 @@ class _Builder:
         return self.config.num_key_value_heads * self.sharers * self.splits
 
     def unit(self, number: int) -> Unit:
-        return unit_of(number, self.sharers, self.splits, self.joined, apart=self.apart)
+        return unit_of(number, self.sharers, self.splits, self.joined if self.used > self.splits else 1, apart=self.apart)
 
     def units(self) -> list[tuple[int, int]]:
         """Units of attention over CTAs: one each where there are enough."""
@@ -378,10 +383,11 @@ class _Builder:
         return Piece("partial", unit * self.slot, (unit + 1) * self.slot)
 
     def found_for(self, unit: int) -> list[Piece]:
-        """Results of a unit's own queries, and the logarithms of their sums, by all units that are joined with it."""
-        own, queries = unit // self.splits % self.joined, self.config.queries_per_key // self.sharers
-        pieces = []
-        for each in range(unit - unit % self.parts, unit - unit % self.parts + self.parts):
+        """Results of a unit's own queries, and the logarithms of their sums, by all units that have parts of them."""
+        joined = self.joined if self.used > self.splits else 1
+        own, queries = unit // self.splits % joined, self.config.queries_per_key // self.sharers
+        parts, pieces = self.splits * joined, []
+        for each in range(unit - unit % parts, unit - unit % parts + parts):
             begin, logs = self.found_by(each).begin, self.joined * queries * self.config.head_dim
             results = begin + own * queries * self.config.head_dim
             pieces.append(Piece("partial", results, results + queries * self.config.head_dim))

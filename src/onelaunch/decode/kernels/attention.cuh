@@ -229,7 +229,7 @@ DEVICE void attend(Worker& w) {
   for (int unit = first; unit < last && (UNITS > 1 || unit == first); ++unit) {
     const Span span(unit, w.position);
     const Kept place(w, unit);
-    const bool joined = JOINED > 1 && w.used() > 1;
+    const bool joined = JOINED > 1 && w.used() > SPLITS;
     place.fill(w, span, joined ? SLOT_QUERIES : UNIT_QUERIES);
     if (!span.used) continue;
     if (unit > first) w.meet();  // what all have found has been read

@@ -79,8 +79,8 @@ DEVICE void cache(const Worker& w, u16* rows, int head, const uint4& row) {
 constexpr float QUERY_SCALE = LOG2E;  // and one over the root of HEAD: scores are exponents of two
 
 // A unit: some of a key head's queries, and a part of the positions. Where it multiplies what it finds, in a short text all positions;
-// in a longer one JOINED units take each other's queries too, and each a part of the positions. The newest one is not in the cache yet;
-// of those who have it one keeps it.
+// in a long one JOINED units take each other's queries too, for each key to be read once. The newest one is not in the cache yet; of
+// those who have it one keeps it.
 constexpr int PARTS = SPLITS * JOINED, SLOT_QUERIES = UNIT_QUERIES * JOINED;
 struct Span {
   int head, query, begin, end, cached;
@@ -89,11 +89,15 @@ struct Span {
     const int positions = position + 1, parts = used_at(position);
     int size = (positions + parts - 1) / parts, part = unit % SPLITS;
     keeps = query == 0;
-    if constexpr (SUMMED) {  // one of two numbers of parts: no division
-      const bool apart = parts == 1;
-      size = apart ? positions : (positions + PARTS - 1) / PARTS, keeps = apart ? query == 0 && part == 0 : query < SLOT_QUERIES;
-      part = apart ? 0 : unit % PARTS;
-      if (!apart) query -= query % SLOT_QUERIES;
+    if constexpr (SUMMED) {  // one of three numbers of parts: no division
+      if (parts == 1) {
+        size = positions, keeps = query == 0 && part == 0, part = 0;
+      } else if (JOINED == 1 || parts == SPLITS) {
+        size = (positions + SPLITS - 1) / SPLITS;
+      } else {
+        size = (positions + PARTS - 1) / PARTS, keeps = query < SLOT_QUERIES, part = unit % PARTS;
+        query -= query % SLOT_QUERIES;
+      }
     }
     begin = part * size, end = begin + size < positions ? begin + size : positions;
     cached = !ROPE_APART && end == positions ? end - 1 : end;

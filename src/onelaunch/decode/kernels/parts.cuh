@@ -2,7 +2,7 @@
 #pragma once
 
 // What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 8 channels
-// of a head, and of up to MOST_PARTS parts on their way at once; what has come is not asked for again.
+// of a head, and of up to MOST_PARTS parts on their way at once.
 constexpr int MOST_PARTS = SEPARATE || MOST_O > 3 ? 3 : MOST_O > 1 ? 4 : 8;  // weights wait in registers beside them
 
 template <int COUNT>
@@ -16,27 +16,28 @@ struct Parts {
     values[part][1] = TAGGED ? load_relaxed(at + 1) : load_plain(at + 1);
     logs[part] = TAGGED ? load_relaxed(log) : *log;
   }
-  DEVICE bool came(int part, u32 tag) const {
-    return tagged(values[part][0], tag) && tagged(values[part][1], tag) && ((logs[part] ^ tag) & 3) == 0;
-  }
-  // The first so many.
+  // The first so many. All are asked for again until all are there: lanes that ask for what they lack go apart, one after another.
   DEVICE void take(Worker& w, const float* slot, int channel, int g, int count) {
+    auto all_there = [&] {
+      u32 some = tag_of(w.use()), every = some;
 #pragma unroll
-    for (int part = 0; part < COUNT; ++part) {
-      values[part][0] = values[part][1] = {0, 0, 0, 0}, logs[part] = as_bits(2 * NOTHING);
-      if (part < count) load(part, slot, channel, g);
-    }
+      for (int part = 0; part < COUNT; ++part) {
+        values[part][0] = values[part][1] = {0, 0, 0, 0}, logs[part] = as_bits(2 * NOTHING);
+        if (part < count) load(part, slot, channel, g);
+      }
+#pragma unroll
+      for (int part = 0; part < COUNT; ++part) {
+        if (part >= count) continue;
+        const uint4 &a = values[part][0], &b = values[part][1];
+        some |= a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w | logs[part];
+        every &= a.x & a.y & a.z & a.w & b.x & b.y & b.z & b.w & logs[part];
+      }
+      return (some & ~every & 3) == 0;
+    };
     if constexpr (TAGGED)
-      await(w.a, w.s, [&] {
-        bool there = true;
-#pragma unroll
-        for (int part = 0; part < COUNT; ++part) {
-          if (part >= count || came(part, tag_of(w.use()))) continue;
-          there = false;
-          load(part, slot, channel, g);
-        }
-        return there;
-      });
+      await(w.a, w.s, all_there);
+    else
+      all_there();
   }
 };
 // 8 channels of a head: sums of what parts have found, by powers of two of their logarithms, over the largest so far.
@@ -124,22 +125,24 @@ DEVICE void gather_found(Worker& w) {
   w.meet();
 }
 
-// The same of a unit's own queries, of which the units that are joined with it have found parts, at one trip: of more than AT_A_TIME the
-// other half by other lanes of the warp. In a short text it has found all itself, and laid out.
+// The same of a unit's own queries, of which other units have found parts, at one trip: of more than AT_A_TIME the other half by other
+// lanes of the warp. In a short text it has found all itself, and laid out.
 constexpr int AT_A_TIME = PARTS < 8 ? PARTS : 8, HALVES = PARTS > 8 ? 2 : 1;
 static_assert(!SUMMED || (PARTS <= 8 * HALVES && HALVES <= 32 / LANES), "parts of a unit fit in a warp");
 
 DEVICE void gather_own(Worker& w, int unit, int column) {
   constexpr int ITEMS = UNIT_QUERIES * HALVES;  // each for the lanes of a head
   for (int at = UNIT_QUERIES * HEAD + 8 * w.thread; at < BLOCK_ROOM; at += 8 * WORKERS_THREADS) lay_zeros(w, column + at);
-  if (w.used() > 1) {
-    const float* slots = w.a.words + PARTIAL + unit * SPLITS / PARTS * PARTS * SLOT;
-    const int own = unit % JOINED * UNIT_QUERIES;
+  const int parts_of_all = w.used();
+  if (parts_of_all > 1) {
+    const bool joined = JOINED > 1 && parts_of_all > SPLITS;
+    const float* slots = w.a.words + PARTIAL + (joined ? unit / JOINED * JOINED : unit) * SPLITS * SLOT;
+    const int own = joined ? unit % JOINED * UNIT_QUERIES : 0;
 #pragma unroll 1
     for (int first = w.warp * AT_ONCE; first < ITEMS; first += WARPS * AT_ONCE) {
       const int item = first + w.lane / LANES, g = item / HALVES, half = item % HALVES;
       Parts<AT_A_TIME> parts;
-      parts.take(w, slots + half * AT_A_TIME * SLOT, channel_of(w), own + g, item < ITEMS ? PARTS - half * AT_A_TIME : 0);
+      parts.take(w, slots + half * AT_A_TIME * SLOT, channel_of(w), own + g, item < ITEMS ? parts_of_all - half * AT_A_TIME : 0);
       Mixture mixture;
       mixture.add(parts);
       if (HALVES > 1) mixture.add_lane(LANES);

@@ -68,7 +68,7 @@ struct Copier {
   const Arguments& a;
   Shared& s;
   Ring ring;
-  int issued = 0;
+  int issued = 0, flight = FLIGHT;
   long long earliest = 0;
 
   // The place of the next chunk, of so many bytes, once it is free; or none: nobody waits for the rest.
@@ -76,7 +76,7 @@ struct Copier {
     if constexpr (!STREAMS && !SEPARATE) await(a, s, [&] { return (int)(*s.allowed - issued) > 0; });
     if (!await_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return nullptr;
     if (bounded) {
-      if (issued >= FLIGHT) await_ring(a, s, s.full + (issued - FLIGHT) % STAGES, ((issued - FLIGHT) / STAGES) & 1);
+      if (issued >= flight) await_ring(a, s, s.full + (issued - flight) % STAGES, ((issued - flight) / STAGES) & 1);
       if (pace > 0) await(a, s, [&] { return ticks() >= earliest; });
       earliest = ticks() + pace;
     }
@@ -115,6 +115,7 @@ DEVICE void copy_tokens(const Arguments& a, const int* share, Shared& s) {
   const char* from = a.stream + a.starts[cta_index()];
   Copier c = {a, s};
   for (int token = 0; token < a.count; ++token) {
+    if (FLIGHT_APART != FLIGHT) c.flight = used_at(position + token) == 1 ? FLIGHT_APART : FLIGHT;
     int until = qkv;  // whole layers are whole chunks, where keys and values come too
     for (int chunk = 0, at = 0; chunk < (granules + 3) / 4 && !*s.gone; ++chunk) {
       if (KEYS_STREAM && chunk == until && at < LAYERS) copy_cache(c, share, at++, token, position + token), until += layer / 4;

@@ -1,10 +1,10 @@
 // A working thread, the words that CTAs hand each other, and the vector that a phase multiplies.
 #pragma once
 
-// CTAs that share the positions of a key head; where they multiply what they find, all do, or each takes all positions.
+// CTAs that share the positions of the same queries; where they multiply what they find, none in a short text, and the most in a long one.
 DEVICE int used_at(int position) {
   const int wanted = (position + POSITIONS) / POSITIONS;
-  if (SUMMED) return wanted > 1 ? SPLITS * JOINED : 1;
+  if (SUMMED) return position >= JOINED_FROM ? SPLITS * JOINED : wanted > 1 ? SPLITS : 1;
   return wanted < SPLITS ? wanted : SPLITS;
 }
 
