@@ -68,6 +68,8 @@ class Tuning:
     """Ticks of the processor's clock from one chunk to the next, where there are hand-offs: copies that come evenly, and not as
     fast as they can, make no queues. By default 800, or 700 where sums are counted: there is a hand-off less.
     """
+    hold: int = 600
+    """Ticks that pass before a CTA asks for what others of its head have found: asked for earlier, it comes later."""
     stamps: bool = False
     """Whether the kernel notes when each CTA came where: :mod:`onelaunch.decode.stamps`."""
 
@@ -150,6 +152,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "GROUP": config.queries_per_key, "HEAD": config.head_dim, "SPLITS": plan.splits, "SHARERS": plan.sharers,
         "JOINED": plan.joined, "POSITIONS": plan.positions, "JOINED_FROM": plan.joined_from, "SUM_ROWS": sum_rows(plan),
         "DEPTH": depth(config), "STAGES": layout.stages, "FLIGHT": min(tuning.flight, layout.stages),
+        "HOLD": tuning.hold,
         "FLIGHT_APART": min(tuning.flight_apart if plan.blocks else tuning.flight, layout.stages),
         "ROUNDS": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
     }  # fmt: skip

@@ -35,7 +35,7 @@ POSITIONS = 64
 """Positions from which on one more CTA pays."""
 
 
-LONG = 4096
+LONG = 1280
 """Positions from which on CTAs take each other's queries, so that each key is read once."""
 
 

@@ -138,6 +138,8 @@ DEVICE void gather_own(Worker& w, int unit, int column) {
     const bool joined = JOINED > 1 && parts_of_all > SPLITS;
     const float* slots = w.a.words + PARTIAL + (joined ? unit / JOINED * JOINED : unit) * SPLITS * SLOT;
     const int own = joined ? unit % JOINED * UNIT_QUERIES : 0;
+    const long long since = ticks();
+    while (w.warp * AT_ONCE < ITEMS && ticks() - since < HOLD) breathe();
 #pragma unroll 1
     for (int first = w.warp * AT_ONCE; first < ITEMS; first += WARPS * AT_ONCE) {
       const int item = first + w.lane / LANES, g = item / HALVES, half = item % HALVES;
