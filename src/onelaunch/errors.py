@@ -166,8 +166,8 @@ class DecodeOverflow(OneLaunchError, ArithmeticError):
 
     def __init__(self, variant: str) -> None:
         super().__init__(
-            f"A layer of the model added to the residual stream what is no number, or 67108864 and more; {variant!r} adds in "
-            "integers of 2^-28 and holds no more. Look at the weights, or take the variant 'captured', which adds in bfloat16."
+            f"A layer of the model added to the residual stream what is no number, or millions; {variant!r} adds in integers of "
+            "2^-28 and holds up to 67108864. Look at the weights, or take the variant 'captured', which adds in bfloat16."
         )
 
 

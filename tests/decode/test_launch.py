@@ -271,7 +271,7 @@ def test_a_step_that_gave_up_is_said_by_the_next_and_cleared(weights, played):
 def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played):
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, GREEDY["first"])
     played.stalls, played.error = 2, OUT_OF_RANGE
-    with pytest.raises(DecodeOverflow, match=r"'streaming' adds in integers of 2\^-28 and holds no more"):
+    with pytest.raises(DecodeOverflow, match=r"'streaming' adds in integers of 2\^-28 and holds up to 67108864"):
         list(engine.run(GREEDY["first"]))
     assert list(engine.run(GREEDY["first"])) == expected
 

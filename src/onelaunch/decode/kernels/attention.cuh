@@ -70,43 +70,66 @@ struct Batch {
   DEVICE static uint4 read_row(const char* at) { return KEYS_STREAM ? *(const uint4*)at : load_plain((const uint4*)at); }
 };
 
-// All positions of the span, by rounds; the first round's are there or on their way. A warp that has none in the last round is done.
+// Scores of the first rows of a lane in a round, and what was found before by the largest of them.
+template <int COUNT, int QUERIES>
+DEVICE void score_rows(Worker& w, const Span& span, int base, const Batch<QUERIES>& batch, const Heads<QUERIES>& heads, Found<QUERIES>& f,
+                       float (&scores)[QUERIES][COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const bool valid = base + i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES < span.end;
+    float key[8];
+    unpack(batch.keys[i], key);
+#pragma unroll
+    for (int g = 0; g < QUERIES; ++g) {
+      const float found = heads.score(g, key);
+      scores[g][i] = valid ? found : 2 * NOTHING;
+    }
+  }
+#pragma unroll
+  for (int g = 0; g < QUERIES; ++g) {
+    float larger = f.most[g];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) larger = fmaxf(larger, scores[g][i]);
+    f.rescale(g, larger);
+  }
+}
+template <int COUNT, int QUERIES>
+DEVICE void add_rows(const Batch<QUERIES>& batch, Found<QUERIES>& f, const float (&scores)[QUERIES][COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    float value[8];
+    unpack(batch.values[i], value);
+#pragma unroll
+    for (int g = 0; g < QUERIES; ++g) f.add(g, scores[g][i], value);
+  }
+}
+// All positions of the span, by rounds; the first round's are there or on their way. In the last one a warp may have no position, and
+// where a lane has one row at most, the others are left out.
 template <int QUERIES>
 DEVICE void attend_all(Worker& w, const Span& span, Batch<QUERIES>& batch, const Heads<QUERIES>& heads, bool newest, Found<QUERIES>& f) {
   constexpr int DEEP = Batch<QUERIES>::DEEP, ROUND = Batch<QUERIES>::ROUND;
+  int base = span.begin;
 #pragma unroll 1
-  for (int base = span.begin; base + w.warp * AT_ONCE < span.end; base += ROUND) {
+  for (; base + ROUND < span.end; base += ROUND) {
     w.refresh();
-    if (newest && base + ROUND >= span.end) batch.insert(w, span.cached - base, heads.key, heads.value);
     float scores[QUERIES][DEEP];
-#pragma unroll
-    for (int i = 0; i < DEEP; ++i) {
-      const bool valid = base + i * WARPS * AT_ONCE + w.warp * AT_ONCE + w.lane / LANES < span.end;
-      float key[8];
-      unpack(batch.keys[i], key);
-#pragma unroll
-      for (int g = 0; g < QUERIES; ++g) {
-        const float found = heads.score(g, key);
-        scores[g][i] = valid ? found : 2 * NOTHING;
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < QUERIES; ++g) {
-      float larger = f.most[g];
-#pragma unroll
-      for (int i = 0; i < DEEP; ++i) larger = fmaxf(larger, scores[g][i]);
-      f.rescale(g, larger);
-    }
-    Batch<QUERIES> next = {};
-    if (base + ROUND < span.end) next.load(w, span, base + ROUND);
-#pragma unroll
-    for (int i = 0; i < DEEP; ++i) {
-      float value[8];
-      unpack(batch.values[i], value);
-#pragma unroll
-      for (int g = 0; g < QUERIES; ++g) f.add(g, scores[g][i], value);
-    }
+    score_rows<DEEP>(w, span, base, batch, heads, f, scores);
+    Batch<QUERIES> next;
+    next.load(w, span, base + ROUND);
+    add_rows<DEEP>(batch, f, scores);
     batch = next;
+  }
+  if (base + w.warp * AT_ONCE >= span.end) return;
+  w.refresh();
+  if (newest) batch.insert(w, span.cached - base, heads.key, heads.value);
+  if (DEEP > 1 && base + WARPS * AT_ONCE >= span.end) {
+    float scores[QUERIES][1];
+    score_rows<1>(w, span, base, batch, heads, f, scores);
+    add_rows<1>(batch, f, scores);
+  } else {
+    float scores[QUERIES][DEEP];
+    score_rows<DEEP>(w, span, base, batch, heads, f, scores);
+    add_rows<DEEP>(batch, f, scores);
   }
 }
 
@@ -115,7 +138,8 @@ struct Kept {
   float* slot;
   int column;  // or -1
   DEVICE Kept(const Worker& w, int unit)
-      : slot(w.a.words + PARTIAL + unit * SLOT), column(SUMMED && w.used() == 1 ? padded(HIDDEN) + (UNITS > 1 ? unit - w.begin(ATTENTION) : 0) * BLOCK_ROOM : -1) {}
+      : slot(w.a.words + PARTIAL + unit * SLOT),
+        column(SUMMED && w.used() == 1 ? padded(HIDDEN) + (UNITS > 1 ? unit - w.begin(ATTENTION) : 0) * BLOCK_ROOM : -1) {}
   DEVICE void tell(Worker& w, int at, float4 v) const {
     put(slot + at, v, w.use());
     if constexpr (SUMMED)

@@ -81,6 +81,7 @@ constexpr float QUERY_SCALE = LOG2E;  // and one over the root of HEAD: scores a
 // A unit: some of a key head's queries, and a part of the positions. Where it multiplies what it finds, in a short text all positions;
 // in a long one JOINED units take each other's queries too, for each key to be read once. The newest one is not in the cache yet; of
 // those who have it one keeps it.
+static_assert(SUMMED || POSITIONS >= SPLITS, "each of those who share positions has some");
 constexpr int PARTS = SPLITS * JOINED, SLOT_QUERIES = UNIT_QUERIES * JOINED;
 struct Span {
   int head, query, begin, end, cached;

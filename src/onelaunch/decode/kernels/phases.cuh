@@ -69,13 +69,11 @@ DEVICE void multiply_qkv(Worker& w) {
       gather_normed(w, w.a.words + RESIDUAL, first_row(w), w.layer_norms(), w.use() - 1);
   };
   const RowTurn first(w, w.begin(QKV) * TILE + w.thread);  // of the first group; on its way before the vector is waited for
-  product_of<HIDDEN, MOST_QKV, LEAST_QKV, GROUPS_QKV>(w, QKV, vector, [&](u32 row, int mine, int sum) {
-    const float own = sum_of_row(w, sum);
+  product_of<HIDDEN, MOST_QKV, LEAST_QKV, GROUPS_QKV>(w, QKV, vector, [&](u32 row, int mine, float own, float other) {
     if constexpr (ROPE_APART) {
       put(w.a.words + RAW + row, own, w.use());
       return;
     }
-    const float other = sum_of_row(w, sum ^ TILE / 2);
     const RowTurn turn = mine == w.thread ? first : RowTurn(w, row);
     put(w.a.words + RAW + row, turn.apply(own, other), w.use());
     if (!RowTurn::upper(row))  // of values too: each word is written in every use
@@ -96,9 +94,9 @@ DEVICE void multiply_o(Worker& w) {
   w.refresh();
   if (w.begin(O) == w.end(O)) return;
   open_ring(w, O, QUERY);
-  product_of<QUERY, MOST_O, LEAST_O, GROUPS_O>(w, O, [&] { gather_found(w); }, [&](int row, int mine, int sum) {
+  product_of<QUERY, MOST_O, LEAST_O, GROUPS_O>(w, O, [&] { gather_found(w); }, [&](int row, int mine, float sum, float) {
     float& own = own_row(w, row, mine, w.layer == 0);
-    put(w.a.words + MID + row, own += sum_of_row(w, sum), w.use());
+    put(w.a.words + MID + row, own += sum, w.use());
   });
 }
 
@@ -115,9 +113,8 @@ DEVICE void multiply_gate_up(Worker& w) {
     else
       gather_normed(w, w.a.words + MID, nullptr, w.layer_norms() + HIDDEN, w.use());
   };
-  product_of<HIDDEN, MOST_GATE_UP, LEAST_GATE_UP, GROUPS_GATE_UP>(w, GATE_UP, vector, [&](int row, int, int sum) {
+  product_of<HIDDEN, MOST_GATE_UP, LEAST_GATE_UP, GROUPS_GATE_UP>(w, GATE_UP, vector, [&](u32 row, int, float gate, float up) {
     if (row % TILE >= TILE / 2) return;
-    const float gate = sum_of_row(w, sum), up = sum_of_row(w, sum + TILE / 2);
     put(w.a.words + ACT + row / TILE * (TILE / 2) + row % TILE, up * gate * inverse(1.0f + power(-LOG2E * gate)), w.use());
   });
 }
@@ -128,9 +125,10 @@ DEVICE void multiply_down(Worker& w) {
   open_ring(w, DOWN, INNER);
   const bool last = w.layer + 1 == LAYERS;  // read by the head, also in CTAs that have no part in layers
   float* to = w.a.words + (last ? FINAL : RESIDUAL);
-  product_of<INNER, MOST_DOWN, LEAST_DOWN, GROUPS_DOWN>(w, DOWN, [&] { gather<INNER>(w, w.a.words + ACT, w.use()); }, [&](int row, int mine, int sum) {
+  auto vector = [&] { gather<INNER>(w, w.a.words + ACT, w.use()); };
+  product_of<INNER, MOST_DOWN, LEAST_DOWN, GROUPS_DOWN>(w, DOWN, vector, [&](int row, int mine, float sum, float) {
     float& own = own_row(w, row, mine, false);
-    put(to + row, own += sum_of_row(w, sum), last ? w.token : w.use());
+    put(to + row, own += sum, last ? w.token : w.use());
   });
 }
 
@@ -164,9 +162,9 @@ DEVICE void multiply_head(Worker& w) {
     gather_normed(w, w.a.words + FINAL, nullptr, w.a.norms + (long long)LAYERS * (2 * HIDDEN + 2 * HEAD), w.token);
   };
   u64 mine = 0;
-  product_of<HIDDEN, MOST_LM_HEAD, LEAST_LM_HEAD, GROUPS_LM_HEAD>(w, LM_HEAD, vector, [&](int row, int, int sum) {
+  product_of<HIDDEN, MOST_LM_HEAD, LEAST_LM_HEAD, GROUPS_LM_HEAD>(w, LM_HEAD, vector, [&](int row, int, float sum, float) {
     if (row >= VOCAB) return;
-    const float logit = *w.s.gone ? as_float(0x7FC00000) : sum_of_row(w, sum);  // not a number, if something was not waited for
+    const float logit = *w.s.gone ? as_float(0x7FC00000) : sum;  // not a number, if something was not waited for
     w.a.logits[row] = logit;
     mine = better(mine, candidate(penalised(w, logit, row), row));
   });

@@ -56,13 +56,15 @@ DEVICE void multiply_beside(Worker& w, int tiles, int column, typename Batches<C
 #pragma unroll
   for (int first = 0; first < TILES; first += B::SIZE) {
     if (first) B::fetch(w, 0, first, tiles, v);
-    float d[B::SIZE][Its::OF_A_WARP][1][4] = {};
+    constexpr int CHAINS = DEPTH / Its::OF_A_WARP > 1 ? 2 : 1;  // of products that wait for each other
+    float d[B::SIZE][Its::OF_A_WARP][CHAINS][4] = {};
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
-      const uint2 b = *(const uint2*)operand(w, column + (first_part + i) % Its::PARTS * 32);
+      const int part = Its::PARTS <= DEPTH ? i % Its::PARTS : first_part % Its::PARTS + i;
+      const uint2 b = *(const uint2*)operand(w, column + part * 32);
 #pragma unroll
       for (int t = 0; t < B::SIZE && first + t < TILES; ++t)
-        if (first + t < LEAST || first + t < tiles) product(d[t][Its::OF_A_WARP > 1 ? i / Its::PARTS : 0][0], v[t][i], b);
+        if (first + t < LEAST || first + t < tiles) product(d[t][Its::OF_A_WARP > 1 ? i / Its::PARTS : 0][i % CHAINS], v[t][i], b);
     }
     constexpr int EACH = B::SIZE * Its::OF_A_WARP;
 #pragma unroll
@@ -89,7 +91,8 @@ DEVICE void multiply_beside(Worker& w, int tiles, int column, typename Batches<C
 template <int COLUMNS, int TILES, int LEAST>
 DEVICE void multiply(Worker& w, int tiles, typename Batches<COLUMNS, TILES, LEAST>::Weights& v, int column = 0) {
   using B = Batches<COLUMNS, TILES, LEAST>;
-  constexpr int CHAINS = TILES > 4 ? 1 : 2;  // of products that wait for each other; many tiles have no registers for two
+  // of products that wait for each other: many tiles have no registers for two, and one tile alone has nothing else to do
+  constexpr int CHAINS = TILES > 4 ? 1 : TILES == 1 ? 4 : 2;
   float d[TILES][CHAINS][4];
 #pragma unroll
   for (int t = 0; t < TILES; ++t)
@@ -122,15 +125,17 @@ DEVICE void multiply(Worker& w, int tiles, typename Batches<COLUMNS, TILES, LEAS
       if (w.lane % 4 == 0) w.s.sums[(w.parity * WARPS + w.warp) * SUM_ROWS + t * TILE + w.lane / 4] = sum;
     }
 }
+// Of all warps, or the first so many; not scaled yet.
 template <int COUNT = WARPS>
 DEVICE float sum_of_row(const Worker& w, int row) {
-  float sum = 0;
-  for (int warp = 0; warp < COUNT; ++warp) sum += w.s.sums[(w.parity * WARPS + warp) * SUM_ROWS + row];
-  return sum * w.scale;
+  float each[COUNT];
+#pragma unroll
+  for (int warp = 0; warp < COUNT; ++warp) each[warp] = w.s.sums[(w.parity * WARPS + warp) * SUM_ROWS + row];
+  return sum_of(each);
 }
 
-// All tiles of a phase: gather() lays the vector out, then apply(row of the matrix, row among the CTA's, row of the sums) by a thread
-// for each row.
+// All tiles of a phase: gather() lays the vector out, then apply(row of the matrix, row among the CTA's, its product, that of the row
+// half a tile away) by a thread for each row.
 template <int COLUMNS, int TILES, int LEAST, int GROUPS, class Gather, class Apply>
 DEVICE void product_of(Worker& w, int phase, Gather gather, Apply apply) {
   using B = Batches<COLUMNS, TILES, LEAST>;
@@ -143,8 +148,10 @@ DEVICE void product_of(Worker& w, int phase, Gather gather, Apply apply) {
     multiply<COLUMNS, TILES, LEAST>(w, tiles, v);
     if (first == 0) tell_squares(w);
     w.meet();
+    const bool has = w.thread < tiles * TILE;
+    const float own = sum_of_row(w, has ? w.thread : 0), other = from_lane_xor(own, TILE / 2);  // before the scale is made of others
     if (first == 0) take_scale(w);
-    if (w.thread < tiles * TILE) apply((begin + first) * TILE + w.thread, first * TILE + w.thread, w.thread);
+    if (has) apply((begin + first) * TILE + w.thread, first * TILE + w.thread, own * w.scale, other * w.scale);
     w.parity ^= 1;  // so that sums are read while others already multiply
   };
   int tiles = groups == 1 ? count : first_of(1);

@@ -6,20 +6,26 @@
 #pragma once
 
 constexpr int COUNT_BITS = 8;
-constexpr float OF_ONE = 268435456.0f, MOST_ADDED = 67108864.0f;  // units; what is added is smaller, or an error
-static_assert(!SUMMED || ADDERS < 1 << COUNT_BITS, "additions from one wait to the next are told apart");
+constexpr float OF_ONE = 268435456.0f, MOST_HELD = 67108864.0f;  // units; half of what a word can hold
+static_assert(!SUMMED || ADDERS + 1 < 1 << COUNT_BITS, "additions from one wait to the next are told apart");
 
 DEVICE u64* residual_at(const Worker& w, int row) { return (u64*)(w.a.words + MID) + row; }
 // Once attention is added: all heads in each layer so far, and the MLPs before.
 DEVICE u32 additions(const Worker& w) { return (u32)(ADDERS * (w.layer + 1) + w.layer); }
 DEVICE bool has_all(u64 word, u32 additions) { return (((u32)word ^ additions) & ((1u << COUNT_BITS) - 1)) == 0; }
-DEVICE float value_of(u64 word, u32 additions) { return (float)((long long)(word - additions) >> COUNT_BITS) * (1.0f / OF_ONE); }
+DEVICE float value_of(u64 word, u32 additions) {  // by halves: numbers of 64 bits take longer, and the lower one is exact
+  const u64 v = word - additions;
+  return fmaf((float)(int)(v >> 32), 1.0f / 16, (float)(u32)v * (1.0f / 256 / OF_ONE));
+}
+// Whether a number stays within what words hold; if not, that is noted, and nothing of this launch is waited for any longer.
+DEVICE bool in_range(Worker& w, float v, float most) {
+  if (fabsf(v) < most) return true;
+  if (!load_relaxed(w.a.state + ERROR)) store_relaxed(w.a.state + ERROR, OUT_OF_RANGE);  // or what another's stall has made
+  *w.s.gone = 1;
+  return false;
+}
 DEVICE u64 in_units(Worker& w, float v) {
-  if (!(fabsf(v) < MOST_ADDED)) {
-    store_relaxed(w.a.state + ERROR, OUT_OF_RANGE);
-    *w.s.gone = 1;
-    v = 0;
-  }
+  if (!in_range(w, v, MOST_HELD / (ADDERS + 2))) v = 0;
   return (u64)llrintf(v * OF_ONE) << COUNT_BITS;
 }
 
@@ -86,14 +92,16 @@ DEVICE void multiply_unit(Worker& w, int unit, int begin, int count, int column)
     if (group > 0) B::fetch(w, 0, 0, tiles, v);
     const int from = (begin - unit * BLOCKS + first) * BLOCK_ROWS;
     if constexpr (B::BESIDE) {
-      multiply_beside<WIDTH, MOST_O, LEAST_O, BLOCK_ROOM>(w, tiles, column, v, [&](int row, float sum) { add_row(w, unit, from + row, sum); });
+      auto found = [&](int row, float sum) { add_row(w, unit, from + row, sum); };
+      multiply_beside<WIDTH, MOST_O, LEAST_O, BLOCK_ROOM>(w, tiles, column, v, found);
     } else {
       multiply<WIDTH, MOST_O, LEAST_O>(w, tiles, v, column);
     }
     constexpr int WARPS_OF_ONE = B::BESIDE ? Beside<WIDTH, BLOCK_ROOM>::WARPS_OF_ONE : WARPS;
     if constexpr (WARPS_OF_ONE > 1) {
       w.meet();
-      for (int row = w.thread; row < tiles * BLOCK_ROWS; row += WORKERS_THREADS) add_row(w, unit, from + row, sum_of_row<WARPS_OF_ONE>(w, row));
+      for (int row = w.thread; row < tiles * BLOCK_ROWS; row += WORKERS_THREADS)
+        add_row(w, unit, from + row, sum_of_row<WARPS_OF_ONE>(w, row));
       w.parity ^= 1;
     }
     first += tiles, tiles = first_of(group + 2) - first;
@@ -121,6 +129,7 @@ struct OwnRow {
     const u32 wanted = additions(w);
     await(w.a, w.s, [&] { return has_all(word, wanted) || (word = load_relaxed(residual_at(w, row)), false); });
     value = value_of(word, wanted);
+    in_range(w, value, MOST_HELD);
   }
 };
 DEVICE void multiply_down_summed(Worker& w) {
@@ -137,10 +146,9 @@ DEVICE void multiply_down_summed(Worker& w) {
     if (has) first.take(w, mine);
     w.meet();
   };
-  product_of<INNER, MOST_DOWN, LEAST_DOWN, GROUPS_DOWN>(w, DOWN, vector, [&](int row, int, int sum) {
+  product_of<INNER, MOST_DOWN, LEAST_DOWN, GROUPS_DOWN>(w, DOWN, vector, [&](int row, int, float found, float) {
     OwnRow own = first;
     if (GROUPS_DOWN > 1 && row != mine) own = OwnRow(w, row), own.take(w, row);
-    const float found = sum_of_row(w, sum);
     put(to + row, own.value + found, last ? w.token : w.use());
     add_relaxed(residual_at(w, row), last ? 0 - own.word : in_units(w, found) + 1);
   });

@@ -32,7 +32,8 @@ struct Worker {
     *s.token = a.first ? (int)*a.first : a.tokens[position];  // the token that is processed; all threads say the same
   }
   // Before each phase, and within attention: addresses made of these are then made in it, and not kept in registers from layer to layer.
-  DEVICE void refresh() { thread = afresh(thread), warp = thread / 32, lane = thread % 32; }
+  // In ranges that the compiler sees: quotients are shifts then.
+  DEVICE void refresh() { thread = afresh(thread) & (WORKERS_THREADS - 1), warp = thread >> 5, lane = thread & 31; }
   DEVICE void meet() const { workers_meet(WORKERS_THREADS); }
   DEVICE u32 use() const { return (token - 1) * LAYERS + layer + 1; }  // of the buffers of layers
   DEVICE int begin(int what) const { return share[2 * what]; }
@@ -242,6 +243,14 @@ DEVICE void gather(Worker& w, const float* from, u32 use) {
   lay_all<COLUMNS>(w, from, use);
   w.meet();
 }
+template <int COUNT>
+DEVICE float sum_of(float (&each)[COUNT]) {  // by halves: they wait for each other less
+#pragma unroll
+  for (int half = COUNT / 2; half; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) each[i] += each[i + half];
+  return each[0];
+}
 DEVICE float sum_of_warp(float v) {
   for (int mask = 16; mask; mask /= 2) v += from_lane_xor(v, mask);
   return v;
@@ -279,9 +288,10 @@ DEVICE void tell_squares(Worker& w) {
 }
 DEVICE void take_scale(Worker& w) {  // all have met since
   if (!w.normed) return;
-  float sum = 0;
-  for (int warp = 0; warp < WARPS; ++warp) sum += w.s.squares[warp];
-  w.scale = one_over_norm(sum);
+  float each[WARPS];
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) each[warp] = w.s.squares[warp];
+  w.scale = one_over_norm(sum_of(each));
 }
 // By one CTA for all.
 DEVICE void share_normed(Worker& w, const float* from, const u16* row, const u16* factors) {

@@ -64,5 +64,5 @@ DEVICE bool await(const Arguments& a, Shared& s, Ready ready) {
   return true;
 }
 DEVICE bool await_ring(const Arguments& a, Shared& s, u64* bar, u32 phase) {
-  return await(a, s, [&] { return ring_passed(bar, phase); });
+  return !*s.gone && await(a, s, [&] { return ring_passed(bar, phase); });
 }
