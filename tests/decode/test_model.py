@@ -33,14 +33,19 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     config, tokens = CONFIGS[name], tokens_of(CONFIGS[name], 200)
     folder = write(tmp_path, random_weights(config, seed=2))
-    for dtype, allowed in ((torch.float32, 3e-6), (torch.bfloat16, 6e-3)):
+    for dtype in (torch.float32, torch.bfloat16):
         theirs = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
         with torch.no_grad():
             expected = theirs(tokens[None]).logits[0].double()
         weights = load_weights(folder, replace(config, dtype=dtype))
         found = all_logits(weights, tokens).double()
-        # In bfloat16, angles made in float64 round otherwise now and then; both are 1.5e-2 off the truth.
-        assert (found - expected).norm() <= allowed * expected.norm()
+        if dtype is torch.float32:
+            assert (found - expected).norm() <= 3e-6 * expected.norm()
+            continue
+        # with the residual stream in float32 nearer to the truth than theirs, and less far from theirs than that is
+        truth = all_logits(weights.map(torch.Tensor.double), tokens)
+        assert (found - truth).norm() < (expected - truth).norm()
+        assert (found - expected).norm() <= 0.9 * (expected - truth).norm()
 
 
 # In any case

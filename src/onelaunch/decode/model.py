@@ -1,7 +1,7 @@
 """The model in plain PyTorch, in the dtype of its weights: the oracle in float64, what people run in 16 bits.
 
-Rounding in 16 bits is Hugging Face's: norms in float32 and rounded before their factors, everything else in the dtype. Angles
-alone are made in float64.
+Rounding in 16 bits is Hugging Face's, norms in float32 and rounded before their factors, but for the residual stream, which stays
+in float32: rounded twice in each layer, it alone would take most of what errors may be. Angles are made in float64.
 """
 
 from __future__ import annotations
@@ -42,10 +42,14 @@ def prefill(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> tuple[tor
 
 
 def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Residual stream ``[T, H]`` after all layers of tokens ``[T]`` that follow the cache; it gets their keys and values."""
+    """Residual stream ``[T, H]``, float32 or float64, after all layers of tokens ``[T]`` that follow the cache.
+
+    It gets their keys and values.
+    """
     config, start, end = weights.config, cache.length, cache.length + len(tokens)
-    hidden = F.embedding(tokens, weights.embed_tokens)
-    turn = rotation(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
+    embedded = F.embedding(tokens, weights.embed_tokens)
+    turn = rotation(config, torch.arange(start, end, device=tokens.device), embedded.dtype)
+    hidden = widened(embedded)
     for layer, keys, values in zip(weights.layers, cache.keys, cache.values, strict=True):
         normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
         q, k, v = heads(config.head_dim, config.rms_norm_eps, layer, normed, turn)
@@ -59,14 +63,18 @@ def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> torch.Ten
 
 def logits_of(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
     """Logits ``[..., V]`` of a residual stream ``[..., H]``; float32, or float64 for float64."""
-    logits = F.linear(rms_norm(hidden, weights.norm, weights.config.rms_norm_eps), weights.lm_head)
-    return logits if logits.dtype is torch.float64 else logits.float()
+    return widened(F.linear(rms_norm(hidden, weights.norm, weights.config.rms_norm_eps), weights.lm_head))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / rms(x) * weight`` over the last dimension."""
-    wide = x if x.dtype is torch.float64 else x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    """``x / rms(x) * weight`` over the last dimension, in the dtype of ``weight``."""
+    wide = widened(x)
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(weight.dtype)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least."""
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def heads(

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
-from onelaunch.decode.model import forward, heads, logits_of, mlp, rms_norm
+from onelaunch.decode.model import forward, heads, logits_of, mlp, rms_norm, widened
 from onelaunch.decode.rope import rotation
 from onelaunch.decode.weights import LayerWeights, Weights
 from onelaunch.operation import Query
@@ -82,7 +82,7 @@ def layer_step(
     sine: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """One layer of the residual stream ``[1, H]``; keys and values ``[K, C, D]`` get their row at ``position [1]``."""
+    """One layer of the residual stream ``[1, H]`` in float32; keys and values ``[K, C, D]`` get their row at ``position [1]``."""
     layer = LayerWeights(*weights)  # pyrefly: ignore[bad-argument-type]
     normed = rms_norm(hidden, layer.input_layernorm, eps)
     q, k, v = heads(head_dim, eps, layer, normed, (cosine, sine))
@@ -99,7 +99,7 @@ def layer_step(
 
 def head_step(hidden: torch.Tensor, norm: torch.Tensor, lm_head: torch.Tensor, eps: float) -> torch.Tensor:
     """Logits ``[V]`` float32 of the residual stream ``[1, H]``."""
-    return F.linear(rms_norm(hidden, norm, eps), lm_head)[0].float()
+    return widened(F.linear(rms_norm(hidden, norm, eps), lm_head)[0])
 
 
 def step(
@@ -107,8 +107,9 @@ def step(
 ) -> torch.Tensor:
     """Logits ``[V]``, with token and position ``[1]`` as tensors: shapes depend on the window alone."""
     config = weights.config
-    hidden = F.embedding(token, weights.embed_tokens)
-    cosine, sine = rotation(config, position, hidden.dtype)
+    embedded = F.embedding(token, weights.embed_tokens)
+    cosine, sine = rotation(config, position, embedded.dtype)
+    hidden = widened(embedded)
     mask = (torch.arange(window, device=token.device) <= position).expand(config.queries_per_key, window)
     for each, keys, values in zip(weights.layers, call.cache.keys, call.cache.values, strict=True):
         tensors = tuple(getattr(each, name) for name in LAYER_FIELDS)
