@@ -73,6 +73,27 @@ def test_the_same_again(rung, device):
 
 
 @each_rung
+def test_a_captured_step_outlives_new_contents_of_the_weights(rung, device):
+    """And those of other rungs, whose kernels are made of the same weights; it gives what the new ones ask for."""
+    case = decode_step.case("bfloat16", **MODELS["untied"], position=70, tied=False)
+    arguments = decode_step.make_inputs(case, device, 3).arguments
+    other = decode_step.make_inputs(case, device, 4).arguments["weights"]
+    decode_step(**arguments, variant=rung)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = decode_step(**arguments, variant=rung)[0]
+    for mine, theirs in zip(arguments["weights"].tensors().values(), other.tensors().values(), strict=True):
+        mine.copy_(theirs)
+    decode_step(**arguments, variant="streaming")
+    expected = decode_step(**{**arguments, "weights": other}, variant=rung)[0]
+    torch.cuda.empty_cache()
+    logits.zero_()
+    graph.replay()
+    torch.cuda.synchronize(device)
+    assert torch.equal(logits, expected)
+
+
+@each_rung
 def test_barriers_are_those_of_the_ladder(rung, device):
     from onelaunch.decode.launch import kernels_for
 

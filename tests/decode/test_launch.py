@@ -395,15 +395,27 @@ def test_without_numpy_kernels_say_so(rung, monkeypatch):
 # What is kept
 
 
-@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.q_norm", "norm"])
-def test_what_was_made_of_weights_is_made_anew_once_they_are_written_to(name):
-    weights = random_weights(SMALL, 0, "cpu")
-    made = launch._made(weights)
-    assert launch._made(weights) is made
+def addresses(kernels):
+    """All that a launch is given of a model, as a CUDA graph would hold it."""
+    memory, cache = kernels.memory, KVCache.empty(MODEL)
+    return [tensor is not None and tensor.data_ptr() for tensor in memory.arguments(cache, torch.empty(1))[:7]]
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.q_norm", "layers.0.o_proj", "norm"])
+def test_what_was_made_of_weights_is_made_anew_where_it_lies_once_they_are_written_to(name, played):
+    weights = random_weights(MODEL, 5)
+    rungs = ("streaming", "tagged_words", "eight_barriers")  # the last two share a stream
+    before = {rung: launch.kernels_for(weights, rung) for rung in rungs}
+    held = {rung: addresses(kernels) for rung, kernels in before.items()}
     weights.tensors()[name].mul_(2)
-    again = launch._made(weights)
-    assert again is not made
-    assert launch._made(weights) is again
+    fresh = weights.map(torch.clone)
+    for rung, kernels in before.items():
+        assert launch.kernels_for(weights, rung) is kernels
+        assert addresses(kernels) == held[rung]
+        mine, other = kernels.memory.constants, launch.kernels_for(fresh, rung).memory.constants
+        assert torch.equal(mine.stream.data, other.stream.data)
+        assert torch.equal(mine.norms, other.norms)
+        assert torch.equal(mine.weights.embed_tokens, other.weights.embed_tokens)
 
 
 def test_other_weights_have_their_own():

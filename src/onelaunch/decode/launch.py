@@ -252,13 +252,22 @@ class Kernels:
 
 
 class _Made:
-    """What was made for a model's weights, as long as nobody writes to them."""
+    """What was made for a model's weights. Once they are written to it is made anew, but where it lies: a CUDA graph that holds a
+    step has its addresses.
+    """
 
     def __init__(self, weights: Weights) -> None:
         self.tensors = tuple(weights.tensors().values())
         self.written = self.writes()
-        self.constants: dict[tuple[object, ...], Constants] = {}
+        self.constants: dict[tuple[object, ...], tuple[Plan, Constants]] = {}
         self.kernels: dict[str, Kernels] = {}
+
+    def renew(self) -> None:
+        if (writes := self.writes()) == self.written:
+            return
+        for plan, constants in self.constants.values():
+            constants.renew(plan)
+        self.written = writes
 
     def writes(self) -> int:
         """How often PyTorch wrote to the tensors in place: what was repacked before is not what they hold since."""
@@ -274,8 +283,9 @@ _MAKING = threading.Lock()
 def _made(weights: Weights) -> _Made:
     """Of these weights as they are now."""
     found = _MADE.get(weights)
-    if found is None or found.writes() != found.written:
+    if found is None:
         found = _MADE[weights] = _Made(weights)
+    found.renew()
     return found
 
 
@@ -290,12 +300,13 @@ def _constants(weights: Weights, plan: Plan) -> Constants:
     if key not in kept:
         with room_for("the weights in the order of their use", weights.device):
             stream = pack(weights, plan)
-            kept[key] = Constants.of(weights.map(lambda tensor: tensor), stream, weights.config.max_position_embeddings)
-    return kept[key]
+            constants = Constants.of(weights.map(lambda tensor: tensor), stream, weights.config.max_position_embeddings)
+            kept[key] = plan, constants
+    return kept[key][1]
 
 
 def kernels_for(weights: Weights, rung: str) -> Kernels:
-    """The kernels of a rung for a model, kept as long as the model, and made anew once its weights were written to."""
+    """The kernels of a rung for a model, kept as long as the model. Once its weights were written to they are packed again."""
     with _MAKING:
         kept = _made(weights).kernels
         if rung not in kept:

@@ -8,7 +8,7 @@ import torch
 
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.emit import BINS, arrivals_table, shares_table, word_offsets
-from onelaunch.decode.packing import Stream
+from onelaunch.decode.packing import Stream, pack
 from onelaunch.decode.plan import ROUNDS, Plan
 from onelaunch.decode.rope import rotation
 from onelaunch.decode.sampling import Sampler
@@ -53,6 +53,11 @@ class Constants:
     def of(cls, weights: Weights, stream: Stream, context: int) -> Constants:
         """For texts of up to ``context`` positions."""
         return cls(weights, stream, norms_of(weights), rotations_of(weights, context))
+
+    def renew(self, plan: Plan) -> None:
+        """From what the weights hold now, where it lies."""
+        pack(self.weights, plan, self.stream)
+        self.norms.copy_(norms_of(self.weights))
 
 
 class Memory:

@@ -154,12 +154,18 @@ def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
     return sizes.pop("lm_head") + config.num_hidden_layers * sum(sizes.values())
 
 
-def pack(weights: Weights, plan: Plan) -> Stream:
-    """A model's weights for the CTAs of a plan. Plans with the same number of CTAs share a stream."""
+def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
+    """A model's weights for the CTAs of a plan. Plans that cut all matrices alike share a stream.
+
+    Args:
+        weights: of the model.
+        plan: what each CTA multiplies.
+        again: what this gave before, to be written over: addresses that a CUDA graph may hold stay as they are.
+    """
     sizes = [run_granules(plan, cta) for cta in range(plan.ctas)]
     starts = torch.tensor([0, *sizes]).cumsum(0)
     half = GRANULE // 2
-    data = weights.embed_tokens.new_zeros((int(starts[-1]) * half,))
+    data = again.data if again else weights.embed_tokens.new_empty((int(starts[-1]) * half,))
     at = (starts[:-1] * half).tolist()
     deep = depth(plan.config)
     work: list[tuple[LayerWeights | None, Op]] = [(layer, op) for layer in weights.layers for op in PRODUCTS[:-1]]
@@ -171,4 +177,4 @@ def pack(weights: Weights, plan: Plan) -> Stream:
                 part = part.unflatten(1, (-1, deep)).transpose(0, 1)  # [steps / depth, tiles, depth, warps, 8, 32]
                 data[at[cta] : at[cta] + part.numel()].view(part.shape).copy_(part)
                 at[cta] += part.numel()
-    return Stream(data, (starts[:-1] * GRANULE).to(data.device))
+    return again or Stream(data, (starts[:-1] * GRANULE).to(data.device))
