@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onelaunch.decode import ModelConfig
+from onelaunch.decode.builder import POSITIONS, layer_ctas
 from onelaunch.decode.check import Room, check
 from onelaunch.decode.emit import THREADS, Tuning, layout_of
 from onelaunch.decode.interpret import Interpreter, digits
@@ -27,7 +28,7 @@ from onelaunch.decode.packing import (
     tiles_of,
 )
 from onelaunch.decode.plan import GRANULE, ROUNDS, Piece, Wait, padded
-from onelaunch.decode.rungs import POSITIONS, RUNGS, layer_ctas, plan_for, unsupported
+from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler, Sampling
 from onelaunch.errors import PlanError
 from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, text

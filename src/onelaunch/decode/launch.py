@@ -46,7 +46,7 @@ def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> P
 PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
 """What plans look at of a configuration."""
 
-PROVED_BY = ("check.py", "config.py", "emit.py", "launch.py", "plan.py", "rungs.py")
+PROVED_BY = ("builder.py", "check.py", "config.py", "emit.py", "launch.py", "plan.py", "rungs.py")
 """What a plan, its room and the proof are made by."""
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from onelaunch.decode.builder import tiles
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.emit import PRODUCTS, WARPS
 from onelaunch.decode.plan import GRANULE, STEP, TILE, WARP_COLUMNS, Blocks, Op, Plan, blocks_of, depth, padded, passes_of
-from onelaunch.decode.rungs import tiles
 from onelaunch.decode.weights import LayerWeights, Weights
 
 
