@@ -19,6 +19,7 @@ CASES = [*((rung, "tied", 5) for rung in RUNGS), ("tagged_words", "odd sizes", 3
 CASES += [("tagged_words", "whole chunks", 9), ("streaming", "whole chunks", 12)]
 CASES += [("fused_phases", "three layers", 2), ("tagged_words", "three layers", 5), ("streaming", "three layers", 2)]
 CASES += [("streaming", "two queries a key", 9), ("streaming", "two queries a key", 3), ("streaming", "five queries a key", 12)]
+CASES += [("streaming", "odd sizes", 8), ("streaming", "untied, a key head", 12)]
 
 
 def kernel_and_memory(weights, plan, libraries, tuning=None):
@@ -105,7 +106,13 @@ def test_a_sum_that_its_words_cannot_hold_is_said(lost, libraries):
 
 @pytest.mark.parametrize(
     ("rung", "model", "ctas"),
-    [("tagged_words", "untied, a key head", 9), ("tagged_words", "odd sizes", 8), ("graph", "odd sizes", 8)],
+    [
+        ("tagged_words", "untied, a key head", 9),
+        ("tagged_words", "odd sizes", 8),
+        ("graph", "odd sizes", 8),
+        ("streaming", "untied, a key head", 9),
+        ("streaming", "odd sizes", 8),
+    ],
 )
 def test_parts_of_a_long_text_are_put_together(rung, model, ctas, libraries):
     """Eight at a time, or three; two, three and one of them where there are no more."""
