@@ -157,7 +157,7 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "ROUNDS": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
     }  # fmt: skip
     blocks = plan.blocks or blocks_of(config, plan.sharers)
-    numbers |= {"BLOCK_WIDTH": blocks.width, "BLOCK_ROOM": blocks.room, "BLOCKS": blocks.count, "ADDERS": plan.adders}
+    numbers |= {"BLOCK_WIDTH": blocks.width, "BLOCK_ROOM": blocks.room, "UNIT_BLOCKS": blocks.count, "ADDERS": plan.adders}
     numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
     for op in PRODUCTS:
         together = [end - begin for cta in range(plan.ctas) for begin, end in passes_of(plan, op, cta)]

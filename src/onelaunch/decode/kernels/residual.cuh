@@ -90,7 +90,7 @@ DEVICE void multiply_unit(Worker& w, int unit, int begin, int count, int column)
 #pragma unroll 1
   for (int group = 0; group < groups && (GROUPS_O > 1 || group == 0); ++group) {
     if (group > 0) B::fetch(w, 0, 0, tiles, v);
-    const int from = (begin - unit * BLOCKS + first) * BLOCK_ROWS;
+    const int from = (begin - unit * UNIT_BLOCKS + first) * BLOCK_ROWS;
     if constexpr (B::BESIDE) {
       auto found = [&](int row, float sum) { add_row(w, unit, from + row, sum); };
       multiply_beside<WIDTH, MOST_O, LEAST_O, BLOCK_ROOM>(w, tiles, column, v, found);
@@ -114,8 +114,8 @@ DEVICE void multiply_summed(Worker& w) {
   const int begin = w.begin(O), end = w.end(O);
 #pragma unroll 1
   for (int first = begin; first < end && (UNITS > 1 || first == begin);) {
-    const int unit = first / BLOCKS, next = (unit + 1) * BLOCKS, last = UNITS > 1 && next < end ? next : end;
-    multiply_unit<BLOCK_WIDTH>(w, unit, first, last - first, OWN_VECTOR + (UNITS > 1 ? (unit - begin / BLOCKS) * BLOCK_ROOM : 0));
+    const int unit = first / UNIT_BLOCKS, next = (unit + 1) * UNIT_BLOCKS, last = UNITS > 1 && next < end ? next : end;
+    multiply_unit<BLOCK_WIDTH>(w, unit, first, last - first, OWN_VECTOR + (UNITS > 1 ? (unit - begin / UNIT_BLOCKS) * BLOCK_ROOM : 0));
     first = last;
   }
 }

@@ -5,12 +5,15 @@
 // Warps      8 work; one thread of a ninth copies the CTA's weights, which lie in the order of their use, into a ring in shared memory.
 //            Where the plan streams it waits for no edge but one: it runs into the next phase, layer and token, but copies keys and
 //            values of earlier positions once the token before is done.
-// On chip    weights on their way; the vector that a phase multiplies; the rows of the residual stream that the CTA owns.
+// On chip    weights on their way; the vector that a phase multiplies; the rows of the residual stream that the CTA owns, if it alone
+//            adds to them.
 // Products   a tile's 8 rows times 32 channels are one product of 16 rows by 8 columns: rows 8 to 15 are the same rows, 16 channels on.
 //            Columns are the vector's upper and lower 8 bits of mantissa, for either half: float32 activations at no cost, no shuffles.
 // Edges      grid: a counter that all bump. flags: counters by key head. data: a word's two lowest bits say which use it was written
-//            for, and readers wait for the words themselves; that needs no fence and no order but that of the data.
-// Numerics   weights, keys and values bfloat16; sums, residual stream and what CTAs hand each other float32, less two bits if tagged.
+//            for, and readers wait for the words themselves; that needs no fence and no order but that of the data. Where heads are
+//            summed, words of the residual stream count what was added to them, and readers wait for that number: residual.cuh.
+// Numerics   weights, keys and values bfloat16; sums, residual stream and what CTAs hand each other float32, less two bits if tagged;
+//            a stream that is added to is in integers of 2^-28.
 // Waiting    never without end: after LIMIT ticks an error is noted, and no wait of this launch waits again.
 #include "machine.cuh"
 #include "plan.cuh"
