@@ -48,21 +48,21 @@ DEVICE bool given_up(u32* error, volatile int* gone, long long begin) {
   *gone = 1;
   return true;
 }
-constexpr u32 PATIENCE = 1024;  // tries between looks at the clock
+constexpr u32 PATIENCE = 1024, RING_PATIENCE = 64;  // tries between looks at the clock
 
 // Until something is so; or until it took too long, from when on nothing is waited for. Whether it is so.
-template <class Ready>
+template <u32 TRIES = PATIENCE, class Ready>
 DEVICE bool await(const Arguments& a, Shared& s, Ready ready) {
   u32 tries = 0;
   long long begin = 0;
   while (!ready()) {
     breathe();
-    if (++tries % PATIENCE) continue;
-    if (tries == PATIENCE) begin = ticks();
+    if (++tries % TRIES) continue;
+    if (tries == TRIES) begin = ticks();
     if (given_up(a.state + ERROR, s.gone, begin)) return false;
   }
   return true;
 }
 DEVICE bool await_ring(const Arguments& a, Shared& s, u64* bar, u32 phase) {
-  return !*s.gone && await(a, s, [&] { return ring_passed(bar, phase); });
+  return await<RING_PATIENCE>(a, s, [&] { return ring_passed(bar, phase); });
 }
