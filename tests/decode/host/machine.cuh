@@ -159,7 +159,8 @@ DEVICE void arrive(u64* bar, int bytes) {
 DEVICE void ring_expect(u64* bar, u32 bytes) { arrive(bar, bytes); }
 DEVICE void ring_arrive(u64* bar) { arrive(bar, 0); }
 DEVICE bool ring_passed(u64* bar, u32 phase) { return ((host::Bar*)bar)->phase != phase; }
-DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar) {
+DEVICE u64 used_once() { return 0; }
+DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar, u64) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a copy that is not aligned\n"), abort();
   memset(to, 0xFF, bytes);  // from now on nobody may read what was there
   host::copies.push_back({to, from, bytes, bar});

@@ -32,14 +32,17 @@ DEVICE bool ring_passed(u64* bar, u32 phase) {
       : "memory");
   return there;
 }
-// Weights are read once a token: they should not push out what is read more often.
-DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar) {
-  asm volatile(
-      "{\n.reg .b64 once;\ncreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], once;\n}" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(bar))
-      : "memory");
+// A policy for what is read once a token: it should not push out what is read more often.
+DEVICE u64 used_once() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy)
+               : "memory");
 }
 
 // Threads of a warp, threads of a block.

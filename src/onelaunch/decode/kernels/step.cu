@@ -73,20 +73,22 @@ struct Copier {
   Ring ring;
   int issued = 0, flight = FLIGHT;
   long long earliest = 0;
+  const u64 once = used_once();
 
   // The place of the next chunk, of so many bytes, once it is free; or none: nobody waits for the rest.
   DEVICE char* next(int bytes, bool bounded, int pace) {
     if constexpr (!STREAMS && !SEPARATE) await(a, s, [&] { return (int)(*s.allowed - issued) > 0; });
     if (!await_ring(a, s, s.empty + ring.stage, ring.phase ^ 1)) return nullptr;
+    ring_expect(s.full + ring.stage, bytes);
     if (bounded) {
-      if (issued >= flight) await_ring(a, s, s.full + (issued - flight) % STAGES, ((issued - flight) / STAGES) & 1);
+      const Ring landed = ring.before(flight);
+      await_ring(a, s, s.full + landed.stage, landed.phase);
       if (pace > 0) await(a, s, [&] { return ticks() >= earliest; });
       earliest = ticks() + pace;
     }
-    ring_expect(s.full + ring.stage, bytes);
     return s.stages + ring.stage * CHUNK;
   }
-  DEVICE void copy(char* to, const void* from, int bytes) { ring_copy(to, from, bytes, s.full + ring.stage); }
+  DEVICE void copy(char* to, const void* from, int bytes) { ring_copy(to, from, bytes, s.full + ring.stage, once); }
   DEVICE void done() { ring.advance(), ++issued; }
 };
 DEVICE void copy_weights(Copier& c, const char* from, int granules, int chunk, bool bounded) {

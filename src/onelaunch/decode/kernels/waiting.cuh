@@ -37,6 +37,13 @@ struct Ring {
     if (found.stage >= STAGES) found.stage -= STAGES, found.phase ^= 1;
     return found;
   }
+  // So many stages ago, at most all; before the first use, stages that were never filled, for which nobody waits.
+  DEVICE Ring before(int stages) const {
+    Ring found = *this;
+    found.stage -= stages;
+    if (found.stage < 0) found.stage += STAGES, found.phase ^= 1;
+    return found;
+  }
 };
 
 // Whether to wait no longer: it took too long, here or elsewhere.
