@@ -1,19 +1,19 @@
 // What units of attention found, put together as the vector that is multiplied next.
 #pragma once
 
-// What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 8 channels
-// of a head, and of up to MOST_PARTS parts on their way at once.
+// What attention found over all positions, as the vector that is multiplied next: parts weighted by their sums. A thread has 4 channels
+// of a head, or 8, and of several parts all on their way at once.
 constexpr int MOST_PARTS = SEPARATE || MOST_O > 3 ? 3 : MOST_O > 1 ? 4 : 8;  // weights wait in registers beside them
 
-template <int COUNT>
+template <int COUNT, int QUADS>
 struct Parts {
-  uint4 values[COUNT][2];
+  uint4 values[COUNT][QUADS];
   u32 logs[COUNT];
   DEVICE void load(int part, const float* slot, int channel, int g) {
     const uint4* at = (const uint4*)(slot + part * SLOT + g * HEAD + channel);
     const u32* log = (const u32*)(slot + part * SLOT + SLOT_QUERIES * HEAD + g);
-    values[part][0] = TAGGED ? load_relaxed(at) : load_plain(at);
-    values[part][1] = TAGGED ? load_relaxed(at + 1) : load_plain(at + 1);
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) values[part][i] = TAGGED ? load_relaxed(at + i) : load_plain(at + i);
     logs[part] = TAGGED ? load_relaxed(log) : *log;
   }
   // The first so many. All are asked for again until all are there: lanes that ask for what they lack go apart, one after another.
@@ -22,15 +22,17 @@ struct Parts {
       u32 some = tag_of(w.use()), every = some;
 #pragma unroll
       for (int part = 0; part < COUNT; ++part) {
-        values[part][0] = values[part][1] = {0, 0, 0, 0}, logs[part] = as_bits(2 * NOTHING);
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) values[part][i] = {0, 0, 0, 0};
+        logs[part] = as_bits(2 * NOTHING);
         if (part < count) load(part, slot, channel, g);
       }
 #pragma unroll
       for (int part = 0; part < COUNT; ++part) {
         if (part >= count) continue;
-        const uint4 &a = values[part][0], &b = values[part][1];
-        some |= a.x | a.y | a.z | a.w | b.x | b.y | b.z | b.w | logs[part];
-        every &= a.x & a.y & a.z & a.w & b.x & b.y & b.z & b.w & logs[part];
+#pragma unroll
+        for (const uint4& v : values[part]) some |= v.x | v.y | v.z | v.w, every &= v.x & v.y & v.z & v.w;
+        some |= logs[part], every &= logs[part];
       }
       return (some & ~every & 3) == 0;
     };
@@ -40,55 +42,45 @@ struct Parts {
       all_there();
   }
 };
-// 8 channels of a head: sums of what parts have found, by powers of two of their logarithms, over the largest so far.
+// Channels of a head: sums of what parts have found, by powers of two of their logarithms, over the largest so far.
+template <int QUADS>
 struct Mixture {
   float most = NOTHING, sum = 0;
-  float4 sums[2] = {};
-  DEVICE void rescale(float larger) {
-    const float by = power(most - larger);
-    most = larger, sum *= by;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) sums[i] = {sums[i].x * by, sums[i].y * by, sums[i].z * by, sums[i].w * by};
-  }
+  float4 sums[QUADS] = {};
   template <int COUNT>
-  DEVICE void add(const Parts<COUNT>& parts) {
+  DEVICE void add(const Parts<COUNT, QUADS>& parts) {
     float larger = most;
 #pragma unroll
     for (int part = 0; part < COUNT; ++part) larger = fmaxf(larger, bare(parts.logs[part]));
-    rescale(larger);
+    const float by = power(most - larger);
+    most = larger, sum *= by;
+#pragma unroll
+    for (float4& s : sums) s = {s.x * by, s.y * by, s.z * by, s.w * by};
 #pragma unroll
     for (int part = 0; part < COUNT; ++part) {
       const float weight = power(bare(parts.logs[part]) - most);
       sum += weight;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < QUADS; ++i) {
         const float4 p = bare(parts.values[part][i]);
         sums[i] = {sums[i].x + weight * p.x, sums[i].y + weight * p.y, sums[i].z + weight * p.z, sums[i].w + weight * p.w};
       }
     }
   }
-  // With what another lane of the warp has of the same channels.
-  DEVICE void add_lane(int mask) {
-    rescale(fmaxf(most, from_lane_xor(most, mask)));
-    auto add = [&](float& v) { v += from_lane_xor(v, mask); };
-    add(sum);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) add(sums[i].x), add(sums[i].y), add(sums[i].z), add(sums[i].w);
-  }
   DEVICE void lay_out(Worker& w, int column) const {
     const float whole = inverse(sum);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < QUADS; ++i)
       lay(w, column + 4 * i, float4{sums[i].x * whole, sums[i].y * whole, sums[i].z * whole, sums[i].w * whole});
   }
 };
 // From its parts on, COUNT at a time.
 template <int COUNT>
 DEVICE void combine_parts(Worker& w, const float* slot, int channel, int g, int column) {
-  Mixture mixture;
+  Mixture<2> mixture;
 #pragma unroll 1
   for (int first = 0; first < w.used(); first += COUNT, slot += COUNT * SLOT) {
-    Parts<COUNT> parts;
+    Parts<COUNT, 2> parts;
     parts.take(w, slot, channel, g, w.used() - first);
     mixture.add(parts);
   }
@@ -125,30 +117,32 @@ DEVICE void gather_found(Worker& w) {
   w.meet();
 }
 
-// The same of a unit's own queries, of which other units have found parts, at one trip: of more than AT_A_TIME the other half by other
-// lanes of the warp. In a short text it has found all itself, and laid out.
-constexpr int AT_A_TIME = PARTS < 8 ? PARTS : 8, HALVES = PARTS > 8 ? 2 : 1;
-static_assert(!SUMMED || (PARTS <= 8 * HALVES && HALVES <= 32 / LANES), "parts of a unit fit in a warp");
-
+// The same of a unit's own queries, of which other units have found parts, all at one trip. In a short text it has found all itself, and
+// laid out.
+template <int COUNT>
+DEVICE void combine_own(Worker& w, const float* slots, int channel, int query, int column) {
+  Parts<COUNT, 1> parts;
+  parts.take(w, slots, channel, query, COUNT);
+  Mixture<1> mixture;
+  mixture.add(parts);
+  mixture.lay_out(w, column);
+}
 DEVICE void gather_own(Worker& w, int unit, int column) {
-  constexpr int ITEMS = UNIT_QUERIES * HALVES;  // each for the lanes of a head
-  for (int at = UNIT_QUERIES * HEAD + 8 * w.thread; at < BLOCK_ROOM; at += 8 * WORKERS_THREADS) lay_zeros(w, column + at);
+  constexpr int QUERIES_WIDTH = UNIT_QUERIES * HEAD;
+  for (int at = QUERIES_WIDTH + 8 * w.thread; at < BLOCK_ROOM; at += 8 * WORKERS_THREADS) lay_zeros(w, column + at);
   const int parts_of_all = w.used();
   if (parts_of_all > 1) {
     const bool joined = JOINED > 1 && parts_of_all > SPLITS;
-    const float* slots = w.a.words + PARTIAL + (joined ? unit / JOINED * JOINED : unit) * SPLITS * SLOT;
-    const int own = joined ? unit % JOINED * UNIT_QUERIES : 0;
     const long long since = ticks();
-    while (w.warp * AT_ONCE < ITEMS && ticks() - since < HOLD) breathe();
+    while (w.warp * 128 < QUERIES_WIDTH && ticks() - since < HOLD) breathe();
 #pragma unroll 1
-    for (int first = w.warp * AT_ONCE; first < ITEMS; first += WARPS * AT_ONCE) {
-      const int item = first + w.lane / LANES, g = item / HALVES, half = item % HALVES;
-      Parts<AT_A_TIME> parts;
-      parts.take(w, slots + half * AT_A_TIME * SLOT, channel_of(w), own + g, item < ITEMS ? parts_of_all - half * AT_A_TIME : 0);
-      Mixture mixture;
-      mixture.add(parts);
-      if (HALVES > 1) mixture.add_lane(LANES);
-      if (item < ITEMS && half == 0) mixture.lay_out(w, column + g * HEAD + channel_of(w));
+    for (int at = 4 * w.thread; at < QUERIES_WIDTH; at += 4 * WORKERS_THREADS) {
+      const int channel = at % HEAD, query = at / HEAD;
+      const float* slots = w.a.words + PARTIAL;
+      if (joined)
+        combine_own<PARTS>(w, slots + unit / JOINED * JOINED * SPLITS * SLOT, channel, unit % JOINED * UNIT_QUERIES + query, column + at);
+      else
+        combine_own<SPLITS>(w, slots + unit * SPLITS * SLOT, channel, query, column + at);
     }
   }
   w.scale = 1.0f, w.normed = false;
