@@ -103,6 +103,12 @@ DEVICE void add_rows(const Batch<QUERIES>& batch, Found<QUERIES>& f, const float
     for (int g = 0; g < QUERIES; ++g) f.add(g, scores[g][i], value);
   }
 }
+template <int COUNT, int QUERIES>
+DEVICE void attend_rows(Worker& w, const Span& span, int base, const Batch<QUERIES>& batch, const Heads<QUERIES>& heads, Found<QUERIES>& f) {
+  float scores[QUERIES][COUNT];
+  score_rows<COUNT>(w, span, base, batch, heads, f, scores);
+  add_rows<COUNT>(batch, f, scores);
+}
 // All positions of the span, by rounds; the first round's are there or on their way. In the last one a warp may have no position, and
 // where a lane has one row at most, the others are left out.
 template <int QUERIES>
@@ -122,15 +128,12 @@ DEVICE void attend_all(Worker& w, const Span& span, Batch<QUERIES>& batch, const
   if (base + w.warp * AT_ONCE >= span.end) return;
   w.refresh();
   if (newest) batch.insert(w, span.cached - base, heads.key, heads.value);
-  if (DEEP > 1 && base + WARPS * AT_ONCE >= span.end) {
-    float scores[QUERIES][1];
-    score_rows<1>(w, span, base, batch, heads, f, scores);
-    add_rows<1>(batch, f, scores);
-  } else {
-    float scores[QUERIES][DEEP];
-    score_rows<DEEP>(w, span, base, batch, heads, f, scores);
-    add_rows<DEEP>(batch, f, scores);
-  }
+  if (DEEP > 1 && base + WARPS * AT_ONCE >= span.end)
+    attend_rows<1>(w, span, base, batch, heads, f);
+  else if (DEEP > 2 && base + 2 * WARPS * AT_ONCE >= span.end)
+    attend_rows<2>(w, span, base, batch, heads, f);
+  else
+    attend_rows<DEEP>(w, span, base, batch, heads, f);
 }
 
 // What a unit found goes to its slot; and, where it has all positions and its CTA multiplies it, to the vector, from a column on.
