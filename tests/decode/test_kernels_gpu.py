@@ -30,8 +30,8 @@ MODELS = {
         "vocabulary": 20_000,
     },
     "untied": {"layers": 3, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64, "vocabulary": 5003},
-    "1.7B": {"layers": 1, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocabulary": 5000},
-    "4B": {"layers": 1, "hidden": 2560, "intermediate": 9728, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 5000},
+    "1.7B": {"layers": 3, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocabulary": 5000},
+    "4B": {"layers": 2, "hidden": 2560, "intermediate": 9728, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocabulary": 5000},
 }
 POSITIONS = (0, 1, 2, 63, 64, 65, 1000)
 
@@ -63,8 +63,9 @@ def test_logits_keys_and_values(rung, model, device):
 
 
 @each_rung
-def test_the_same_again(rung, device):
-    case = decode_step.case("bfloat16", **MODELS["0.6B"], position=700)
+@pytest.mark.parametrize(("model", "position"), [("0.6B", 700), ("1.7B", 1), ("1.7B", 1000)])
+def test_the_same_again(rung, model, position, device):
+    case = decode_step.case("bfloat16", **MODELS[model], position=position)
     reading = decode_step.make_inputs(case, device, 3)
     first = [each.clone() for each in decode_step(**reading.arguments, variant=rung)]
     for _ in range(50):

@@ -62,7 +62,7 @@ def test_512_greedy_tokens_are_those_of_transformers(rung, theirs):
 MODELS = {
     "0.6B": ModelConfig(20_000, 1024, 3072, 3, 16, 8, 128, tie_word_embeddings=True),
     "untied": ModelConfig(20_000, 1024, 3072, 2, 16, 8, 128),
-    "1.7B": ModelConfig(5000, 2048, 6144, 1, 16, 8, 128, tie_word_embeddings=True),
+    "1.7B": ModelConfig(5000, 2048, 6144, 3, 16, 8, 128, tie_word_embeddings=True),
 }
 
 STEP = decode_step.case(

@@ -32,8 +32,7 @@ struct Worker {
     *s.token = a.first ? (int)*a.first : a.tokens[position];  // the token that is processed; all threads say the same
   }
   // Before each phase, and within attention: addresses made of these are then made in it, and not kept in registers from layer to layer.
-  // In ranges that the compiler sees: quotients are shifts then.
-  DEVICE void refresh() { thread = afresh(thread) & (WORKERS_THREADS - 1), warp = thread >> 5, lane = thread & 31; }
+  DEVICE void refresh() { thread = afresh(thread), warp = thread / 32, lane = thread % 32; }
   DEVICE void meet() const { workers_meet(WORKERS_THREADS); }
   DEVICE u32 use() const { return (token - 1) * LAYERS + layer + 1; }  // of the buffers of layers
   DEVICE int begin(int what) const { return share[2 * what]; }
