@@ -21,32 +21,67 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compil
 SWEEPS = 20_000_000
 
 
-def build(plan, tuning: Tuning, folder: Path) -> ctypes.CDLL:
-    """A shared library of a plan's kernel, compiled once; it gets its name when it is whole, as other workers look for it."""
+def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: tuple[str, str] | None = None) -> Path:
+    """A shared library of a plan's kernel, compiled once; it gets its name when it is whole, as other workers look for it.
+
+    Args:
+        plan: of the kernel.
+        tuning: of its ring.
+        folder: for the library.
+        watched: whether it looks for races in shared memory.
+        change: what stands once in the kernel's source, and what is to stand there instead.
+    """
     code = source(plan, tuning)
-    machine = (HERE / "machine.cuh").read_text()
-    key = hashlib.sha256(repr((code, machine, (HERE / "run.cpp").read_text())).encode()).hexdigest()[:24]
+    files = {**dict(code.headers), "step.cu": code.text} | {
+        name: (HERE / name).read_text() for name in ("machine.cuh", "races.cuh")
+    }
+    if change:
+        (name,) = (name for name, text in files.items() if change[0] in text)
+        assert files[name].count(change[0]) == 1
+        files[name] = files[name].replace(*change)
+    key = hashlib.sha256(repr((files, *map(Path.read_text, sorted(HERE.glob("*.cpp"))), watched)).encode()).hexdigest()[:24]
     library = folder / f"decode-{key}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            for name, text in (*code.headers, ("step.cu", code.text), ("machine.cuh", machine)):
+            for name, text in files.items():
                 (Path(work) / name).write_text(text)
-            command = [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", f"-I{work}"]
-            whole = Path(work) / library.name
-            command += [str(HERE / "run.cpp"), "-o", str(whole)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            whole, piece = Path(work) / library.name, Path(work) / "run.o"
+            command = [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-fPIC", f"-I{work}"]
+            told = (
+                ["-g", "-DWATCHED", "-fsanitize=thread", "-fno-gnu-unique"] if watched else []
+            )  # each library has its own machine
+            watch = [str(HERE / "races.cpp")] if watched else []
+            for more in (
+                [*told, "-c", str(HERE / "run.cpp"), "-o", str(piece)],
+                ["-shared", str(piece), *watch, "-o", str(whole)],
+            ):
+                subprocess.run([*command, *more], check=True, capture_output=True, text=True)
             whole.replace(library)
-    return ctypes.CDLL(str(library))
+    return library
 
 
 class HostKernel:
     """Launches of a plan's kernel on this machine."""
 
-    def __init__(self, plan, folder: Path, tuning: Tuning | None = None) -> None:
+    def __init__(self, plan, folder: Path, tuning: Tuning | None = None, **options) -> None:
         self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2, flight_apart=3)
-        self.kernel = build(plan, self.tuning, folder)
+        self.library = build(plan, self.tuning, folder, **options)
+        self.kernel = ctypes.CDLL(str(self.library))
         self.shared = layout_of(plan, self.tuning).bytes
         self.kernel.run.restype = ctypes.c_int
+
+    def races(self) -> list[str]:
+        """Of a watched kernel: accesses to shared memory between which threads did not meet, as lines of its source."""
+        self.kernel.race.restype = ctypes.c_char_p
+        found = []
+        for which in range(self.kernel.race_count()):
+            places = ctypes.c_size_t(), ctypes.c_size_t()
+            kind = self.kernel.race(which, *map(ctypes.byref, places)).decode()
+            command = ["addr2line", "-se", str(self.library), *(hex(place.value - 1) for place in places)]
+            found.append(
+                f"{kind}: {' '.join(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())}"
+            )
+        return found
 
     def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0, sampler=None):
         """Logits of the last token."""

@@ -92,6 +92,43 @@ def test_so_are_those_of_more_additions_than_a_word_counts(libraries):
     assert_the_oracles(weights, plan, libraries, given, (70, 0))
 
 
+WATCHED = [
+    ("tagged_words", MODELS["whole chunks"], 9, (40,)),
+    ("tagged_words", MODELS["three layers"], 5, (70, 1)),
+    ("streaming", MODELS["whole chunks"], 9, (70,)),
+    ("fused_phases", MODELS["odd sizes"], 3, (70,)),
+    ("eight_barriers", TINY, 3, (70,)),
+]
+
+
+@pytest.mark.parametrize(("rung", "model", "ctas", "positions"), WATCHED)
+def test_threads_meet_between_accesses_to_shared_memory(rung, model, ctas, positions, libraries):
+    plan = plan_for(model, rung, ctas)
+    weights, cache, *_ = text(model, max(positions))
+    kernel = HostKernel(plan, libraries, Tuning(stages=12), watched=True)
+    memory = Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512)
+    for seed, position in enumerate(positions, 1):
+        kernel(memory, cache.map(torch.clone).with_length(position), token=torch.tensor([3]), position=position, seed=seed)
+    assert kernel.races() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("  lay_all<COLUMNS>(w, from, use);\n  w.meet();", "  lay_all<COLUMNS>(w, from, use);"),
+        ("  w.parity ^= 1;  // so that sums are read while others already multiply", "  ;"),
+        ("    warp_meets();\n#pragma unroll 1\n    for (; held > 0; --held)", "#pragma unroll 1\n    for (; held > 0; --held)"),
+    ],
+)
+def test_where_they_do_not_it_is_seen(change, libraries):
+    kernel = HostKernel(plan := plan_for(TINY, "tagged_words", 3), libraries, watched=True, change=change)
+    weights, cache, *_ = text(TINY, 5)
+    kernel(Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512), cache, token=torch.tensor([3]), position=5)
+    races = kernel.races()
+    assert races
+    assert ".cuh:" in races[0], "of lines in the source"
+
+
 @pytest.mark.parametrize("lost", [torch.inf, torch.nan, 1e30])
 def test_a_sum_that_its_words_cannot_hold_is_said(lost, libraries):
     weights, cache, _, _ = text(TINY, 3)

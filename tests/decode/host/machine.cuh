@@ -8,9 +8,16 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <vector>
 #include <ucontext.h>
+#ifdef WATCHED
+#include "races.cuh"
+#define IF_WATCHED(...) __VA_ARGS__
+#else
+#define IF_WATCHED(...)
+#endif
 
 #define DEVICE inline
 typedef unsigned int u32;
@@ -29,12 +36,13 @@ struct Warp {
   u32 a[LANES][6];
   float d[LANES][4];
 };
-struct Meeting { int arrived = 0; u32 turn = 0; };
+struct Meeting { int arrived = 0; u32 turn = 0; std::vector<int> threads; };
 struct Block {
   std::vector<char> shared;
   std::vector<Warp> warps;
   Meeting all, workers;
   bool behind = false;
+  IF_WATCHED(std::unique_ptr<races::Watch> watch;)
 };
 struct Fiber {
   Block* block;
@@ -44,8 +52,8 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
 };
-struct Copy { void* to; const void* from; u32 bytes; u64* bar; };
-inline Fiber* now;
+struct Copy { void* to; const void* from; u32 bytes; u64* bar; IF_WATCHED(Block* block; races::Clock knowing;) };
+inline Fiber* now = nullptr;
 inline jmp_buf scheduler;
 inline std::vector<Copy> copies;
 inline long long clock;
@@ -69,14 +77,24 @@ void together(Warp& w, Work work) {
 }
 inline void meet(Meeting& m, int threads) {
   const u32 turn = m.turn;
-  if (++m.arrived == threads) m.arrived = 0, ++m.turn;
+  m.threads.push_back(now->thread);
+  if (++m.arrived == threads) {
+    IF_WATCHED(now->block->watch->meet(m.threads);)
+    m.arrived = 0, m.threads.clear(), ++m.turn;
+  }
   while (m.turn == turn) yield();
 }
 // A barrier in shared memory: phase, threads wanted, threads missing, bytes on their way.
 struct Bar { u32 phase : 1, wanted : 15, missing : 16; int bytes; };
 static_assert(sizeof(Bar) == 8, "as large as the machine's");
-inline void settle(Bar& b) {
-  if (b.missing == 0 && b.bytes == 0) b.phase ^= 1, b.missing = b.wanted;
+inline void settle(Bar& b, Block& block) {
+  if (b.missing || b.bytes) return;
+  b.phase ^= 1, b.missing = b.wanted;
+  IF_WATCHED(block.watch->complete(&b);)
+}
+inline char* aligned(Block& block) {
+  char* at = block.shared.data();
+  return at + (1024 - (uintptr_t)at % 1024) % 1024;
 }
 inline void enter() {
   body();
@@ -96,6 +114,7 @@ inline bool launch(int ctas, int threads, int shared_bytes, u32 seed, long long 
   for (int cta = 0; cta < ctas; ++cta) {
     blocks[cta].shared.assign(shared_bytes + 1024, (char)0xFF);  // NaN, if it is read before it is written
     blocks[cta].warps.resize(threads / LANES);
+    IF_WATCHED(blocks[cta].watch.reset(new races::Watch(aligned(blocks[cta]), threads));)
     for (int thread = 0; thread < threads; ++thread) {
       Fiber& f = fibers[cta * threads + thread];
       f.block = &blocks[cta], f.cta = cta, f.thread = thread;
@@ -118,7 +137,8 @@ inline bool launch(int ctas, int threads, int shared_bytes, u32 seed, long long 
       memcpy(c.to, c.from, c.bytes);
       Bar& b = *(Bar*)c.bar;
       b.bytes -= c.bytes;
-      settle(b);
+      IF_WATCHED(c.block->watch->arrive(c.bar, c.knowing);)
+      settle(b, *c.block);
     }
     for (Fiber& f : fibers) {
       if (f.done || f.block->behind || f.block->warps[f.thread / LANES].behind) continue;
@@ -134,14 +154,12 @@ inline bool launch(int ctas, int threads, int shared_bytes, u32 seed, long long 
       if (f.done) --left;
     }
   }
+  now = nullptr;
   return left == 0 && copies.empty();
 }
 }  // namespace host
 
-DEVICE char* shared_memory() {
-  char* at = host::now->block->shared.data();
-  return at + (1024 - (uintptr_t)at % 1024) % 1024;
-}
+DEVICE char* shared_memory() { return host::aligned(*host::now->block); }
 DEVICE int cta_index() { return host::now->cta; }
 DEVICE int thread_index() { return host::now->thread; }
 DEVICE long long ticks() { return host::clock << 16; }
@@ -154,19 +172,33 @@ DEVICE void arrive(u64* bar, int bytes) {
   host::Bar& b = *(host::Bar*)bar;
   if (b.missing == 0) fprintf(stderr, "an arrival too many at a barrier\n"), abort();
   --b.missing, b.bytes += bytes;
-  host::settle(b);
+  IF_WATCHED(races::Watch& watch = *host::now->block->watch; const int me = host::now->thread;)
+  IF_WATCHED(watch.arrive(bar, watch.clocks[me]); watch.next(me);)
+  host::settle(b, *host::now->block);
 }
 DEVICE void ring_expect(u64* bar, u32 bytes) { arrive(bar, bytes); }
 DEVICE void ring_arrive(u64* bar) { arrive(bar, 0); }
-DEVICE bool ring_passed(u64* bar, u32 phase) { return ((host::Bar*)bar)->phase != phase; }
+DEVICE bool ring_passed(u64* bar, u32 phase) {
+  if (((host::Bar*)bar)->phase == phase) return false;
+  IF_WATCHED(host::now->block->watch->pass(bar, host::now->thread);)
+  return true;
+}
 DEVICE u64 used_once() { return 0; }
 DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar, u64) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a copy that is not aligned\n"), abort();
   memset(to, 0xFF, bytes);  // from now on nobody may read what was there
-  host::copies.push_back({to, from, bytes, bar});
+  IF_WATCHED(races::Watch& watch = *host::now->block->watch; const int me = host::now->thread;)
+  IF_WATCHED(watch.access(to, bytes, true, me, __builtin_return_address(0));)
+  host::copies.push_back({to, from, bytes, bar, IF_WATCHED(host::now->block, watch.clocks[me])});
+  IF_WATCHED(watch.next(me);)
 }
 
-DEVICE void warp_meets() { host::together(host::warp(), [] {}); }
+DEVICE void warp_meets() {
+  host::together(host::warp(), [] {
+    IF_WATCHED(std::vector<int> lanes(32); for (int i = 0; i < 32; ++i) lanes[i] = host::now->thread / 32 * 32 + i;)
+    IF_WATCHED(host::now->block->watch->meet(lanes);)
+  });
+}
 DEVICE u64 exchange(u64 v, int mask) {
   host::Warp& w = host::warp();
   const int lane = host::now->thread % 32;
