@@ -52,7 +52,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
 };
-struct Copy { void* to; const void* from; u32 bytes; u64* bar; IF_WATCHED(Block* block; races::Clock knowing;) };
+struct Copy { void* to; const void* from; u32 bytes; u64* bar; Block* block; IF_WATCHED(races::Clock knowing;) };
 inline Fiber* now = nullptr;
 inline jmp_buf scheduler;
 inline std::vector<Copy> copies;
@@ -189,7 +189,7 @@ DEVICE void ring_copy(void* to, const void* from, u32 bytes, u64* bar, u64) {
   memset(to, 0xFF, bytes);  // from now on nobody may read what was there
   IF_WATCHED(races::Watch& watch = *host::now->block->watch; const int me = host::now->thread;)
   IF_WATCHED(watch.access(to, bytes, true, me, __builtin_return_address(0));)
-  host::copies.push_back({to, from, bytes, bar, IF_WATCHED(host::now->block, watch.clocks[me])});
+  host::copies.push_back({to, from, bytes, bar, host::now->block, IF_WATCHED(watch.clocks[me])});
   IF_WATCHED(watch.next(me);)
 }
 
