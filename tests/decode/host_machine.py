@@ -65,8 +65,8 @@ class HostKernel:
 
     def __init__(self, plan, folder: Path, tuning: Tuning | None = None, **options) -> None:
         self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2, flight_apart=3)
-        self.library = build(plan, self.tuning, folder, **options)
-        self.kernel = ctypes.CDLL(str(self.library))
+        self.binary = build(plan, self.tuning, folder, **options)
+        self.kernel = ctypes.CDLL(str(self.binary))
         self.shared = layout_of(plan, self.tuning).bytes
         self.kernel.run.restype = ctypes.c_int
 
@@ -77,7 +77,7 @@ class HostKernel:
         for which in range(self.kernel.race_count()):
             places = ctypes.c_size_t(), ctypes.c_size_t()
             kind = self.kernel.race(which, *map(ctypes.byref, places)).decode()
-            command = ["addr2line", "-se", str(self.library), *(hex(place.value - 1) for place in places)]
+            command = ["addr2line", "-se", str(self.binary), *(hex(place.value - 1) for place in places)]
             found.append(
                 f"{kind}: {' '.join(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())}"
             )
