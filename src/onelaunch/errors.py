@@ -167,7 +167,7 @@ class DecodeOverflow(OneLaunchError, ArithmeticError):
     def __init__(self, variant: str) -> None:
         super().__init__(
             f"A layer of the model added to the residual stream what is no number, or millions; {variant!r} adds in integers of "
-            "2^-28 and holds up to 67108864. Look at the weights, or take the variant 'captured', which adds in bfloat16."
+            "2^-28 and holds up to 67108864. Look at the weights, or take the variant 'captured', which adds in float32."
         )
 
 
