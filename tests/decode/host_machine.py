@@ -18,6 +18,7 @@ from onelaunch.decode.memory import Memory
 HERE = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+needs_watch = pytest.mark.skipif(not (shutil.which("g++") and shutil.which("addr2line")), reason="needs g++ and addr2line")
 SWEEPS = 20_000_000
 
 
@@ -32,9 +33,8 @@ def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: 
         change: what stands once in the kernel's source, and what is to stand there instead.
     """
     code = source(plan, tuning)
-    files = {**dict(code.headers), "step.cu": code.text} | {
-        name: (HERE / name).read_text() for name in ("machine.cuh", "races.cuh")
-    }
+    files = {**dict(code.headers), "step.cu": code.text}
+    files |= {name: (HERE / name).read_text() for name in ("machine.cuh", "races.cuh")}
     if change:
         (name,) = (name for name, text in files.items() if change[0] in text)
         assert files[name].count(change[0]) == 1
@@ -47,15 +47,11 @@ def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: 
                 (Path(work) / name).write_text(text)
             whole, piece = Path(work) / library.name, Path(work) / "run.o"
             command = [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-fPIC", f"-I{work}"]
-            told = (
-                ["-g", "-DWATCHED", "-fsanitize=thread", "-fno-gnu-unique"] if watched else []
-            )  # each library has its own machine
+            # with -fno-gnu-unique each library has a machine of its own
+            told = ["-g", "-DWATCHED", "-fsanitize=thread", "-fno-gnu-unique"] if watched else []
             watch = [str(HERE / "races.cpp")] if watched else []
-            for more in (
-                [*told, "-c", str(HERE / "run.cpp"), "-o", str(piece)],
-                ["-shared", str(piece), *watch, "-o", str(whole)],
-            ):
-                subprocess.run([*command, *more], check=True, capture_output=True, text=True)
+            subprocess.run([*command, *told, "-c", str(HERE / "run.cpp"), "-o", str(piece)], check=True)
+            subprocess.run([*command, "-shared", str(piece), *watch, "-o", str(whole)], check=True)
             whole.replace(library)
     return library
 
@@ -78,9 +74,8 @@ class HostKernel:
             places = ctypes.c_size_t(), ctypes.c_size_t()
             kind = self.kernel.race(which, *map(ctypes.byref, places)).decode()
             command = ["addr2line", "-se", str(self.binary), *(hex(place.value - 1) for place in places)]
-            found.append(
-                f"{kind}: {' '.join(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())}"
-            )
+            lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+            found.append(f"{kind}: {' '.join(lines)}")
         return found
 
     def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0, sampler=None):

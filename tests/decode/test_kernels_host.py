@@ -10,7 +10,7 @@ from onelaunch.decode.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS, plan_for
 from onelaunch.decode.stamps import phase_times, stamp_words
-from tests.decode.host_machine import HostKernel, needs_compiler, place
+from tests.decode.host_machine import HostKernel, needs_compiler, needs_watch, place
 from tests.decode.plans import DEEP, MODELS, SHARED, TINY, WIDE, packed, plan_with, text
 
 pytestmark = needs_compiler
@@ -101,6 +101,7 @@ WATCHED = [
 ]
 
 
+@needs_watch
 @pytest.mark.parametrize(("rung", "model", "ctas", "positions"), WATCHED)
 def test_threads_meet_between_accesses_to_shared_memory(rung, model, ctas, positions, libraries):
     plan = plan_for(model, rung, ctas)
@@ -112,6 +113,7 @@ def test_threads_meet_between_accesses_to_shared_memory(rung, model, ctas, posit
     assert kernel.races() == []
 
 
+@needs_watch
 @pytest.mark.parametrize(
     "change",
     [

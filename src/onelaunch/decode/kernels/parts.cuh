@@ -134,7 +134,7 @@ DEVICE void gather_own(Worker& w, int unit, int column) {
   if (parts_of_all > 1) {
     const bool joined = JOINED > 1 && parts_of_all > SPLITS;
     const long long since = ticks();
-    while (w.warp * 128 < QUERIES_WIDTH && ticks() - since < HOLD) breathe();
+    while (w.warp * 32 * 4 < QUERIES_WIDTH && ticks() - since < HOLD) breathe();
 #pragma unroll 1
     for (int at = 4 * w.thread; at < QUERIES_WIDTH; at += 4 * WORKERS_THREADS) {
       const int channel = at % HEAD, query = at / HEAD;
