@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from onelaunch import sass
 from onelaunch.errors import CompileError, CompilerMissing, DriverError, listing
 from onelaunch.hardware import cache_folder
 
@@ -56,6 +57,7 @@ class Compiled(NamedTuple):
     """What NVRTC made of a source."""
 
     cubin: bytes
+    """With the assembler's fault that :mod:`onelaunch.sass` knows mended."""
     ptx: str
     log: str
     """Warnings and remarks, those of the assembler included."""
@@ -91,7 +93,7 @@ def compile_source(source: Source, architecture: str) -> bytes:
         CompilerMissing: the extra ``cuda`` is not installed.
         CompileError: with NVRTC's log.
     """
-    key = hashlib.sha256(repr((version(), OPTIONS, architecture, source)).encode()).hexdigest()
+    key = hashlib.sha256(repr((version(), OPTIONS, sass.RULES, architecture, source)).encode()).hexdigest()
     path = cache_folder() / "cubins" / f"{source.entry}-{architecture}-{key[:32]}.cubin"
     cubin = _stored(path)
     if cubin is None:
@@ -115,7 +117,10 @@ def compile_now(source: Source, architecture: str) -> Compiled:
         log = _product(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
         if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(source.name, architecture, log=log or error.name)
-        return Compiled(_product(program, "CUBIN"), _product(program, "PTX").rstrip(b"\0").decode(), log)
+        cubin = _product(program, "CUBIN")
+        if architecture in sass.ARCHITECTURES:
+            cubin = sass.mended(cubin)
+        return Compiled(cubin, _product(program, "PTX").rstrip(b"\0").decode(), log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onelaunch import nvrtc
+from onelaunch import nvrtc, sass
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError, did_you_mean, listing
 from onelaunch.operation import Build, CudaBuild, KernelBuild, Operation
 from onelaunch.ops.warp_products import products_by_warps
@@ -112,7 +112,7 @@ class _Code:
     """Per block, as launched."""
     assembly: Mapping[str, str]
     remarks: tuple[str, ...] = ()
-    """The assembler's, about instructions that lost their speed."""
+    """On the code: instructions that lost their speed, or that read too early."""
 
 
 def find_architecture(name: str) -> Architecture:
@@ -222,7 +222,9 @@ def _triton_code(build: KernelBuild, target: Architecture) -> _Code:
     if target.backend == "cuda":
         listed = _disassemble(compiled.asm["cubin"], build.name)
         assembly = {"ttgir": stages["ttgir"], "ptx": stages["ptx"], "sass": listed}
-        return _Code(_read_sass(listed), compiled.metadata.shared, assembly)
+        hurried = sass.hurried(compiled.asm["cubin"]) if target.name in sass.ARCHITECTURES else []
+        remarks = (f"reads what CS2R wrote too early at {len(hurried)} places: a fault of the assembler",) if hurried else ()
+        return _Code(_read_sass(listed), compiled.metadata.shared, assembly, remarks)
     assembly = {"ttgir": stages["ttgir"], "amdgcn": stages["amdgcn"]}
     return _Code(_read_amdgcn(stages["amdgcn"]), compiled.metadata.shared, assembly)
 

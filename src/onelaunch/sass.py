@@ -1,0 +1,120 @@
+"""A fault of NVIDIA's assembler in machine code for Hopper (SASS): found, and mended.
+
+An instruction of constant latency says itself how many cycles the next one waits; nothing else keeps that one from reading too
+early. A ``CS2R``, with which registers are set to zero by pairs, takes 6 cycles on Hopper before its result may be read. The
+assembler of CUDA 13.0 gives it 5 where an instruction under a predicate, which may write the same register, comes between::
+
+    CS2R R8, SRZ                            2 cycles
+    @!P1 IMAD.WIDE R8, R87, 0x1000, R84     3 cycles
+    ISETP.NE.U32.AND P1, PT, R8, RZ, PT     where P1 holds: what R8 was before
+
+Which code has that changes with every line of a kernel; whether it reads the old value, with what else the multiprocessor does
+then. How it was found, and what was measured: the notebook of the decode kernels.
+
+Encoding: Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, chapter 2 (unchanged since).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ARCHITECTURES = ("sm_90", "sm_90a")
+"""For which the cycles are known."""
+
+RULES = 1
+"""Counted up when other code is mended: code that was kept before is then compiled again."""
+
+CYCLES = 6
+"""From a ``CS2R`` to the first instruction that may read what it wrote."""
+
+_BYTES = 16
+"""Of an instruction."""
+_CS2R = 0x805
+"""In the lowest 12 bits. From bit 16 on is the register, or the first of two, that is written."""
+_LOADS, _STORES, _UNIFORM = range(0x180, 0x185), range(0x185, 0x1B0), range(0x080, 0x0C0)
+"""In the lowest 9 bits. The last: what works on uniform registers alone."""
+_MATRIX = 0x03C
+_COMPARISONS = (0x00B, 0x00C, 0x01C, 0x02A, 0x034)
+"""Two operands at most, and flags where others have a third."""
+_STALL = 105 - 64
+"""Bit of the upper half; 4 of them."""
+_NONE = 255
+"""``RZ``, which is no register: as a result, it is read by nobody."""
+
+
+class Hurried(NamedTuple):
+    """A ``CS2R`` whose result may be read too early."""
+
+    at: int
+    """Its first byte, in the file."""
+    cycles: int
+    """That are missing."""
+
+
+def hurried(cubin: bytes) -> list[Hurried]:
+    """Those of all kernels in a cubin for one of :data:`ARCHITECTURES`, in their order. Jumps are not followed: they take longer.
+
+    Raises:
+        ValueError: it is not a cubin.
+    """
+    return [found for begin, end in _kernels(cubin) for at in range(begin, end, _BYTES) if (found := _missing(cubin, at, end))]
+
+
+def mended(cubin: bytes) -> bytes:
+    """The same code, in which each such instruction waits for as many cycles more."""
+    code = bytearray(cubin)
+    for at, cycles in hurried(cubin):
+        (upper,) = struct.unpack_from("<Q", code, at + 8)
+        struct.pack_into("<Q", code, at + 8, upper + (cycles << _STALL))
+    return bytes(code)
+
+
+def _missing(code: bytes, at: int, end: int) -> Hurried | None:
+    if struct.unpack_from("<H", code, at)[0] & 0xFFF != _CS2R or code[at + 2] == _NONE:
+        return None
+    first, waited = code[at + 2], _stall(code, at)
+    for later in range(at + _BYTES, end, _BYTES):
+        if waited >= CYCLES:
+            return None
+        if any(name < first + 2 and first < name + count for name, count in _read(code[later : later + _BYTES])):
+            return Hurried(at, CYCLES - waited)
+        waited += _stall(code, later)
+    return None
+
+
+def _read(instruction: bytes) -> Iterator[tuple[int, int]]:
+    """Of each operand, the first register, and how many are read by its name: 1 for a pair too, even as that of ``CS2R``."""
+    low, high = struct.unpack("<2Q", instruction)
+    operation, form = low & 0x1FF, low >> 9 & 7
+    if operation in _UNIFORM or low & 0xFFF == _CS2R:
+        return
+    if operation in _LOADS or operation in _STORES:
+        yield instruction[3], 1  # an address
+        if operation in _STORES:
+            yield instruction[4], max(1, 1 << (high >> 9 & 7) >> 4)  # 4 for 32 bits, 5 for 64, 6 for 128
+        return
+    count = 4 if operation == _MATRIX else 1
+    yield instruction[3], count
+    if form < 2:  # else a number, a constant or a uniform register is there
+        yield instruction[4], count
+    if operation not in _COMPARISONS:
+        yield instruction[8], count
+
+
+def _stall(code: bytes, at: int) -> int:
+    """Cycles; an instruction takes one at least."""
+    return max(1, struct.unpack_from("<Q", code, at + 8)[0] >> _STALL & 15)
+
+
+def _kernels(cubin: bytes) -> Iterator[tuple[int, int]]:
+    """Begin and end of each kernel's instructions: sections of an ELF file that are named ``.text`` and the kernel."""
+    if cubin[:5] != b"\x7fELF\x02":
+        raise ValueError("not a cubin: no ELF file of 64 bits")
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + size * i) for i in range(count)]
+    strings = headers[names][4]
+    for name, _, _, _, begin, length in headers:
+        if cubin[strings + name :].startswith(b".text."):
+            yield begin, begin + length
