@@ -145,13 +145,15 @@ def test_code_that_is_compiled_is_mended(monkeypatch):
 
 @pytest.mark.gpu
 @compiled
-def test_hopper_reads_what_was_there_before_where_a_cycle_is_missing(device):
-    """With as many cycles as :data:`sass.CYCLES` the clock is right, with one less it is not, and mended it is right again."""
+def test_hopper_does_not_wait_by_itself(device):
+    """Given 1 to 3 cycles, a warp that is alone reads what was there before. It reads the clock after 4; others, in a busy
+    multiprocessor, have read too early after 5.
+    """
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("The cycles are known for Hopper.")
     as_compiled = nvrtc.compile_now(CLOCK, "sm_90a").cubin
     assert right(as_compiled, device)
-    for cycles in range(1, sass.CYCLES):
+    for cycles in (1, 2, 3):
         early = with_cycles(as_compiled, cycles)
         assert not right(early, device), cycles
         assert right(mended(early), device), cycles
