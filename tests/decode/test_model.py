@@ -43,10 +43,8 @@ def test_logits_are_those_of_transformers(name, tmp_path):
         if dtype is torch.float32:
             assert (found - expected).norm() <= 3e-6 * expected.norm()
             continue
-        # with the residual stream in float32 nearer to the truth than theirs, and less far from theirs than that is
         truth = all_logits(weights.map(torch.Tensor.double), tokens)
-        assert (found - truth).norm() < (expected - truth).norm()
-        assert (found - expected).norm() <= 0.9 * (expected - truth).norm()
+        assert (found - truth).norm() < 0.8 * (expected - truth).norm(), "what is rounded less often is nearer to the truth"
 
 
 def test_28_layers_in_bfloat16_stay_within_the_gate():

@@ -1,7 +1,8 @@
 """The model in plain PyTorch, in the dtype of its weights: the oracle in float64, what people run in 16 bits.
 
-Rounding in 16 bits is Hugging Face's, norms in float32 and rounded before their factors, but for the residual stream, which stays
-in float32: rounded twice in each layer, it alone would take most of what errors may be. Angles are made in float64.
+In 16 bits, what goes into a matrix product or the cache is rounded, once; norms, rotations and the residual stream are float32. Hugging
+Face rounds between them as well: the stream twice in each layer, which alone would take most of what errors may be, and norms and
+rotations at each step. Angles are made in float64.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> torch.Ten
     """
     config, start, end = weights.config, cache.length, cache.length + len(tokens)
     embedded = F.embedding(tokens, weights.embed_tokens)
-    turn = rotation(config, torch.arange(start, end, device=tokens.device), embedded.dtype)
     hidden = widened(embedded)
+    turn = rotation(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
     for layer, keys, values in zip(weights.layers, cache.keys, cache.values, strict=True):
         normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
         q, k, v = heads(config.head_dim, config.rms_norm_eps, layer, normed, turn)
@@ -68,8 +69,13 @@ def logits_of(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / rms(x) * weight`` over the last dimension, in the dtype of ``weight``."""
+    return normalised(x, weight, eps).to(weight.dtype)
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The same in float32 at least."""
     wide = widened(x)
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(weight.dtype)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
@@ -85,8 +91,8 @@ def heads(
     q = F.linear(normed, layer.q_proj, layer.q_bias).view(shape)
     k = F.linear(normed, layer.k_proj, layer.k_bias).view(shape)
     v = F.linear(normed, layer.v_proj, layer.v_bias).view(shape)
-    q = rotate(rms_norm(q, layer.q_norm, eps), *turn)
-    k = rotate(rms_norm(k, layer.k_norm, eps), *turn)
+    q = rotate(normalised(q, layer.q_norm, eps), *turn).to(v.dtype)
+    k = rotate(normalised(k, layer.k_norm, eps), *turn).to(v.dtype)
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
 

@@ -108,8 +108,8 @@ def step(
     """Logits ``[V]``, with token and position ``[1]`` as tensors: shapes depend on the window alone."""
     config = weights.config
     embedded = F.embedding(token, weights.embed_tokens)
-    cosine, sine = rotation(config, position, embedded.dtype)
     hidden = widened(embedded)
+    cosine, sine = rotation(config, position, hidden.dtype)
     mask = (torch.arange(window, device=token.device) <= position).expand(config.queries_per_key, window)
     for each, keys, values in zip(weights.layers, call.cache.keys, call.cache.values, strict=True):
         tensors = tuple(getattr(each, name) for name in LAYER_FIELDS)
