@@ -9,6 +9,7 @@ import pytest
 
 from onelaunch.cli.study import run as run_module
 from onelaunch.workbench.compare import compare
+from onelaunch.workbench.decision import concluded
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import Progress
 from tests.workbench import results
@@ -47,6 +48,29 @@ def test_show_says_what_is_declared_and_planned_and_runs_nothing(call, here):
 
 def test_show_of_a_scale_without_shapes_says_so(call):
     assert "has no shapes of scale full" in call("study", "show", "toy-study", "--scale", "full").out
+
+
+def test_judge_decides_again_by_what_is_stored_and_says_so(call, stored):
+    path = stored[0]
+    before = concluded(Result.load(path))
+    before.model_copy(update={"outcomes": (), "decision": None}).save(path, force=True)
+    for _ in range(2):  # a second time, a second note would say the same
+        answer = call("study", "judge", str(path))
+        assert answer.code == 0
+        assert "Decision: proceed" in answer.out
+        after = Result.load(path)
+        assert (after.outcomes, after.decision) == (before.outcomes, before.decision)
+        assert after.cells == before.cells
+        (note,) = set(after.notes) - set(before.notes)
+        assert f"Measured at {before.provenance.commit}" in note
+        assert "judged again at" in note
+
+
+def test_judge_takes_results_alone(call, here):
+    (here / "other.json").write_text("{}")
+    answer = call("study", "judge", "other.json")
+    assert answer.code != 0
+    assert "schema_version" in answer.err
 
 
 def test_run_ends_in_a_decision_and_says_where_it_is(call, here):

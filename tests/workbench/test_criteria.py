@@ -102,6 +102,20 @@ def test_every_variant_by_an_empty_filter():
     assert outcome(ratio(3.0, of={}), *cells).evidence.startswith("two takes 2.5x the time of product")
 
 
+def test_the_fastest_is_held_against_the_fastest_of_the_others():
+    """Against itself it would be 1.0 within any noise: here 1.04, with a bound of 1.03."""
+    cells = ok_cell("three", 15.0), ok_cell("two", 12.0), ok_cell("one", 10.0)
+    found = outcome(ratio(1.03, of="one", over={}), *cells, floor=1.04)
+    assert (found.status, found.best_of) == ("met", 3)
+    assert found.evidence.startswith("one takes 0.833x the time of two")
+    near = outcome(ratio(1.03, of="one", over={}), ok_cell("two", 10.05), ok_cell("one", 10.0), floor=1.04)
+    assert near.status == "inconclusive"
+    slower = outcome(ratio(1.03, of="two", over={}), *cells, floor=1.04)
+    assert (slower.status, slower.values["mega"].median) == ("missed", pytest.approx(1.2))
+    alone = outcome(ratio(1.03, of="one", over={}), ok_cell("one", 10.0), floor=1.01)
+    assert (alone.status, alone.values["mega"].median) == ("met", 1.0)
+
+
 def test_tags_that_are_tuples_match_by_a_member():
     cells = ok_cell("three", 15.0), ok_cell("two", 12.0), ok_cell("one", 10.0)
     assert outcome(faster(of={"fuses": "b", "gemm": "library"}, at_least=1.2), *cells).evidence.startswith("two is 1.25x")

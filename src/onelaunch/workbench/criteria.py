@@ -75,9 +75,9 @@ def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ..
     return tuple(_outcome(result, criterion, infeasible.get(criterion.name)) for criterion in result.study.criteria)
 
 
-def candidate(result: Result, criterion: Criterion, selector: Selector, shape: str) -> Candidate:
-    """The named variant's (or control's) cell, or the fastest correct one of those that a tag filter selects."""
-    names = result.study.select(selector)
+def candidate(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Candidate:
+    """The named variant's (or control's) cell, or the fastest correct one of those that a tag filter selects, ``but`` one."""
+    names = [name for name in result.study.select(selector) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
     counted = [] if criterion.measure in TIMES else [cell for cell in cells if cell.status == "ok"]
@@ -228,6 +228,8 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
         candidate(result, asking, selector, where.name)
         for asking, (selector, where) in zip((criterion, _over(criterion)), result.study.sides(criterion, shape), strict=False)
     ]
+    if criterion.measure in TIMES and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
+        sides[1] = _next_to(result, criterion, shape, sides[1])
     cells = [side.cell for side in sides if side.cell is not None]
     if len(cells) < len(sides):
         reason = "; ".join(dict.fromkeys(side.reason for side in sides if side.cell is None))
@@ -245,6 +247,17 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
     if criterion.measure == "peak_memory_ratio":
         return _memory(criterion, of, over, among)
     return _times(result, criterion, of, over, among)
+
+
+def _next_to(result: Result, criterion: Criterion, shape: Shape, itself: Candidate) -> Candidate:
+    """What a variant that is the fastest itself is held against: the fastest of the others. Of its own time, noise would allow
+    anything to be claimed or nothing.
+    """
+    _, (selector, where) = result.study.sides(criterion, shape)
+    if itself.cell is None or isinstance(selector, str):
+        return itself
+    other = candidate(result, criterion, selector, where.name, but=itself.cell.variant)
+    return itself if other.cell is None else Candidate(other.cell, itself.among)
 
 
 def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:

@@ -19,15 +19,15 @@ not to decide. A small-scale run sets no criterion of full-scale shapes aside: t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.criteria import STATUS_WORDS, candidate, noise_at
-from onelaunch.workbench.plan import matrix_dtype, microseconds
+from onelaunch.workbench.criteria import STATUS_WORDS, candidate, evaluate, noise_at
+from onelaunch.workbench.plan import infeasibilities, matrix_dtype, microseconds
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
 
@@ -39,6 +39,18 @@ FUSION = ("launches", "backward_launches", "fuses")
 
 NO_FACTORS = ("requires", "backward", "yardstick")
 """Tags that say nothing about how a variant computes."""
+
+
+def concluded(result: Result, infeasible: Mapping[str, str] | None = None) -> Result:
+    """The result with its criteria evaluated and a decision: of its own study, by what was measured.
+
+    Args:
+        result: measurements; its outcomes and decision are not looked at.
+        infeasible: ``StudyPlan.infeasible``; by default found again from the study.
+    """
+    refuted = infeasibilities(result.study) if infeasible is None else infeasible
+    evaluated = result.model_copy(update={"outcomes": evaluate(result, refuted)})
+    return evaluated.model_copy(update={"decision": decide(evaluated)})
 
 
 def decide(result: Result) -> Decision:

@@ -76,8 +76,7 @@ def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> Stud
             cells += [_planned_variant(study, shape, direction, name, ceilings, device) for name in study.variant_names()]
             if direction == "forward":
                 cells += [_planned_control(study, shape, name, ceilings) for name in study.controls]
-    infeasible = {criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None}
-    return StudyPlan(study, device, scale, tuple(cells), infeasible)
+    return StudyPlan(study, device, scale, tuple(cells), infeasibilities(study))
 
 
 def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
@@ -93,6 +92,11 @@ def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
 def matrix_dtype(study: Study, shape: Shape) -> str:
     """Of the operands of a shape's matrix products."""
     return _least(study, shape, "forward").matrix_dtype or shape.dtype
+
+
+def infeasibilities(study: Study) -> dict[str, str]:
+    """Criteria that no way of computing could meet, each with the sentence that says why."""
+    return {criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None}
 
 
 def infeasibility(study: Study, criterion: Criterion) -> str | None:

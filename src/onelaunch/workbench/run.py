@@ -20,8 +20,7 @@ from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of
 from onelaunch.workbench.compiling import compile_ahead, places_to_compile
 from onelaunch.workbench.count import Request, analytic, count_all
-from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.decision import decide
+from onelaunch.workbench.decision import concluded
 from onelaunch.workbench.launches import count_barriers, count_launches
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.provenance import provenance
@@ -264,8 +263,7 @@ class _Run:
             notes=tuple(dict.fromkeys(self.notes)),
             interrupted=interrupted,
         )
-        judged = found.model_copy(update={"outcomes": evaluate(found, self.plan.infeasible)})
-        return judged.model_copy(update={"decision": decide(judged)})
+        return concluded(found, self.plan.infeasible)
 
     def _measure(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> None:
         variants = [planned.variant for planned in able if not planned.control]

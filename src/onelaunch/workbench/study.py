@@ -119,7 +119,8 @@ class Criterion(Declared):
     any way of computing, as the plan has them. ``peak_memory_ratio``: peak memory of ``of`` / peak memory of ``over``.
     ``launches``: kernels, copies and fills of one call of ``of``, as counted. ``barriers``: barriers over the grid in one call of
     ``of``, as its kernel counts them. ``error``: the largest norm-wise error of ``of``.
-    ``over`` is the study's baseline by default. Where a selector stands for the fastest variant, bytes, memory and counts are
+    ``over`` is the study's baseline by default; where it stands for the fastest variant, and that is ``of`` itself, times are
+    held against the fastest of the others. Where a selector stands for the fastest variant, bytes, memory and counts are
     those of the fastest variant too.
     """
 

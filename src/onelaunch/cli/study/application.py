@@ -6,6 +6,7 @@ import typer
 
 from onelaunch.cli.study.adopt import adopt
 from onelaunch.cli.study.compare import compare
+from onelaunch.cli.study.judge import judge
 from onelaunch.cli.study.listing import list_all
 from onelaunch.cli.study.report import report
 from onelaunch.cli.study.run import run
@@ -23,4 +24,5 @@ study.command()(show)
 study.command()(run)
 study.command()(report)
 study.command()(compare)
+study.command()(judge)
 study.command()(adopt)
