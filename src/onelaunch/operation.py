@@ -460,8 +460,10 @@ def operation(**facts: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
 
 
 def find_operation(name: str) -> Operation[..., Any]:
-    """The operation of that name, or :class:`UnknownOperation`."""
+    """The operation of that name, or :class:`UnknownOperation`. Our own are imported when a name is not known yet."""
     _load_plugins()
+    if name not in _REGISTRY:
+        _load_our_own()
     try:
         return _REGISTRY[name]
     except KeyError:
@@ -469,9 +471,10 @@ def find_operation(name: str) -> Operation[..., Any]:
 
 
 def operations() -> Iterator[Operation[..., Any]]:
-    """All registered operations, those of plugins included."""
+    """All registered operations by name, those of plugins included."""
+    _load_our_own()
     _load_plugins()
-    yield from _REGISTRY.values()
+    yield from (_REGISTRY[name] for name in sorted(_REGISTRY))
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -485,10 +488,14 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 @functools.cache
-def _load_plugins() -> None:
-    """Our own operations, then those that installed packages announce."""
+def _load_our_own() -> None:
     for room in ("onelaunch.ops", "onelaunch.decode"):
         importlib.import_module(room)
+
+
+@functools.cache
+def _load_plugins() -> None:
+    """Operations, and variants of ours, that installed packages announce."""
     for entry in importlib.metadata.entry_points(group=PLUGINS):
         entry.load()
 

@@ -13,7 +13,7 @@ from onelaunch.decode.model import prefill
 from onelaunch.decode.torch_variants import window_of
 from onelaunch.errors import ArgumentError, ContextExceeded, DTypeError, ShapeError, ValueRangeError, VariantUnsupported
 from onelaunch.operation import find_operation
-from onelaunch.ops.gated_scan.torch_variants import compiler_missing
+from onelaunch.torch_compile import compiler_missing
 from onelaunch.workbench.verify import Judge, trivial_answers
 from tests.decode.models import SMALL
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError
 from onelaunch.nn import Cache
-from onelaunch.ops import checks
 from tests.nn.definitions import each_sequence, error, weights_of
 from tests.nn.layers import NAMES, ROUNDING, D, make
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from onelaunch import checks
 from onelaunch.errors import (
     ArgumentError,
     DeviceError,
@@ -21,7 +22,6 @@ from onelaunch.errors import (
     ValueRangeError,
     VariantUnsupported,
 )
-from onelaunch.ops import checks
 from tests.ops.cases import (
     GATED_SCAN,
     GLA,

@@ -72,7 +72,7 @@ def test_results_are_the_same_to_the_last_bit(lengths):
 
 def test_nothing_is_read_from_the_device(monkeypatch):
     """On a GPU each of these would wait for it. Only the contract's checks of values read, on a CPU."""
-    monkeypatch.setattr("onelaunch.ops.checks.values_are_checked", lambda value: False)
+    monkeypatch.setattr("onelaunch.checks.values_are_checked", lambda value: False)
     arguments = arguments_of(GLA, B=1, T=70, lengths=(0, 30, 40), initial_state=True, final_state=True, grad=True)
     expected = results(GLA, arguments, "chunked")
 

@@ -117,6 +117,11 @@ def _compiler() -> str | None:
     return next((path for name in filter(None, (named, "g++", "c++", "clang++")) if (path := shutil.which(name))), None)
 
 
+def _bytecode() -> str | None:
+    """Whether PyTorch's modules are kept compiled, as pip leaves them; images are often made without."""
+    return "kept" if Path(importlib.util.cache_from_source(torch.__file__)).exists() else None
+
+
 def _profiler() -> str | None:
     return shutil.which("ncu") or next((str(path) for path in Path("/usr/local").glob("cuda*/bin/ncu")), None)
 
@@ -136,6 +141,12 @@ NEEDS: tuple[Need, ...] = (
     Need("onelaunch", "everything", lambda: __version__, ""),
     Need("python", "everything", platform.python_version, ""),
     Need("torch", "everything", lambda: str(torch.__version__), "pip install torch"),
+    Need(
+        "bytecode",
+        "starts of a second or two less",
+        _bytecode,
+        "python -m compileall PyTorch's folder",
+    ),
     Need("a GPU", "running Triton kernels, full-scale studies", _gpu, "everything else works without one"),
     Need("triton", "Triton kernels, onelaunch inspect", lambda: _installed("triton"), 'pip install "onelaunch[triton]"'),
     Need("NVRTC", "kernels in CUDA C++", _nvrtc, 'pip install "onelaunch[cuda]"'),

@@ -15,9 +15,12 @@ def app() -> None:
         for package in sorted(EXTRA - ({"tomli"} if sys.version_info >= (3, 11) else set())):
             if importlib.util.find_spec(package) is None:  # better missed now than after a study has run
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        from onelaunch.cli.ahead import make_context
         from onelaunch.cli.application import application
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in EXTRA:
             raise
         sys.exit(f'error: the command line needs {missing.name}. Do: pip install "onelaunch[workbench]"')
+    if sys.argv[1:2] == ["generate"]:
+        make_context(sys.argv[2:])
     application()

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import ArgumentError, ContextExceeded, ShapeError, ValueRangeError
 from onelaunch.operation import Query, operation
-from onelaunch.ops import checks
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits, and the new rows of keys and of values."""
@@ -117,7 +116,7 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
     Raises:
         ContextExceeded: the cache is as long as the model's context.
         ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
-        ValueRangeError: the token is no row of the embedding (seen on a CPU only, see :mod:`onelaunch.ops.checks`).
+        ValueRangeError: the token is no row of the embedding (seen on a CPU only, see :mod:`onelaunch.checks`).
         VariantUnsupported: the named variant cannot run this call; says why and which can.
 
     Source: the Qwen3 technical report (2025); the ladder of launches and barriers is the write-up's on a decode megakernel.

@@ -245,7 +245,7 @@ def arrivals_table(plan: Plan) -> list[int]:
 def source(plan: Plan, tuning: Tuning | None = None, phase: Phase | None = None) -> nvrtc.Source:
     """The kernel of a plan; of a plan whose phases are launches, that of a phase."""
     here = "onelaunch.decode.kernels"
-    files = [("hopper.cuh", nvrtc.read("onelaunch.ops", "hopper.cuh")), *((name, nvrtc.read(here, name)) for name in FILES)]
+    files = [("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")), *((name, nvrtc.read(here, name)) for name in FILES)]
     files += [("plan.cuh", header(plan, tuning or Tuning())), ("order.cuh", order(plan))]
     defines = () if phase is None else (("ALONE", launch_of(plan, phase)[0]),)
     return nvrtc.Source("step.cu", nvrtc.read(here, "step.cu"), "decode", tuple(files), defines)

@@ -21,7 +21,7 @@ from onelaunch.decode.model import forward, heads, logits_of, mlp, rms_norm, wid
 from onelaunch.decode.rope import rotation
 from onelaunch.decode.weights import LayerWeights, Weights
 from onelaunch.operation import Query
-from onelaunch.ops.gated_scan.torch_variants import compile_static, compiler_missing
+from onelaunch.torch_compile import compile_static, compiler_missing
 
 SMALLEST_WINDOW = 256
 """Positions; smaller windows would save nothing that can be measured."""

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onelaunch import checks
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.nn.cache import Cache, LayerState
-from onelaunch.ops import checks
 
 
 def count(argument: str, value: object) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from onelaunch import checks
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.nn import inputs
 from onelaunch.nn.packed import PackedModule, init_linear
-from onelaunch.ops import checks, swiglu
+from onelaunch.ops import swiglu
 
 ROUNDED_TO = 256
 """Channels that a default ``intermediate_size`` is a multiple of."""

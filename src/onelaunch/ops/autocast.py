@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.ops import checks
+from onelaunch import checks
 
 
 def low_dtype(first: object) -> torch.dtype | None:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from onelaunch import checks
 from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, ValueRangeError, listing
 from onelaunch.operation import Bundle
-from onelaunch.ops import checks
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the lower three bits of a code stand for; the fourth is the sign."""

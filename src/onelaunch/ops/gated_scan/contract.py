@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
+from onelaunch.checks import Facts
 from onelaunch.operation import Query, fixed, operation, remembered
-from onelaunch.ops import checks
 from onelaunch.ops.autocast import autocast
-from onelaunch.ops.checks import Facts
 
 
 class ScanCall(NamedTuple):

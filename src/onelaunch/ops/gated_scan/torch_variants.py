@@ -7,27 +7,19 @@ divided by, so any log-decay down to -inf is safe.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
-import shutil
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
 
 from onelaunch.operation import Query
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
+from onelaunch.torch_compile import compile_static, compiler_missing
 
 CHUNK = 16
 """Steps scanned one after another at each level. 8 to 32 are within 15 % of each other on two x86 cores at T = 2048."""
 
-SHAPES = 256
-"""Shapes that a process may compile a function for."""
-
 Results = tuple[torch.Tensor, torch.Tensor]
-R = TypeVar("R")
 
 
 @gated_scan.variant("eager", launches=None, fuses=(), yardstick=True)
@@ -62,13 +54,7 @@ def compiled(call: ScanCall) -> Results:
     return function(call.v, call.log_decay, call.gate, call.initial_state, call.cu_seqlens)
 
 
-@compiled.supports
-def compiler_missing(query: Query) -> str | None:
-    """On a CPU, torch.compile needs a C++ compiler."""
-    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    if query.device_type == "cpu" and not any(shutil.which(name) for name in compilers):
-        return "needs a C++ compiler (g++ or clang++) on a CPU"
-    return None
+compiled.supports(compiler_missing)
 
 
 @chunked.supports
@@ -76,22 +62,6 @@ def compiler_missing(query: Query) -> str | None:
 def no_steps(query: Query) -> str | None:
     """Chunks need a step to chunk."""
     return "needs at least one time step" if query.sizes[1] == 0 else None
-
-
-@functools.cache
-def compile_static(function: Callable[..., R]) -> Callable[..., R]:
-    """Compiled once per shape: studies sweep shapes, and a dynamic graph would be a slower baseline than people get."""
-    compiled_function = torch.compile(function, dynamic=False)
-
-    def call(*arguments: Any) -> R:
-        if torch.compiler.is_compiling():
-            return function(*arguments)
-        from torch._dynamo import config as dynamo  # slow to import
-
-        with dynamo.patch(recompile_limit=SHAPES):  # past the limit, Dynamo would run it uncompiled
-            return compiled_function(*arguments)
-
-    return call
 
 
 def chunked_scan_and_gate(

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
+from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
 from onelaunch.operation import Query, fixed, operation, remembered
-from onelaunch.ops import checks
 from onelaunch.ops.autocast import autocast, low_dtype, without_autocast
-from onelaunch.ops.checks import Facts
 from onelaunch.ops.gated_scan.contract import state_flags
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 512

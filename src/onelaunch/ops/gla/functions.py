@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, ValueRangeError, did_you_mean, listing
-from onelaunch.ops import checks
 from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind, run, under_autocast
 
 Results = tuple[torch.Tensor, torch.Tensor | None]

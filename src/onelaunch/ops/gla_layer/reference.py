@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, listing
 from onelaunch.operation import Case, Query, Reading
-from onelaunch.ops.checks import Facts
 from onelaunch.ops.gla import gla
 from onelaunch.ops.gla_layer.contract import gla_layer, key_of
 

@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
+from onelaunch.checks import Facts
 from onelaunch.operation import Query, fixed, operation, remembered
-from onelaunch.ops import checks
 from onelaunch.ops.autocast import autocast
-from onelaunch.ops.checks import Facts
 from onelaunch.ops.gated_scan.contract import ScanCall, check_scan_facts, check_scan_values, state_flags
 
 

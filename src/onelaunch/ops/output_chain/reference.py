@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, listing
 from onelaunch.operation import Case, Cost, Query, Reading
-from onelaunch.ops.checks import Facts
 from onelaunch.ops.output_chain.contract import OutputChainCall, key_of, output_chain
 
 GATES = ("silu", "activated", "none")

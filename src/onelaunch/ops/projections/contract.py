@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
+from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.operation import Query, fixed, operation, remembered
-from onelaunch.ops import checks
 from onelaunch.ops.autocast import cast, low_dtype, without_autocast
-from onelaunch.ops.checks import Facts
 from onelaunch.ops.projections.layout import Layout, Segment, layout_of, read_layout
 
 

@@ -38,7 +38,7 @@ def source(layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) ->
     if tiles.narrow < tiles.columns:
         products += product_header(element, tiles.narrow).replace("#pragma once\n", "")
     headers = (
-        ("hopper.cuh", nvrtc.read("onelaunch.ops", "hopper.cuh")),
+        ("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")),
         ("products.cuh", products),
         ("segments.cuh", header(layout, tiles)),
         ("activations.cuh", nvrtc.read(here, "activations.cuh")),

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, listing
 from onelaunch.operation import Case, Cost, Query, Reading
-from onelaunch.ops.checks import Facts
 from onelaunch.ops.projections.contract import ProjectionsCall, key_of, projections
 from onelaunch.ops.projections.layout import Segment, layout_of, read_layout
 

@@ -8,10 +8,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from onelaunch.operation import Bundle, Query, fixed, operation, remembered
-from onelaunch.ops import checks
 from onelaunch.ops.autocast import cast, low_dtype, without_autocast
 from onelaunch.ops.formats import ATOM_ROWS, BLOCK, Fp8Tensor, NVFP4Tensor
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch import dispatch
+from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError
-from onelaunch.ops import checks
 from onelaunch.ops.formats import Fp8Tensor, NVFP4Tensor
 from onelaunch.ops.swiglu.contract import bind, run, swiglu
 

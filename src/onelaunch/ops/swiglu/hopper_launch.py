@@ -103,7 +103,7 @@ def source(
     here = "onelaunch.ops.swiglu"
     names = ("work.cuh", "sums.cuh", "results.cuh", "nvfp4.cuh")
     headers = (
-        ("hopper.cuh", nvrtc.read("onelaunch.ops", "hopper.cuh")),
+        ("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")),
         ("products.cuh", product_header(element, tiles.rows, registers=tiles.nvfp4)),
         *((name, nvrtc.read(here, name)) for name in names),
     )

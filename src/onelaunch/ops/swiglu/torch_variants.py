@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from onelaunch.operation import Query
 from onelaunch.ops.formats import Fp8Tensor
-from onelaunch.ops.gated_scan.torch_variants import compile_static, compiler_missing
 from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
+from onelaunch.torch_compile import compile_static, compiler_missing
 
 Results = tuple[torch.Tensor]
 

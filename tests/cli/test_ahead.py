@@ -1,0 +1,50 @@
+"""The GPU's context is made beside PyTorch's import, where a text is asked for and nothing else is named."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+
+from onelaunch.cli import ahead, main
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that notes its calls; ``answer`` is what cuInit says."""
+    calls = []
+    fake = SimpleNamespace(answer=0, calls=calls)
+    fake.cuInit = lambda flags: calls.append(("cuInit", flags)) or fake.answer
+    fake.cuDevicePrimaryCtxRetain = lambda place, device: calls.append(("cuDevicePrimaryCtxRetain", device)) or 0
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
+    return fake
+
+
+def test_a_context_is_made_and_kept(driver):
+    ahead.make_context(["def main(", "-n", "4"]).join(10)
+    assert driver.calls == [("cuInit", 0), ("cuDevicePrimaryCtxRetain", 0)]
+
+
+@pytest.mark.parametrize("arguments", [["--device", "cpu", "x"], ["x", "--device=cuda:1"], ["--help"], ["x", "-h"]])
+def test_not_where_a_device_is_named_or_nothing_will_run(arguments, driver):
+    assert ahead.make_context(arguments) is None
+    assert driver.calls == []
+
+
+def test_where_no_gpu_answers_nothing_happens(driver, monkeypatch):
+    driver.answer = 100  # CUDA_ERROR_NO_DEVICE
+    ahead.make_context([]).join(10)
+    assert driver.calls == [("cuInit", 0)]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    ahead.make_context([]).join(10)
+
+
+@pytest.mark.parametrize(("command", "begun"), [("generate", [["x"]]), ("explain", [])])
+def test_only_a_text_begins_it(command, begun, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ahead, "make_context", asked.append)
+    monkeypatch.setattr("onelaunch.cli.application.application", lambda: None)
+    monkeypatch.setattr("sys.argv", ["onelaunch", command, "x"])
+    main.app()
+    assert asked == begun
