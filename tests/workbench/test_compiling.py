@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import pytest
+import torch
 
 from onelaunch.operation import find_operation
 from onelaunch.workbench import compiling
@@ -145,3 +147,21 @@ def test_a_run_compiles_nothing_ahead_unless_asked():
         os._exit(1)
 
     assert run(study(), steps=steps(compile=never)).cells
+
+
+@pytest.mark.parametrize("variant", ["eager", "raises"])
+def test_a_call_leaves_no_tensors_behind(variant, monkeypatch):
+    """Also one that failed, whose error held them."""
+    left = []
+
+    def make_and_note(*arguments):
+        inputs = make_inputs(*arguments)
+        left.extend(weakref.ref(value) for value in inputs.arguments.values() if isinstance(value, torch.Tensor))
+        return inputs
+
+    make_inputs = compiling.make_inputs
+    monkeypatch.setattr(compiling, "make_inputs", make_and_note)
+    problem = call_once(study(), Place("first", "forward_backward", variant), "cpu")
+    assert bool(problem) == (variant == "raises")
+    assert left
+    assert all(reference() is None for reference in left)

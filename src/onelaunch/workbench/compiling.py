@@ -8,6 +8,7 @@ them by each process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
@@ -112,17 +113,25 @@ def call_once(study: Study, place: Place, device: str) -> str | None:
 
 
 def _call(study: Study, place: Place, device: str) -> str | None:
-    operation = find_operation(study.operation)
-    shape = next(shape for shape in study.shapes if shape.name == place.shape)
     try:
-        case = study.case(shape)
-        inputs = make_inputs(operation, case, torch.device(device), 0, place.direction)
-        callee = Callee.variant(operation, place.variant)
-        if inputs.differentiable:
-            inputs.output_gradients = draw_gradients(callee(Inputs(inputs.arguments)), case.dtype, 0)
-        callee(inputs)
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
+        _make(study, place, torch.device(device))
     except Exception as error:  # noqa: BLE001 - whatever a variant raises is told where it is measured
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return None
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    else:
+        problem = None
+    gc.collect()  # a process may have to make room for the others, and graphs are kept in cycles
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+    return problem
+
+
+def _make(study: Study, place: Place, device: torch.device) -> None:
+    operation = find_operation(study.operation)
+    case = study.case(study.shape(place.shape))
+    inputs = make_inputs(operation, case, device, 0, place.direction)
+    callee = Callee.variant(operation, place.variant)
+    if inputs.differentiable:
+        inputs.output_gradients = draw_gradients(callee(Inputs(inputs.arguments)), case.dtype, 0)
+    callee(inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
