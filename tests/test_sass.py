@@ -75,6 +75,10 @@ def test_the_code_that_was_wrong_is_found_and_waits_a_cycle_more():
         (store(address=40, stored=9, bits=32), True),
         (store(address=40, stored=6, bits=64), False),
         (store(address=40, stored=8, bits=64), True),
+        (0x844 | 0x7 << 12 | 40 << 24 | 6 << 32 | 255 << 64, True),  # STSM [R40], R6 and the next
+        (0x1F0 | 0x7 << 12 | 200 << 16 | 8 << 9, True),  # HGMMA, of accumulators that it does not name
+        (0x3A9 | 0x7 << 12 | 40 << 24 | 20 << 32 | 9 << 64, True),  # ATOMG.CAS [R40], R20, R9
+        (0xFAE | 0x7 << 12 | 8 << 16 | 40 << 24 | 255 << 64, True),  # LDGSTS [R8], [R40]
         (LOAD | 8 << 32, False),
         (LOAD & ~(0xFF << 24) | 8 << 24, True),
     ],
@@ -93,6 +97,18 @@ def test_cycles_of_all_that_comes_between_count(cycles):
     code = cubin(zero(8, cycles) + waiting(NOTHING, 0) + waiting(NOTHING, 2) + waiting(add(first=8), 1))
     missing = sass.CYCLES - (cycles + 1 + 2)
     assert hurried(code) == ([Hurried(64, missing)] if missing > 0 else [])
+
+
+@pytest.mark.parametrize("nothing", [0x7918, 0x7802 | 5 << 16 | 1 << 32, 0x7919 | 9 << 16, 0x7947, 0x7B1D])
+def test_operands_that_are_not_there_are_no_register_0(nothing):
+    """NOP, MOV R5, 1, S2R R9, BRA, BAR."""
+    assert not hurried(cubin(zero(0, 1) + waiting(nothing, 1) * 3))
+
+
+def test_a_count_of_zero_is_one_cycle():
+    code = cubin(zero(8, 0) + waiting(add(first=8), 1))
+    assert hurried(code) == [Hurried(64, 5)]
+    assert hurried(mended(code)) == []
 
 
 def test_every_kernel_of_a_file_is_read_and_nothing_else():

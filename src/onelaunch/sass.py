@@ -23,7 +23,7 @@ from typing import NamedTuple
 ARCHITECTURES = ("sm_90", "sm_90a")
 """For which the cycles are known."""
 
-RULES = 1
+RULES = 2
 """Counted up when other code is mended: code that was kept before is then compiled again."""
 
 CYCLES = 6
@@ -33,11 +33,18 @@ _BYTES = 16
 """Of an instruction."""
 _CS2R = 0x805
 """In the lowest 12 bits. From bit 16 on is the register, or the first of two, that is written."""
-_LOADS, _STORES, _UNIFORM = range(0x180, 0x185), range(0x185, 0x1B0), range(0x080, 0x0C0)
-"""In the lowest 9 bits. The last: what works on uniform registers alone."""
-_MATRIX = 0x03C
+_LOADS, _STORES, _UNIFORM, _CONTROL = range(0x180, 0x185), range(0x185, 0x1B0), range(0x080, 0x0C0), range(0x140, 0x160)
+"""In the lowest 9 bits, as all below. The third: what works on uniform registers alone."""
+_MATRICES, _WARPGROUP = (0x037, 0x03C, 0x03D, 0x03F), range(0x1F0, 0x1F4)
+"""Products of a warp, and of a warpgroup, which name few of the registers that they read."""
 _COMPARISONS = (0x00B, 0x00C, 0x01C, 0x02A, 0x034)
 """Two operands at most, and flags where others have a third."""
+_SECOND_ALONE = (0x002, 0x108)
+"""``MOV``, ``MUFU``."""
+_WITHOUT = (0x118, 0x119, 0x11D, 0x1C3)
+"""``NOP``, ``S2R``, ``BAR``, ``S2UR``: no operand in a register."""
+_SWAPS, _SHUFFLE, _STORE_MATRIX, _COPY = (0x18D, 0x1A9), 0x189, 0x044, 0x1AE
+"""Atomics with two values, ``SHFL``, ``STSM``, ``LDGSTS``."""
 _STALL = 105 - 64
 """Bit of the upper half; 4 of them."""
 _NONE = 255
@@ -67,7 +74,8 @@ def mended(cubin: bytes) -> bytes:
     code = bytearray(cubin)
     for at, cycles in hurried(cubin):
         (upper,) = struct.unpack_from("<Q", code, at + 8)
-        struct.pack_into("<Q", code, at + 8, upper + (cycles << _STALL))
+        kept = upper & ~(15 << _STALL)
+        struct.pack_into("<Q", code, at + 8, kept | _stall(cubin, at) + cycles << _STALL)
     return bytes(code)
 
 
@@ -85,22 +93,31 @@ def _missing(code: bytes, at: int, end: int) -> Hurried | None:
 
 
 def _read(instruction: bytes) -> Iterator[tuple[int, int]]:
-    """Of each operand, the first register, and how many are read by its name: 1 for a pair too, even as that of ``CS2R``."""
+    """Of each operand, the first register, and how many are read by its name: 1 for a pair too, even as that of ``CS2R``. More of
+    them where that is not known: what waits too long costs a few cycles.
+    """
     low, high = struct.unpack("<2Q", instruction)
     operation, form = low & 0x1FF, low >> 9 & 7
-    if operation in _UNIFORM or low & 0xFFF == _CS2R:
-        return
-    if operation in _LOADS or operation in _STORES:
-        yield instruction[3], 1  # an address
-        if operation in _STORES:
-            yield instruction[4], max(1, 1 << (high >> 9 & 7) >> 4)  # 4 for 32 bits, 5 for 64, 6 for 128
-        return
-    count = 4 if operation == _MATRIX else 1
-    yield instruction[3], count
-    if form < 2:  # else a number, a constant or a uniform register is there
-        yield instruction[4], count
-    if operation not in _COMPARISONS:
-        yield instruction[8], count
+    first, second, third = instruction[3], instruction[4], instruction[8]
+    if operation in _WARPGROUP:
+        yield 0, _NONE
+    elif operation in _LOADS:
+        yield first, 1
+    elif operation in _STORES or operation == _STORE_MATRIX:
+        yield first, 1
+        yield second, 4 if operation == _STORE_MATRIX else max(1, 1 << (high >> 9 & 7) >> 4)  # 4 for 32 bits, 5 for 64, 6 for 128
+        if operation in _SWAPS or (operation == _SHUFFLE and form in (1, 4)):
+            yield third, 2
+        if operation == _COPY:
+            yield instruction[2], 1
+    elif not (operation in _UNIFORM or operation in _CONTROL or operation in _WITHOUT or low & 0xFFF == _CS2R):
+        count = 4 if operation in _MATRICES else 1
+        if form < 2:  # else a number, a constant or a uniform register is there
+            yield second, count
+        if operation not in _SECOND_ALONE:
+            yield first, count
+            if operation not in _COMPARISONS:
+                yield third, count
 
 
 def _stall(code: bytes, at: int) -> int:

@@ -3,7 +3,8 @@
 Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies beyond the bound and
 its median does so by more than the A/A noise of that shape; *missed* when the whole interval lies on the other side, or the
 median does by more than the noise; else *inconclusive*. It is *infeasible* when it would take a run below the floor, seen from
-the measured time it compares with. Bytes count as measured only if the hardware counted them.
+the measured time it compares with. What is the fastest of all is held against the fastest of the others. Bytes count as measured
+only if the hardware counted them.
 
 Times at two shapes share no rounds: their interval is what both leave open, their noise the larger of both. A geometric mean over
 shapes is judged in the same way, its interval and its noise taken as if all shapes erred in the same direction; it is measured
@@ -95,8 +96,7 @@ def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | N
     """
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
-    _, (selector, other) = result.study.sides(criterion, result.study.shape(shape))
-    over = candidate(result, criterion, selector, other.name).cell
+    over = compared(result, criterion, result.study.shape(shape))[-1].cell
     floor = _floor(result, criterion, shape)
     timing = over.timing("cold") if over else None
     return timing.microseconds.high / floor / _share(result.study, criterion, shape) if timing and floor else None
@@ -189,7 +189,7 @@ def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) ->
 
 def _asked(criterion: Criterion) -> str:
     of = _selector_words(criterion.of)
-    over = "the baseline" if criterion.over is None else _selector_words(criterion.over)
+    over = "the baseline" if criterion.over is None else _selector_words(criterion.over, other=criterion.measure in TIMES)
     if criterion.over_at is not None:
         over += f" at {criterion.over_at}{_per(criterion)}"
     return {
@@ -210,12 +210,13 @@ def _per(criterion: Criterion) -> str:
     return f" per {'*'.join(criterion.per)}" if criterion.per else ""
 
 
-def _selector_words(selector: Selector) -> str:
+def _selector_words(selector: Selector, *, other: bool = False) -> str:
     if isinstance(selector, str):
         return selector
     wanted = {key: value if isinstance(value, list) else [value] for key, value in selector.items()}
     tags = ", ".join(f"{key} {' or '.join(map(str, values))}" for key, values in wanted.items())
-    return f"the fastest variant with {tags}" if tags else "the fastest variant"
+    fastest = "the fastest other variant" if other else "the fastest variant"
+    return f"{fastest} with {tags}" if tags else fastest
 
 
 def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
@@ -224,12 +225,7 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
         return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")
     if criterion.measure == "error":
         return _error(result, criterion, shape.name)
-    sides = [
-        candidate(result, asking, selector, where.name)
-        for asking, (selector, where) in zip((criterion, _over(criterion)), result.study.sides(criterion, shape), strict=False)
-    ]
-    if criterion.measure in TIMES and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
-        sides[1] = _next_to(result, criterion, shape, sides[1])
+    sides = compared(result, criterion, shape)
     cells = [side.cell for side in sides if side.cell is not None]
     if len(cells) < len(sides):
         reason = "; ".join(dict.fromkeys(side.reason for side in sides if side.cell is None))
@@ -249,15 +245,19 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
     return _times(result, criterion, of, over, among)
 
 
-def _next_to(result: Result, criterion: Criterion, shape: Shape, itself: Candidate) -> Candidate:
-    """What a variant that is the fastest itself is held against: the fastest of the others. Of its own time, noise would allow
-    anything to be claimed or nothing.
+def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candidate]:
+    """What the criterion is asked of, and what that is held against, if it is.
+
+    The fastest is held against the fastest of the others: of its own time, noise would allow to claim anything or nothing.
     """
-    _, (selector, where) = result.study.sides(criterion, shape)
-    if itself.cell is None or isinstance(selector, str):
-        return itself
-    other = candidate(result, criterion, selector, where.name, but=itself.cell.variant)
-    return itself if other.cell is None else Candidate(other.cell, itself.among)
+    asked = zip((criterion, _over(criterion)), result.study.sides(criterion, shape), strict=False)
+    sides = [candidate(result, asking, selector, where.name) for asking, (selector, where) in asked]
+    if criterion.measure in TIMES and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
+        _, (selector, where) = result.study.sides(criterion, shape)
+        if sides[0].cell is not None and not isinstance(selector, str):
+            other = candidate(result, criterion, selector, where.name, but=sides[0].cell.variant)
+            sides[1] = sides[1] if other.cell is None else other
+    return sides
 
 
 def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:

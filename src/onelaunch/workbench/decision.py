@@ -26,7 +26,7 @@ from typing import Any
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.criteria import STATUS_WORDS, candidate, evaluate, noise_at
+from onelaunch.workbench.criteria import STATUS_WORDS, candidate, compared, evaluate, noise_at
 from onelaunch.workbench.plan import infeasibilities, matrix_dtype, microseconds
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
@@ -243,8 +243,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
         return []
     sentences = []
     for shape in outcome.values:
-        of = candidate(result, criterion, criterion.of, shape).cell
-        over = candidate(result, criterion, result.study.over(criterion), shape).cell
+        of, over = (side.cell for side in compared(result, criterion, result.study.shape(shape)))
         if of is None or over is None or None in (_launches(result, of.variant), _launches(result, over.variant)):
             continue
         saving = explain(result, of, over)

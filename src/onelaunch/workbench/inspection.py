@@ -223,7 +223,11 @@ def _triton_code(build: KernelBuild, target: Architecture) -> _Code:
         listed = _disassemble(compiled.asm["cubin"], build.name)
         assembly = {"ttgir": stages["ttgir"], "ptx": stages["ptx"], "sass": listed}
         hurried = sass.hurried(compiled.asm["cubin"]) if target.name in sass.ARCHITECTURES else []
-        remarks = (f"reads what CS2R wrote too early at {len(hurried)} places: a fault of the assembler",) if hurried else ()
+        remarks = (
+            (f"may read too early what CS2R wrote, at {len(hurried)} places: a fault of the assembler, see onelaunch.sass",)
+            if hurried
+            else ()
+        )
         return _Code(_read_sass(listed), compiled.metadata.shared, assembly, remarks)
     assembly = {"ttgir": stages["ttgir"], "amdgcn": stages["amdgcn"]}
     return _Code(_read_amdgcn(stages["amdgcn"]), compiled.metadata.shared, assembly)
