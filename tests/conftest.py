@@ -89,6 +89,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[operation.Operation]:
     """The toy operation of :mod:`tests.toys`, registered for one test."""
     dispatch.choose.cache_clear()
+    list(operation.operations())  # what is imported meanwhile would be forgotten
     monkeypatch.setattr(operation, "_REGISTRY", dict(operation._REGISTRY))
     yield make_scale()
     dispatch.choose.cache_clear()

@@ -32,7 +32,7 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.fixture
 def registry_of_its_own(monkeypatch):
     """What a page registers is gone afterwards."""
-    list(operation.operations())
+    list(operation.operations())  # what is imported meanwhile would be forgotten
     monkeypatch.setattr(operation, "_REGISTRY", dict(operation._REGISTRY))
     for known in operation._REGISTRY.values():
         monkeypatch.setattr(known, "variants", dict(known.variants))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -206,6 +208,7 @@ def test_a_plugin_of_another_package_is_loaded_once(scale, monkeypatch):
         assert group == "onelaunch.plugins"
         return [Entry()]
 
+    list(operations())  # others than us ask for entry points when they are imported
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     operation._load_plugins.cache_clear()
     try:
@@ -214,6 +217,30 @@ def test_a_plugin_of_another_package_is_loaded_once(scale, monkeypatch):
         assert len(loaded) == 1
     finally:
         operation._load_plugins.cache_clear()
+
+
+def test_our_own_names_are_taken_before_a_plugin_is_loaded():
+    code = """
+import importlib.metadata, sys
+class Entry:
+    def load(self):
+        print("onelaunch.ops" in sys.modules and "onelaunch.decode" in sys.modules)
+real = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **asked: [Entry()] if asked == {"group": "onelaunch.plugins"} else real(**asked)
+from onelaunch.operation import find_operation
+find_operation("gla")
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_modules_of_the_package_are_there_when_asked_for():
+    code = """
+import onelaunch, sys
+print("onelaunch.ops" in sys.modules, onelaunch.errors.ShapeError.__name__, onelaunch.ops.gla.name, "ops" in dir(onelaunch))
+print(hasattr(onelaunch, "nothing"), hasattr(onelaunch, "_private"))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "False ShapeError gla True\nFalse False\n"
 
 
 def test_an_answer_is_remembered_and_an_error_is_not():

@@ -76,7 +76,8 @@ def test_the_code_that_was_wrong_is_found_and_waits_a_cycle_more():
         (store(address=40, stored=6, bits=64), False),
         (store(address=40, stored=8, bits=64), True),
         (0x844 | 0x7 << 12 | 40 << 24 | 6 << 32 | 255 << 64, True),  # STSM [R40], R6 and the next
-        (0x1F0 | 0x7 << 12 | 200 << 16 | 8 << 9, True),  # HGMMA, of accumulators that it does not name
+        (0x1F0 | 0x7 << 12 | 0 << 16 | 255 << 24, True),  # HGMMA R0, of sums up to R31 at least
+        (0x1F0 | 0x7 << 12 | 24 << 16 | 255 << 24, False),  # HGMMA R24
         (0x3A9 | 0x7 << 12 | 40 << 24 | 20 << 32 | 9 << 64, True),  # ATOMG.CAS [R40], R20, R9
         (0xFAE | 0x7 << 12 | 8 << 16 | 40 << 24 | 255 << 64, True),  # LDGSTS [R8], [R40]
         (LOAD | 8 << 32, False),

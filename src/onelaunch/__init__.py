@@ -1,6 +1,7 @@
 """Fused, persistent GPU kernels for linear-RNN layers, and the workbench that proves when fusing pays."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,7 +12,11 @@ __all__ = ["__version__", "ops"]
 
 
 def __getattr__(name: str) -> Any:
-    """Operations when they are asked for: a text need not wait for them."""
-    if name == "ops":
-        return importlib.import_module("onelaunch.ops")
+    """A module of the package when it is asked for: a text need not wait for operations that it does not use."""
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

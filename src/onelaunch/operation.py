@@ -495,8 +495,11 @@ def _load_our_own() -> None:
 
 @functools.cache
 def _load_plugins() -> None:
-    """Operations, and variants of ours, that installed packages announce."""
-    for entry in importlib.metadata.entry_points(group=PLUGINS):
+    """Operations, and variants of ours, that installed packages announce; ours first, whose names are then taken."""
+    entries = importlib.metadata.entry_points(group=PLUGINS)
+    if entries:
+        _load_our_own()
+    for entry in entries:
         entry.load()
 
 

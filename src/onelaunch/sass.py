@@ -36,7 +36,7 @@ _CS2R = 0x805
 _LOADS, _STORES, _UNIFORM, _CONTROL = range(0x180, 0x185), range(0x185, 0x1B0), range(0x080, 0x0C0), range(0x140, 0x160)
 """In the lowest 9 bits, as all below. The third: what works on uniform registers alone."""
 _MATRICES, _WARPGROUP = (0x037, 0x03C, 0x03D, 0x03F), range(0x1F0, 0x1F4)
-"""Products of a warp, and of a warpgroup, which name few of the registers that they read."""
+"""Products of a warp, and of a warpgroup, whose sums are read where they are written."""
 _COMPARISONS = (0x00B, 0x00C, 0x01C, 0x02A, 0x034)
 """Two operands at most, and flags where others have a third."""
 _SECOND_ALONE = (0x002, 0x108)
@@ -100,7 +100,8 @@ def _read(instruction: bytes) -> Iterator[tuple[int, int]]:
     operation, form = low & 0x1FF, low >> 9 & 7
     first, second, third = instruction[3], instruction[4], instruction[8]
     if operation in _WARPGROUP:
-        yield 0, _NONE
+        yield instruction[2], 32  # sums of 64 columns; those of more begin there too
+        yield first, 4
     elif operation in _LOADS:
         yield first, 1
     elif operation in _STORES or operation == _STORE_MATRIX:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,8 @@ def driver(monkeypatch):
     fake.cuInit = lambda flags: calls.append(("cuInit", flags)) or fake.answer
     fake.cuDevicePrimaryCtxRetain = lambda place, device: calls.append(("cuDevicePrimaryCtxRetain", device)) or 0
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
+    monkeypatch.setattr(ahead, "_for_cuda", lambda: True)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # and put back
     return fake
 
 
@@ -30,6 +33,23 @@ def test_a_context_is_made_and_kept(driver):
 def test_not_where_a_device_is_named_or_nothing_will_run(arguments, driver):
     assert ahead.make_context(arguments) is None
     assert driver.calls == []
+
+
+@pytest.mark.parametrize(("version", "expected"), [("cuda: Optional[str] = '13.0'", True), ("cuda: Optional[str] = None", False)])
+def test_not_where_pytorch_was_built_without_cuda(version, expected, tmp_path, monkeypatch):
+    (tmp_path / "version.py").write_text(f"debug = False\n{version}\nhip: Optional[str] = '6'\n")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert ahead._for_cuda() is expected
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert ahead._for_cuda() is False
+
+
+def test_modules_are_loaded_when_they_are_used_unless_somebody_chose(driver, monkeypatch):
+    ahead.make_context([]).join(10)
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    ahead.make_context([]).join(10)
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
 
 
 def test_where_no_gpu_answers_nothing_happens(driver, monkeypatch):

@@ -21,6 +21,7 @@ from onelaunch.decode.generate import Model
 from onelaunch.decode.hub import find_model
 from onelaunch.decode.packing import pack
 from onelaunch.decode.rungs import plan_for
+from onelaunch.dispatch import AUTO
 from onelaunch.errors import (
     ArgumentError,
     CheckpointError,
@@ -287,6 +288,22 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
     with pytest.warns(FallbackNotice, match="faster cannot run here: it needs a GPU of compute capability 9; eager runs instead"):
         assert isinstance(make_engine(weights), TorchEngine)
     dispatch.choose.cache_clear()
+
+
+def test_where_the_fastest_has_no_room_the_next_runs(monkeypatch):
+    """What it keeps beside the weights decides; what was named is not replaced."""
+    cpu, fastest = torch.device("cpu"), decode_step.get("eager")
+    monkeypatch.setitem(fastest.tags, "engine_bytes", lambda config: 7_000_000_000)
+    assert engine_file.engine_that_fits(SMALL, cpu, 7_000_000_000) == AUTO
+    with pytest.warns(
+        FallbackNotice, match=r"eager keeps the weights a second time, 7\.0 GB, and there is room for 6\.9; (\w+) runs"
+    ):
+        name = engine_file.engine_that_fits(SMALL, cpu, 6_900_000_000)
+    assert name not in (AUTO, "eager")
+    assert engine_file.engine_bytes(SMALL, cpu, name) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine_file.engine_that_fits(SMALL, cpu, -1) == AUTO, "no room for the weights alone: the error says so"
 
 
 def test_a_device_with_too_little_memory(monkeypatch, tmp_path):

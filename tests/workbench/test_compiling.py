@@ -119,7 +119,7 @@ def test_calls_are_made_in_other_processes():
     assert sorted(done for _, done, _ in told) == [1, 2, 3]
     assert {place for place, *_ in told} == set(asked)
     (line,) = failed
-    assert line.startswith("no at first: UnknownVariant")
+    assert line.startswith("Not compiled ahead: no at first: UnknownVariant")
 
 
 def test_without_calls_no_process_is_started():

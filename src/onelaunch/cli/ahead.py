@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import os
+import re
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
-_CALLS = ("cuInit", "cuDevicePrimaryCtxRetain")
+_FOR_CUDA = re.compile(r"^cuda\b.*= *['\"]", re.MULTILINE)
+"""In PyTorch's ``version.py``, where it was built for CUDA."""
 
 
 def make_context(arguments: Sequence[str]) -> threading.Thread | None:
-    """Make the first GPU's primary context, PyTorch's own, in a thread; a quarter of a second that the command need not wait.
+    """Make the first GPU's primary context, PyTorch's own, in a thread.
 
     Args:
-        arguments: of the command. Where they name a device, or ask for help, nothing is begun, and ``None`` comes back.
+        arguments: of the command. Where they name a device, or ask for help, nothing is begun, and ``None`` comes back; nor where
+            PyTorch will not use a GPU.
     """
-    if any(argument.partition("=")[0] in ("--device", "--help", "-h") for argument in arguments):
+    if any(argument.partition("=")[0] in ("--device", "--help", "-h") for argument in arguments) or not _for_cuda():
         return None
-    thread = threading.Thread(target=_make_context, name="context", daemon=True)
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as PyTorch does, which comes too late now
+    thread = threading.Thread(target=_make_context, name="context")  # the end of the process waits for it
     thread.start()
     return thread
+
+
+def _for_cuda() -> bool:
+    """Without importing it."""
+    found = importlib.util.find_spec("torch")
+    try:
+        return bool(found and found.origin and _FOR_CUDA.search(Path(found.origin).with_name("version.py").read_text()))
+    except OSError:
+        return False
 
 
 def _make_context() -> None:
     """Without a driver or a GPU nothing happens: PyTorch says later what is missing."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        initialise, retain = (getattr(driver, name) for name in _CALLS)
-    except (OSError, AttributeError):
+    except OSError:
         return
-    if initialise(0) == 0:
-        retain(ctypes.byref(ctypes.c_void_p()), 0)  # never released: the process keeps it
+    if driver.cuInit(0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)  # never released: the process keeps it

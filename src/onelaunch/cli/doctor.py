@@ -145,7 +145,7 @@ NEEDS: tuple[Need, ...] = (
         "bytecode",
         "starts of a second or two less",
         _bytecode,
-        "python -m compileall PyTorch's folder",
+        f"python -m compileall -q {Path(torch.__file__).parent}",
     ),
     Need("a GPU", "running Triton kernels, full-scale studies", _gpu, "everything else works without one"),
     Need("triton", "Triton kernels, onelaunch inspect", lambda: _installed("triton"), 'pip install "onelaunch[triton]"'),

@@ -143,6 +143,27 @@ def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO)
     return tags["engine_bytes"](config) if "engine_bytes" in tags else 0
 
 
+def engine_that_fits(config: ModelConfig, device: torch.device, room: int) -> str:
+    """``"auto"`` where what its engine keeps beside the weights fits into so many bytes, else the next variant whose engine does.
+
+    Then a :class:`~onelaunch.errors.FallbackNotice` says so. Where none fits it is ``"auto"`` again, for its error.
+    """
+    need, query = engine_bytes(config, device), typical_query(config, device)
+    if need <= room:
+        return AUTO
+    chosen = dispatch.pick(AUTO, query).name
+    for name in decode_step.preference(query):
+        variant = decode_step.variants[name]
+        able = name != chosen and variant.why_not(query) is None and "requires" not in variant.tags
+        if able and engine_bytes(config, device, name) <= room:
+            said = (
+                f"{chosen} keeps the weights a second time, {need / 1e9:.1f} GB, and there is room for {max(room, 0) / 1e9:.1f}"
+            )
+            warnings.warn(f"{said}; {name} runs instead.", FallbackNotice, stacklevel=3)
+            return name
+    return AUTO
+
+
 def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
     """The engine of a variant of ``decode_step``: the callable in its tag ``engine`` applied to the weights, else PyTorch's.
 

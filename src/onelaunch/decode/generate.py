@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import torch
 
 from onelaunch.decode.config import ModelConfig, read_generation
-from onelaunch.decode.engine import Engine, Request, engine_bytes, make_engine
+from onelaunch.decode.engine import Engine, Request, engine_bytes, engine_that_fits, make_engine
 from onelaunch.decode.hub import find_model
 from onelaunch.decode.sampling import Choices, Sampling, recommended
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
@@ -179,7 +179,8 @@ class Model:
         Raises:
             CheckpointError, ShapeError: a file is missing or damaged, a tensor missing or of the wrong shape.
             UnsupportedModel, ModelConfigError: the model is of another kind, or its configuration wrong.
-            NoDeviceError, DeviceMemoryError: there is no such device, or too little memory on it.
+            NoDeviceError, DeviceMemoryError: there is no such device, or too little memory on it. Where the fastest variant needs
+                more than there is, the next one runs, and a :class:`~onelaunch.errors.FallbackNotice` says so.
             UnknownVariant, VariantUnsupported: no such variant, or not for this model on this device.
         """
         folder = find_model(name)
@@ -189,8 +190,11 @@ class Model:
         where = resolve(device)
         if where.type == "cuda":
             need = sum(math.prod(shape) for _, _, shape in parts(config)) * config.dtype.itemsize
+            free = free_memory(where)
+            if variant == AUTO:
+                variant = engine_that_fits(config, where, free - need)
             need += engine_bytes(config, where, variant)
-            if need > (free := free_memory(where)):
+            if need > free:
                 raise DeviceMemoryError(f"the weights of {name}", device=where, need=need, free=free)
         engine = make_engine(load_weights(folder, config, where), variant)
         try:

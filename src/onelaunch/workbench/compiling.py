@@ -69,7 +69,7 @@ def compile_ahead(
         calls = {pool.submit(call_once, study, place, device): place for place in waiting}
         for done, call in enumerate(as_completed(calls), 1):
             if problem := call.result():
-                failed.append(f"{calls[call].variant} at {calls[call].shape}: {problem}")
+                failed.append(f"Not compiled ahead: {calls[call].variant} at {calls[call].shape}: {problem}")
             tell(calls[call], done, len(calls))
     except BrokenProcessPool:
         failed.append("A process ended while it compiled; what it and the others had left is compiled where it is measured.")
