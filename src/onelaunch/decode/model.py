@@ -1,8 +1,8 @@
 """The model in plain PyTorch, in the dtype of its weights: the oracle in float64, what people run in 16 bits.
 
 In 16 bits, matrix products take and give 16 bits, and SwiGLU's gate works in them; norms, rotations and the residual stream are
-float32. Hugging Face rounds between these as well: the stream twice in each layer, which alone would take most of what errors may be,
-and norms and rotations at each step. Angles are made in float64.
+float32. Hugging Face rounds between these as well: the stream twice in each layer, which alone would take most of what errors may
+be, and norms and rotations at each step. Angles are made in float64.
 """
 
 from __future__ import annotations
