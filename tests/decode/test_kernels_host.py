@@ -38,7 +38,7 @@ def assert_the_oracles(weights, plan, libraries, given, positions):
         mine = cache.map(torch.clone).with_length(position)
         found = kernel(memory, mine, token=token, position=position, seed=seed)
         error = (found - want).norm() / want.norm()
-        assert error <= 0.6 * (plain - want).norm() / want.norm(), "activations in more bits are closer than PyTorch's bfloat16"
+        assert error <= 0.56 * (plain - want).norm() / want.norm(), "activations in more bits are closer than PyTorch's bfloat16"
         assert int(memory.tokens[position + 1]) == int(found.argmax())
         for written, right in ((mine.keys, after.keys), (mine.values, after.values)):
             row, true = written[:, :, position].double(), right[:, :, position]
