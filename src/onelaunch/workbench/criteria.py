@@ -19,33 +19,13 @@ from dataclasses import dataclass
 
 from onelaunch.errors import listing
 from onelaunch.workbench import stats
+from onelaunch.workbench.candidates import asked_of_over, compared, noise_at, timing_of, why_none
 from onelaunch.workbench.plan import mebibytes, microseconds
-from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Noise, Outcome, Result, Timing
+from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Outcome, Result
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
 
 FEWEST_ROUNDS = 3
 """With fewer rounds there is no interval to believe."""
-
-STATUS_WORDS = {
-    "unsupported": "cannot run here",
-    "not_installed": "is not installed",
-    "incorrect": "is incorrect",
-    "invalid": "was faster than its floor and is not believed",
-    "out_of_memory": "ran out of memory",
-    "error": "failed",
-    "interrupted": "was interrupted",
-}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The cell that a selector stands for at one shape."""
-
-    cell: Cell | None
-    among: int = 1
-    """From how many measured cells it was chosen as the fastest."""
-    reason: str = ""
-    """Why there is none."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +54,6 @@ def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ..
         infeasible: criteria that arithmetic alone refutes, with the reason: ``StudyPlan.infeasible``.
     """
     return tuple(_outcome(result, criterion, infeasible.get(criterion.name)) for criterion in result.study.criteria)
-
-
-def candidate(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Candidate:
-    """The named variant's (or control's) cell, or the fastest correct one of those that a tag filter selects, ``but`` one."""
-    names = [name for name in result.study.select(selector) if name != but]
-    cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
-    timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
-    counted = [] if criterion.measure in TIMES else [cell for cell in cells if cell.status == "ok"]
-    usable = timed or counted
-    if not usable:
-        return Candidate(None, 0, _why_none(names, cells, shape, criterion))
-    return Candidate(min(usable, key=lambda cell: _median(cell, criterion)), len(usable))
 
 
 def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | None:
@@ -245,23 +213,8 @@ def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
     return _times(result, criterion, of, over, among)
 
 
-def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candidate]:
-    """What the criterion is asked of, and what that is held against, if it is.
-
-    The fastest is held against the fastest of the others: of its own time, noise would allow to claim anything or nothing.
-    """
-    asked = zip((criterion, _over(criterion)), result.study.sides(criterion, shape), strict=False)
-    sides = [candidate(result, asking, selector, where.name) for asking, (selector, where) in asked]
-    if criterion.measure in TIMES and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
-        _, (selector, where) = result.study.sides(criterion, shape)
-        if sides[0].cell is not None and not isinstance(selector, str):
-            other = candidate(result, criterion, selector, where.name, but=sides[0].cell.variant)
-            sides[1] = sides[1] if other.cell is None else other
-    return sides
-
-
 def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
-    of_time, over_time = _timing(of, criterion), _timing(over, _over(criterion))
+    of_time, over_time = timing_of(of, criterion), timing_of(over, asked_of_over(criterion))
     faster = criterion.measure == "speedup"
     ratio = _ratio(result.study, criterion, of, over)
     noise = _noise(result, criterion, (of.shape, over.shape))
@@ -292,7 +245,7 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
 
 def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
     """A time of one variant, in microseconds or in floors."""
-    floor, time = 1.0, _timing(cell, criterion).microseconds
+    floor, time = 1.0, timing_of(cell, criterion).microseconds
     took = f"{time.median:.4g} us"
     if criterion.measure == "time_over_floor":
         if cell.plan is None or not cell.plan.floor_microseconds:
@@ -324,7 +277,7 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
 
 def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
     """Of the two cells' times, as the measure has it: round by round where they share rounds, each for its share of the work."""
-    of_time, over_time = _timing(of, criterion), _timing(over, _over(criterion))
+    of_time, over_time = timing_of(of, criterion), timing_of(over, asked_of_over(criterion))
     share = _share(study, criterion, of.shape)
     a, b, scale = (over_time, of_time, 1 / share) if criterion.measure == "speedup" else (of_time, over_time, share)
     if criterion.over_at is None:
@@ -339,14 +292,9 @@ def _share(study: Study, criterion: Criterion, shape: str) -> float:
     return work[1] / work[0] if work[0] else 1.0
 
 
-def _over(criterion: Criterion) -> Criterion:
-    """The same as it is asked of ``over``, in its own regime."""
-    return criterion if criterion.over_regime is None else criterion.model_copy(update={"regime": criterion.over_regime})
-
-
 def _noise(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
     """The larger noise of the shapes and regimes that times are taken at; ``None`` where one of them has no A/A run."""
-    found = [noise_at(result, asking, shape) for shape in shapes for asking in (criterion, _over(criterion))]
+    found = [noise_at(result, asking, shape) for shape in shapes for asking in (criterion, asked_of_over(criterion))]
     known = [noise.floor for noise in found if noise is not None]
     return max(known) if len(known) == len(found) else None
 
@@ -380,12 +328,6 @@ def _out_of_reach(criterion: Criterion, gain: float) -> bool:
     if criterion.measure == "speedup":
         return criterion.at_least is not None and gain < criterion.at_least
     return criterion.at_most is not None and 1 / gain > criterion.at_most
-
-
-def noise_at(result: Result, criterion: Criterion, shape: str) -> Noise | None:
-    """The A/A run that a criterion's times at a shape are held against."""
-    wanted = (shape, criterion.direction, criterion.regime)
-    return next((noise for noise in result.noise if (noise.shape, noise.direction, noise.regime) == wanted), None)
 
 
 def _bytes(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
@@ -463,7 +405,7 @@ def _error(result: Result, criterion: Criterion, shape: str) -> Finding:
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     judged = [cell for cell in cells if cell.verdict is not None and (cell.verdict.components or not cell.verdict.ok)]
     if not judged:
-        reason = _why_none(names, cells, shape, criterion)
+        reason = why_none(names, cells, shape, criterion)
         return Finding(shape, "not_measured", f"not measured: {reason}", f"not measured ({reason})")
     for cell in judged:
         if cell.verdict is not None and not cell.verdict.ok:
@@ -479,30 +421,3 @@ def _floor(result: Result, criterion: Criterion, shape: str) -> float | None:
     names = result.study.select(criterion.of)
     cells = (result.cell(shape, name, criterion.direction) for name in names)
     return min((cell.plan.floor_microseconds for cell in cells if cell is not None and cell.plan is not None), default=None)
-
-
-def _why_none(names: Sequence[str], cells: Sequence[Cell], shape: str, criterion: Criterion) -> str:
-    if not cells:
-        return f"{listing(names)} did not run at {shape}"
-    if len(cells) > 1 and {cell.status for cell in cells} - {"unsupported", "not_installed"} == {"interrupted"}:
-        return f"the run was interrupted before {shape} was done"  # whichever of them it would have been
-    reasons = []
-    for cell in cells:
-        if cell.status == "ok":
-            reasons.append(f"{cell.variant} has no {criterion.regime} time at {shape}")
-        else:
-            said = f" ({cell.reason})" if cell.reason else ""
-            reasons.append(f"{cell.variant} {STATUS_WORDS[cell.status]} at {shape}{said}")
-    return "; ".join(reasons)
-
-
-def _median(cell: Cell, criterion: Criterion) -> float:
-    timing = cell.timing(criterion.regime)
-    return timing.microseconds.median if timing else float("inf")
-
-
-def _timing(cell: Cell, criterion: Criterion) -> Timing:
-    timing = cell.timing(criterion.regime)
-    if timing is None:
-        raise LookupError(f"{cell.variant} has no {criterion.regime} time")
-    return timing

@@ -26,7 +26,8 @@ from typing import Any
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.criteria import STATUS_WORDS, candidate, compared, evaluate, noise_at
+from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared, noise_at
+from onelaunch.workbench.criteria import evaluate
 from onelaunch.workbench.plan import infeasibilities, matrix_dtype, microseconds
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
