@@ -19,7 +19,7 @@ not to decide. A small-scale run sets no criterion of full-scale shapes aside: t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -42,15 +42,9 @@ NO_FACTORS = ("requires", "backward", "yardstick")
 """Tags that say nothing about how a variant computes."""
 
 
-def concluded(result: Result, infeasible: Mapping[str, str] | None = None) -> Result:
-    """The result with its criteria evaluated and a decision: of its own study, by what was measured.
-
-    Args:
-        result: measurements; its outcomes and decision are not looked at.
-        infeasible: ``StudyPlan.infeasible``; by default found again from the study.
-    """
-    refuted = infeasibilities(result.study) if infeasible is None else infeasible
-    evaluated = result.model_copy(update={"outcomes": evaluate(result, refuted)})
+def concluded(result: Result) -> Result:
+    """The result with the criteria of its own study evaluated, and a decision; those that it had are not looked at."""
+    evaluated = result.model_copy(update={"outcomes": evaluate(result, infeasibilities(result.study))})
     return evaluated.model_copy(update={"decision": decide(evaluated)})
 
 

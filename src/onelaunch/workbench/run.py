@@ -263,7 +263,7 @@ class _Run:
             notes=tuple(dict.fromkeys(self.notes)),
             interrupted=interrupted,
         )
-        return concluded(found, self.plan.infeasible)
+        return concluded(found)
 
     def _measure(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> None:
         variants = [planned.variant for planned in able if not planned.control]
