@@ -7,7 +7,8 @@ import os
 import pytest
 
 from onelaunch import nvrtc
-from onelaunch.operation import CudaBuild, find_operation, operations
+from onelaunch.builds import CudaBuild
+from onelaunch.operation import find_operation, operations
 from onelaunch.workbench.inspection import CHECKED, inspect_build
 
 pytest.importorskip("triton")

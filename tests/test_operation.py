@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from onelaunch import operation
+from onelaunch.builds import KernelBuild
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
-from onelaunch.operation import Cost, KernelBuild, Query, find_operation, names_of, operations, parse_dtype, remembered
+from onelaunch.operation import Cost, Query, find_operation, names_of, operations, parse_dtype, remembered
 from onelaunch.workbench.calls import Callee, Inputs
 from tests.toys import make_scale
 

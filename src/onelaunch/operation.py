@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, 
 
 import torch
 
+from onelaunch.builds import Build
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant, did_you_mean, listing
-from onelaunch.nvrtc import Source
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -150,45 +150,6 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         launches = None if self.launches is None or other.launches is None else self.launches + other.launches
         return Cost(self.flops + other.flops, self.bytes + other.bytes, launches, self.matrix_dtype)
-
-
-@dataclass(frozen=True)
-class KernelBuild:
-    """One Triton kernel of a variant in one configuration: enough to compile it on a machine without a GPU."""
-
-    name: str
-    kernel: Any
-    """A ``triton.jit`` function."""
-    signature: Mapping[str, str | tuple[str, ...]]
-    """Triton type of every argument, ``constexpr`` for constants; of an argument that is a tuple, that of each of its members,
-    ``constexpr`` where one is ``None``."""
-    constants: Mapping[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    matrix: bool = False
-    """Whether matrix instructions must be in the machine code."""
-    by_warps: bool = False
-    """Whether they are those of single warps on every NVIDIA architecture but Blackwell, see ``ops/warp_products.py``."""
-
-
-@dataclass(frozen=True)
-class CudaBuild:
-    """One CUDA C++ kernel of a variant in one configuration: enough to compile it on a machine without a GPU."""
-
-    name: str
-    source: Source
-    threads: int
-    """Of a block."""
-    shared_bytes: int = 0
-    """Dynamic, of a block."""
-    matrix: bool = False
-    """Whether matrix instructions must be in the machine code."""
-    by_warps: bool = False
-    """Whether they are those of single warps (``mma.sync``) on every architecture."""
-
-
-Build: TypeAlias = KernelBuild | CudaBuild
-"""A kernel as :meth:`Variant.kernels` lists it."""
 
 
 @dataclass(frozen=True)

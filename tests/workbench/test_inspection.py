@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from onelaunch import nvrtc
+from onelaunch.builds import CudaBuild, KernelBuild
 from onelaunch.errors import InspectionError, UnknownVariant
 from onelaunch.nvrtc import Source
-from onelaunch.operation import CudaBuild, KernelBuild, Operation
+from onelaunch.operation import Operation
 from onelaunch.workbench import inspection
 from onelaunch.workbench.inspection import ARCHITECTURES, CHECKED, find_architecture, inspect_build, inspect_operation
 

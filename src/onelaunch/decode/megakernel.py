@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onelaunch import nvrtc
+from onelaunch.builds import Build, CudaBuild
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
 from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine
@@ -20,7 +21,7 @@ from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import PlanError
 from onelaunch.hardware import is_hopper, processors
-from onelaunch.operation import Build, CudaBuild, Query
+from onelaunch.operation import Query
 
 if TYPE_CHECKING:
     from onelaunch.decode.launch import Kernels  # with NumPy, which only those need who run it

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch import nvrtc, sass
+from onelaunch.builds import Build, CudaBuild, KernelBuild
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError, did_you_mean, listing
-from onelaunch.operation import Build, CudaBuild, KernelBuild, Operation
+from onelaunch.operation import Operation
 from onelaunch.ops.warp_products import products_by_warps
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from onelaunch.operation import KernelBuild, Query
+from onelaunch.builds import KernelBuild
+from onelaunch.operation import Query
 from onelaunch.ops.autograd import Operator
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 

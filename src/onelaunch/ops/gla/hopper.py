@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from onelaunch.builds import KernelBuild
 from onelaunch.hardware import is_hopper
-from onelaunch.operation import KernelBuild, Query
+from onelaunch.operation import Query
 from onelaunch.ops.copy_engine import descriptor_type
 from onelaunch.ops.gated_scan.triton_variants import needs_triton
 from onelaunch.ops.gla.contract import GlaCall, gla

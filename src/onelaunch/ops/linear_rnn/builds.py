@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.operation import Build, KernelBuild
+from onelaunch.builds import Build, KernelBuild
 from onelaunch.ops.copy_engine import descriptor_type
 from onelaunch.ops.gated_scan import triton_variants as scan
 from onelaunch.ops.linear_rnn.hopper import fused_hopper

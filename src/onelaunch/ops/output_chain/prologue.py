@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.operation import KernelBuild, Query
+from onelaunch.builds import KernelBuild
+from onelaunch.operation import Query
 from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
 from onelaunch.ops.output_chain.forward import Made, Operands, compute, launches
 from onelaunch.ops.output_chain.torch_variants import Results

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from onelaunch import nvrtc
+from onelaunch.builds import Build, CudaBuild
 from onelaunch.hardware import is_hopper
-from onelaunch.operation import Build, CudaBuild, Query
+from onelaunch.operation import Query
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
 from onelaunch.ops.projections.forward import Packed, Wanted, compute, launches
 from onelaunch.ops.projections.layout import Layout

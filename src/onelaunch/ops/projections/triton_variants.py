@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from onelaunch.operation import KernelBuild, Query
+from onelaunch.builds import KernelBuild
+from onelaunch.operation import Query
 from onelaunch.ops.gated_scan.triton_variants import cannot_launch
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
 from onelaunch.ops.projections.forward import Packed, Wanted, compute, launches

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from onelaunch.builds import KernelBuild
 from onelaunch.hardware import compute_capability
-from onelaunch.operation import KernelBuild, Query
+from onelaunch.operation import Query
 from onelaunch.ops.autograd import Operator
 from onelaunch.ops.formats import NVFP4Tensor
 from onelaunch.ops.gated_scan.launch import cdiv

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from onelaunch import nvrtc
+from onelaunch.builds import Build, CudaBuild
 from onelaunch.hardware import is_hopper, processors
-from onelaunch.operation import Build, CudaBuild, Query
+from onelaunch.operation import Query
 from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
 from onelaunch.ops.swiglu.forward import Matrix, Wanted, compute, launches
 from onelaunch.ops.swiglu.torch_variants import Results, trains_plain_tensors

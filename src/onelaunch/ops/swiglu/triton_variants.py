@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from onelaunch.operation import KernelBuild, Query
+from onelaunch.builds import KernelBuild
+from onelaunch.operation import Query
 from onelaunch.ops.autograd import Operator
 from onelaunch.ops.formats import Fp8Tensor
 from onelaunch.ops.gated_scan.triton_variants import cannot_launch
