@@ -165,3 +165,19 @@ def test_a_call_leaves_no_tensors_behind(variant, monkeypatch):
     assert bool(problem) == (variant == "raises")
     assert left
     assert all(reference() is None for reference in left)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gpu_gets_its_memory_back_after_each_call(fails, monkeypatch):
+    done = []
+
+    def make(*_):
+        done.append("made")
+        if fails:
+            raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(compiling, "_make", make)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    problem = call_once(study(), Place("first", "forward", "eager"), "cuda:0")
+    assert problem == ("OutOfMemoryError: no more" if fails else None)
+    assert done == ["made", "emptied"]
