@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -138,6 +139,7 @@ class Builder:
 
     # Buffers
 
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         config = self.config
         heads = config.num_key_value_heads
@@ -157,7 +159,7 @@ class Builder:
 
     def buffers(self) -> tuple[Buffer, ...]:
         counted = ("mid",) if self.blocks else ()
-        untagged = ("cache", "drawn", "tallies", *counted) if self.rung.others == "data" else tuple(self.sizes())
+        untagged = ("cache", "drawn", "tallies", *counted) if self.rung.others == "data" else tuple(self.sizes)
         return tuple(
             Buffer(
                 name,
@@ -168,11 +170,11 @@ class Builder:
                 counts=name in counted,
                 copies=1 + (name == "best"),
             )
-            for name, words in self.sizes().items()
+            for name, words in self.sizes.items()
         )
 
     def whole(self, name: str) -> tuple[Piece, ...]:
-        return (Piece(name, 0, self.sizes()[name]),)
+        return (Piece(name, 0, self.sizes[name]),)
 
     def waiting(self, edge: Edge, share: Share) -> Share:
         """The same, waiting for the words it reads where that is the edge; the cache's are ordered by what led here."""
@@ -194,7 +196,7 @@ class Builder:
         shares = []
         for begin, end in self.over_workers(tiles(self.config, op)):
             written = tuple(
-                Piece(target, begin * width, min(end * width, self.sizes()[target])) for target, width in targets.items()
+                Piece(target, begin * width, min(end * width, self.sizes[target])) for target, width in targets.items()
             )
             share = Share(begin, end, reads, written) if end > begin else Share(begin, end)
             shares.append(self.waiting(self.rung.others, share))

@@ -56,12 +56,15 @@ def _planned(config: ModelConfig) -> ModelConfig:
 
 @functools.lru_cache(maxsize=64)
 def _check(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> None:
-    plan, short = plan_for(config, rung, ctas), plan_for(config, rung, ctas, 1)
-    plans = (plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)
-    if plan.joined > 1:
-        between = plan_for(config, rung, ctas, plan.splits)
-        plans = (short, between, plan, between, between, short)
-    _prove((config, rung, ctas, tuning), lambda: check(*plans, room=room_of(plan, tuning, ctas)))
+    def proof() -> None:
+        plan, short = plan_for(config, rung, ctas), plan_for(config, rung, ctas, 1)
+        plans = (plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)
+        if plan.joined > 1:
+            between = plan_for(config, rung, ctas, plan.splits)
+            plans = (short, between, plan, between, between, short)
+        check(*plans, room=room_of(plan, tuning, ctas))
+
+    _prove((config, rung, ctas, tuning), proof)
 
 
 @functools.lru_cache(maxsize=64)

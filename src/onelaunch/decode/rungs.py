@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from onelaunch.decode.builder import SPLITS, Builder, Rung
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.plan import TILE, Plan
@@ -51,6 +53,7 @@ def unsupported(config: ModelConfig) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=64)
 def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None, rounds: int | None = None) -> Plan:
     """The plan of a rung.
 
