@@ -1,9 +1,12 @@
-"""The GPU's context is made beside PyTorch's import, where a text is asked for and nothing else is named."""
+"""A command starts sooner: the GPU's context is made beside PyTorch's import, during which no garbage is looked for."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -68,3 +71,29 @@ def test_only_a_text_begins_it(command, begun, monkeypatch):
     monkeypatch.setattr("sys.argv", ["onelaunch", command, "x"])
     main.app()
     assert asked == begun
+
+
+def test_garbage_is_not_looked_for_while_pytorch_is_imported(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.delitem(sys.modules, "torch")
+    with contextlib.suppress(ImportError), ahead.hastened_import():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    assert frozen == [False]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_left_as_it_was_found(collects, monkeypatch):
+    """Where PyTorch is there already, as in a notebook, and where somebody has turned it off."""
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("keeps what is not ours"))
+    if not collects:
+        monkeypatch.delitem(sys.modules, "torch")
+        gc.disable()
+    try:
+        with ahead.hastened_import():
+            assert gc.isenabled() is collects
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()

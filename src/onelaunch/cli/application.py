@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from onelaunch import __version__
+from onelaunch.cli.ahead import hastened_import
 from onelaunch.errors import ArgumentError, OneLaunchError, UnknownNameError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -41,7 +42,8 @@ class Commands(TyperGroup):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        found = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+        with hastened_import():
+            found = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
         alone = found
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
