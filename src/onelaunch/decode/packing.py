@@ -51,10 +51,10 @@ def from_pairs(words: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def row_order(config: ModelConfig, op: Op) -> torch.Tensor:
-    """Rows of a phase's matrix (of several: one below the other) in the order of its tiles, ``[tiles, 8]``; -1 is a row of zeros.
+    """Rows of a phase's matrix (of several: one below the other) in the order of its tiles, ``[tiles, 8]``.
 
-    ``qkv``: a key head's queries, its key, its value, each head's channels in pairs, :func:`in_pairs`. ``gate_up``: four channels
-    of the gate, the same four of the up projection.
+    Behind them, -1 is a row of zeros. ``qkv``: a key head's queries, its key, its value, each head's channels in pairs,
+    :func:`in_pairs`. ``gate_up``: four channels of the gate, the same four of the up projection.
     """
     head, heads, group = config.head_dim, config.num_key_value_heads, config.queries_per_key
     if op == "qkv":
@@ -126,9 +126,9 @@ def tiles_of(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -
 def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """``[tiles, steps, warps, 8, 32]``: a matrix's rows in order, columns filled up with zeros, as operands."""
     room = values.new_zeros(len(order) * TILE, padded(values.shape[1]))
-    rows = order.flatten().to(values.device)
-    kept = rows >= 0
-    room[: len(rows)][kept, : values.shape[1]] = values[rows[kept]]
+    rows = order.flatten()
+    rows = rows[rows >= 0].to(values.device)
+    room[: len(rows), : values.shape[1]] = values[rows]
     room = as_operands(room)
     return room.view(len(order), TILE, -1, WARPS, WARP_COLUMNS).permute(0, 2, 3, 1, 4)
 
@@ -162,19 +162,38 @@ def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
         plan: what each CTA multiplies.
         again: what this gave before, to be written over: addresses that a CUDA graph may hold stay as they are.
     """
-    sizes = [run_granules(plan, cta) for cta in range(plan.ctas)]
-    starts = torch.tensor([0, *sizes]).cumsum(0)
-    half = GRANULE // 2
-    data = again.data if again else weights.embed_tokens.new_empty((int(starts[-1]) * half,))
-    at = (starts[:-1] * half).tolist()
-    deep = depth(plan.config)
-    work: list[tuple[LayerWeights | None, Op]] = [(layer, op) for layer in weights.layers for op in PRODUCTS[:-1]]
-    for layer, op in [*work, (None, PRODUCTS[-1])]:
-        found = tiles_of(weights, layer, op, plan)
-        for cta, share in enumerate(plan.phase(op).shares):
-            for begin, end in passes_of(plan, op, cta):
-                part = found[share.begin + begin : share.begin + end]
-                part = part.unflatten(1, (-1, deep)).transpose(0, 1)  # [steps / depth, tiles, depth, warps, 8, 32]
-                data[at[cta] : at[cta] + part.numel()].view(part.shape).copy_(part)
-                at[cta] += part.numel()
-    return again or Stream(data, (starts[:-1] * GRANULE).to(data.device))
+    device, half = weights.device, GRANULE // 2
+    device, half = weights.device, GRANULE // 2
+    in_layer = {op: torch.tensor([granules(plan, op, cta) for cta in range(plan.ctas)]) for op in PRODUCTS[:-1]}
+    layer = torch.stack([*in_layer.values()]).sum(0)
+    sizes = torch.tensor([run_granules(plan, cta) for cta in range(plan.ctas)])
+    at = starts = sizes.cumsum(0) - sizes
+    data = again.data if again else weights.embed_tokens.new_empty((int(sizes.sum()) * half,))
+    stream = data.view(-1, half)
+    for op, count in in_layer.items():
+        places = _places(plan, op, at).to(device)
+        of_tiles = torch.tensor([share.units for share in plan.phase(op).shares])
+        further = layer.repeat_interleave(of_tiles).to(device)[:, None]  # to the next layer of the CTA that has a tile
+        for each in weights.layers:
+            stream.index_copy_(0, places.flatten(), tiles_of(weights, each, op, plan).flatten(0, 1).flatten(1))
+            places += further
+        at = at + count
+    places = _places(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(device)
+    stream.index_copy_(0, places.flatten(), tiles_of(weights, None, PRODUCTS[-1], plan).flatten(0, 1).flatten(1))
+    return again or Stream(data, (starts * GRANULE).to(device))
+
+
+def _places(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
+    """``[tiles, steps]`` int64: places in the stream of a phase's granules, of which those of each CTA begin ``at``."""
+    steps, deep = width(plan, op) // STEP, depth(plan.config)
+
+    @functools.cache
+    def within(count: int) -> torch.Tensor:
+        """A pass of so many tiles."""
+        return torch.arange(count * steps).view(-1, count, deep).transpose(0, 1).flatten(1)
+
+    begins = at.tolist()
+    found = [
+        within(end - begin) + (begins[cta] + begin * steps) for cta in range(plan.ctas) for begin, end in passes_of(plan, op, cta)
+    ]
+    return torch.cat(found)
