@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from onelaunch import dispatch
-from onelaunch.decode import KVCache, decode_step, launch, megakernel, random_weights, torch_variants
+from onelaunch.decode import KVCache, ModelConfig, decode_step, launch, megakernel, random_weights, torch_variants
 from onelaunch.decode.contract import key_of
 from onelaunch.decode.engine import Arriving, Request, TorchEngine
 from onelaunch.decode.megakernel import BATCH, KernelEngine
@@ -89,6 +89,32 @@ def alone(weights, request):
     return list(TorchEngine(weights, "eager").run(request))
 
 
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "intermediate", "heads", "tokens"),
+    [(28, 1024, 3072, 16, 49), (28, 2048, 6144, 16, 20), (36, 2560, 9728, 32, 11)],
+)
+def test_the_kernel_reads_prompts_that_pytorch_reads_later(layers, hidden, intermediate, heads, tokens):
+    """0.6B, 1.7B and 4B: on an H200, both take as long at about 60, 25 and 12 tokens."""
+    config = ModelConfig(151_936, hidden, intermediate, layers, heads, 8, 128, tie_word_embeddings=True)
+    assert megakernel.prompt_steps("streaming", config) == tokens
+    assert megakernel.prompt_steps("graph", config) == 0
+
+
+@pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
+def test_a_prompt_goes_through_the_kernel_up_to_so_many_tokens(make, weights, played, monkeypatch):
+    most, prefilled = megakernel.prompt_steps("streaming", MODEL), []
+    monkeypatch.setattr("onelaunch.decode.engine.prefill", lambda *given: prefilled.append(given) or prefill(*given))
+    for tokens, launches in ((most, most), (most + 1, 0)):
+        request = Request(tuple(range(tokens)), 1)
+        before = played.launches
+        assert list(make(weights, "streaming").run(request)) == alone(weights, request)
+        assert played.launches - before == launches
+    assert len(prefilled) == 1 + 2, "that of the kernel's engine, and two of the engine without one"
+
+
 # Texts that take turns
 
 
@@ -130,7 +156,9 @@ def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name,
             tokens += [token for token in (next(text, None),) if token is not None]
     assert found == [alone(weights, request) for request in requests]
     assert found[0] != alone(weights, GREEDY["first"])
-    assert played.launches == sum(-(-(request.max_new_tokens - 1) // BATCH) for request in requests)
+    (short, long), most = (len(request.prompt) for request in requests), megakernel.prompt_steps("streaming", MODEL)
+    assert short < most < long
+    assert played.launches == short + sum(-(-(request.max_new_tokens - 1) // BATCH) for request in requests)
 
 
 def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch, tmp_path):
@@ -250,7 +278,7 @@ def test_a_launch_that_gave_up_is_said_and_the_next_text_is_whole(temperature, w
     request = replace(GREEDY["first"], sampling=replace(GREEDY["first"].sampling, temperature=temperature))
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, request)
     assert list(engine.run(request)) == expected
-    played.stalls, got = played.launches + 2, []
+    played.stalls, got = played.launches + len(request.prompt) + 2, []
     with pytest.raises(DecodeStalled, match="'streaming' waited for seconds and gave up"):
         got.extend(token for token in engine.run(request))
     assert 0 < len(got) < len(expected)
@@ -266,6 +294,15 @@ def test_a_step_that_gave_up_is_said_by_the_next_and_cleared(weights, played):
     with pytest.raises(DecodeStalled):
         decode_step(**step, variant="streaming")
     assert torch.allclose(decode_step(**step, variant="streaming")[0], decode_step(**step, variant="eager")[0])
+
+
+def test_a_prompt_that_gave_up_makes_no_token(weights, played, monkeypatch):
+    monkeypatch.setattr(Arriving, "arrived", lambda _: False)
+    engine, expected = KernelEngine(weights, "streaming"), alone(weights, SAMPLED)
+    played.stalls = len(SAMPLED.prompt)
+    with pytest.raises(DecodeStalled):
+        next(engine.run(SAMPLED))
+    assert list(engine.run(SAMPLED)) == expected
 
 
 def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played):
@@ -287,12 +324,12 @@ def test_no_room_for_the_weights_a_second_time_or_for_a_prompt(weights, played, 
         patched.setattr(launch, "pack", exhausted)
         with pytest.raises(DeviceMemoryError, match="no room on cpu for the weights in the order of their use"):
             list(KernelEngine(weights, "streaming").run(SAMPLED))
-    for place, what in ((KVCache, "a cache of 3 positions"), (None, "the activations of a prompt of 3 tokens")):
+    for place, what in ((KVCache, "a cache of 40 positions"), (None, "the activations of a prompt of 40 tokens")):
         with monkeypatch.context() as patched:
             patched.setattr(*((KVCache, "empty") if place else ("onelaunch.decode.engine.prefill",)), exhausted)
             for engine in (TorchEngine(weights), KernelEngine(weights, "streaming")):
                 with pytest.raises(DeviceMemoryError, match=f"no room on cpu for {what}"):
-                    list(engine.run(GREEDY["first"]))
+                    list(engine.run(GREEDY["second"]))
 
 
 # Graphs

@@ -57,6 +57,9 @@ class Engine(Protocol):
 class TorchEngine:
     """Prefill by PyTorch, then ``decode_step`` token by token; the device is one step ahead of the host.
 
+    A short prompt goes through ``decode_step`` too, where the variant's tag ``prompt_steps`` says so: up to how many tokens, of a
+    configuration.
+
     Args:
         weights: of the model.
         variant: of ``decode_step``.
@@ -96,8 +99,19 @@ class TorchEngine:
         """Logits ``[V]`` after a prompt ``[T]``, and its cache."""
         with room_for(f"a cache of {len(prompt)} positions", self.weights.device):
             cache = KVCache.empty(self.config, len(prompt), self.weights.device)
-        with room_for(f"the activations of a prompt of {len(prompt)} tokens", self.weights.device):
-            return prefill(self.weights, prompt, cache)
+        if len(prompt) > self._prompt_steps():
+            with room_for(f"the activations of a prompt of {len(prompt)} tokens", self.weights.device):
+                return prefill(self.weights, prompt, cache)
+        logits = prompt.new_empty(0)
+        for token in prompt.split(1):
+            logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
+            cache = cache.with_length(cache.length + 1)
+        return logits, cache
+
+    def _prompt_steps(self) -> int:
+        """Tokens of a prompt, at most, that single steps read sooner than PyTorch all at once."""
+        chosen = dispatch.pick(self.variant, typical_query(self.config, self.weights.device))
+        return chosen.tags["prompt_steps"](self.config) if "prompt_steps" in chosen.tags else 0
 
     def _room(self, cache: KVCache, positions: int) -> KVCache:
         with room_for(f"a cache of {positions} positions", self.weights.device):
