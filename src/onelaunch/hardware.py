@@ -23,6 +23,9 @@ import torch
 
 from onelaunch.errors import DeviceMemoryError, NoDeviceError
 
+HOPPER_SHARED_BYTES = 227 * 1024
+"""Of shared memory that a block may have, on Hopper and on Blackwell's data centre chips."""
+
 
 @dataclass(frozen=True)
 class Device:

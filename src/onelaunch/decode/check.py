@@ -12,6 +12,7 @@ import numpy as np
 
 from onelaunch.decode.plan import Buffer, Phase, Piece, Plan, Share
 from onelaunch.errors import PlanError
+from onelaunch.hardware import HOPPER_SHARED_BYTES
 
 LAYERS = 3
 """Of a token that is followed: the first, which reads the embedding, the last, which closes, and one that has both neighbours."""
@@ -27,7 +28,7 @@ class Room:
     shared_bytes: int
     """Of a CTA."""
     processors: int
-    shared_limit: int = 227 * 1024
+    shared_limit: int = HOPPER_SHARED_BYTES
     registers_limit: int = 1 << 16
     """Of a processor."""
 

@@ -21,11 +21,10 @@ from onelaunch.decode.plan import (
     passes,
     passes_of,
 )
+from onelaunch.hardware import HOPPER_SHARED_BYTES
 
 WARPS: Final = 8
 THREADS: Final = 32 * (WARPS + 1)
-SHARED_LIMIT: Final = 227 * 1024
-"""Bytes of shared memory of a CTA on Hopper."""
 
 PRODUCTS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 """Phases that use weights, in the order of the stream."""
@@ -102,7 +101,7 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     }
     rest = sum(-(-size // 64) * 64 for size in sizes.values()) + 256
     # two launches side by side on a processor, each with what CUDA keeps for itself
-    limit = SHARED_LIMIT // 2 - 1024 if plan.separate else SHARED_LIMIT
+    limit = HOPPER_SHARED_BYTES // 2 - 1024 if plan.separate else HOPPER_SHARED_BYTES
     stages = tuning.stages or max((limit - rest) // (CHUNK + 16), 1)
     at, offsets = stages * CHUNK, []
     for name, size in sizes.items():

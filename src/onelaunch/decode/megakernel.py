@@ -163,7 +163,7 @@ def has_a_plan(rung: str, query: Query) -> str | None:
 def prompt_steps(rung: str, config: ModelConfig) -> int:
     """Tokens of a prompt that the kernel reads, one in a launch, before the host has launched PyTorch's prefill.
 
-    A process that reads no longer one needs no cuBLAS either, which takes a quarter of a second to wake.
+    A process that reads no longer one does not wake cuBLAS either, which takes a tenth of a second.
     """
     if RUNGS[rung].separate:
         return 0

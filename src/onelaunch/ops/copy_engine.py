@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from onelaunch import nvrtc
+from onelaunch.hardware import HOPPER_SHARED_BYTES
 
 ALIGNMENT = 16
 """Bytes: what the copy engine asks of addresses and strides."""
@@ -15,7 +16,7 @@ ALIGNMENT = 16
 ROW_BYTES: Final = 128
 """Of a row of a tile in shared memory: what it swizzles over, and a product of warpgroups reads."""
 
-SHARED_BYTES = 227 * 1024 - 1024
+SHARED_BYTES = HOPPER_SHARED_BYTES - 1024
 """Of a program on Hopper, less what it may cost that stages begin at multiples of 1024."""
 
 COPIED_BYTES = 96e3

@@ -20,6 +20,7 @@ from typing import Any
 from onelaunch import nvrtc, sass
 from onelaunch.builds import Build, CudaBuild, KernelBuild
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError, did_you_mean, listing
+from onelaunch.hardware import HOPPER_SHARED_BYTES
 from onelaunch.operation import Operation
 from onelaunch.ops.warp_products import products_by_warps
 
@@ -41,7 +42,6 @@ class Architecture:
 
 
 _NVIDIA_SMALL = 99 * 1024
-_HOPPER_SHARED = 227 * 1024
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     architecture.name: architecture
@@ -49,8 +49,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Architecture("sm_80", "cuda", 80, 32, ("HMMA", "IMMA", "DMMA"), 163 * 1024),
         Architecture("sm_86", "cuda", 86, 32, ("HMMA", "IMMA", "DMMA"), _NVIDIA_SMALL),
         Architecture("sm_89", "cuda", 89, 32, ("HMMA", "IMMA", "DMMA", "QMMA"), _NVIDIA_SMALL),
-        Architecture("sm_90a", "cuda", 90, 32, ("HGMMA", "IGMMA", "QGMMA"), _HOPPER_SHARED),
-        Architecture("sm_100a", "cuda", 100, 32, ("UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA"), _HOPPER_SHARED),
+        Architecture("sm_90a", "cuda", 90, 32, ("HGMMA", "IGMMA", "QGMMA"), HOPPER_SHARED_BYTES),
+        Architecture("sm_100a", "cuda", 100, 32, ("UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA"), HOPPER_SHARED_BYTES),
         Architecture("sm_120a", "cuda", 120, 32, ("HMMA", "IMMA", "QMMA", "OMMA"), _NVIDIA_SMALL),
         Architecture("gfx90a", "hip", "gfx90a", 64, ("v_mfma",), 64 * 1024),
         Architecture("gfx942", "hip", "gfx942", 64, ("v_mfma", "v_smfmac"), 64 * 1024),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from onelaunch.builds import KernelBuild
+from onelaunch.hardware import HOPPER_SHARED_BYTES
 from onelaunch.operation import Query
 from onelaunch.ops.formats import Fp8Tensor
 from onelaunch.ops.gated_scan.triton_variants import cannot_launch
@@ -88,8 +89,8 @@ two_node.supports(plain_or_float8)
 
 FACTS = {
     "sm_80": (108, 163 * 1024, False),
-    "sm_90a": (132, 227 * 1024, True),
-    "sm_100a": (148, 227 * 1024, True),
+    "sm_90a": (132, HOPPER_SHARED_BYTES, True),
+    "sm_100a": (148, HOPPER_SHARED_BYTES, True),
     "gfx942": (304, 64 * 1024, False),
 }
 """Processors, shared memory of a block, and whether there are float8 units, of architectures that kernels are compiled for."""
