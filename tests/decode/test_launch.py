@@ -49,6 +49,7 @@ class Launch:
     def __call__(self, grid, *arguments) -> None:
         *_, keys, values, first, tokens, _, _, _, state, logits, choices, seen, _, capacity, count, position, _ = arguments
         self.launches += 1
+        assert logits.dtype is torch.float32
         if self.launches == self.stalls:
             state[ERROR] = self.error
         if state[ERROR]:
@@ -113,6 +114,22 @@ def test_a_prompt_goes_through_the_kernel_up_to_so_many_tokens(make, weights, pl
         assert list(make(weights, "streaming").run(request)) == alone(weights, request)
         assert played.launches - before == launches
     assert len(prefilled) == 1 + 2, "that of the kernel's engine, and two of the engine without one"
+
+
+@pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
+def test_pytorchs_default_dtype_and_device_change_nothing(make, weights, played):
+    """Else a kernel would write logits beyond their memory."""
+    expected = [alone(weights, request) for request in GREEDY.values()]
+    for default, usual, other in (
+        (torch.set_default_dtype, torch.float32, torch.bfloat16), (torch.set_default_dtype, torch.float32, torch.float64),
+        (torch.set_default_device, None, "meta"),
+    ):  # fmt: skip
+        launch._MADE.pop(weights, None)
+        default(other)
+        try:
+            assert [list(make(weights, "streaming").run(request)) for request in GREEDY.values()] == expected
+        finally:
+            default(usual)
 
 
 # Texts that take turns

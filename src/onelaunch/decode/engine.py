@@ -128,7 +128,9 @@ class Arriving:
     def __init__(self, *tensors: torch.Tensor) -> None:
         device, self._there = tensors[0].device, None
         self.copies = tuple(
-            torch.empty(each.shape, dtype=each.dtype, pin_memory=device.type == "cuda").copy_(each, non_blocking=True)
+            torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=device.type == "cuda").copy_(
+                each, non_blocking=True
+            )
             for each in tensors
         )
         if device.type == "cuda":
@@ -152,13 +154,13 @@ def typical_query(config: ModelConfig, device: torch.device) -> Query:
 
 
 def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO) -> int:
-    """Bytes that the engine of a variant keeps on the device beside the weights: as its tag ``engine_bytes`` says."""
+    """Bytes that the engine of a variant takes on the device beside the weights, at most: as its tag ``engine_bytes`` says."""
     tags = dispatch.pick(variant, typical_query(config, device)).tags
     return tags["engine_bytes"](config) if "engine_bytes" in tags else 0
 
 
 def engine_that_fits(config: ModelConfig, device: torch.device, room: int) -> str:
-    """``"auto"`` where what its engine keeps beside the weights fits into so many bytes, else the next variant whose engine does.
+    """``"auto"`` where what its engine takes beside the weights fits into so many bytes, else the next variant whose engine does.
 
     Then a :class:`~onelaunch.errors.FallbackNotice` says so. Where none fits it is ``"auto"`` again, for its error.
     """

@@ -55,7 +55,7 @@ class Generation:
     @property
     def sequences(self) -> torch.Tensor:
         """Prompt and new tokens, ``[1, T + N]`` int64, as ``transformers`` returns them."""
-        return torch.tensor([self.prompt + self.tokens])
+        return torch.tensor([self.prompt + self.tokens], device="cpu")
 
 
 class Stream:
@@ -235,12 +235,12 @@ class Model:
             return stream.result()
         with stream:
             try:
-                streamer.put(torch.tensor([stream.prompt]))
+                streamer.put(torch.tensor([stream.prompt], device="cpu"))
                 while True:
                     before = len(stream.tokens)
                     piece = stream.step()
                     if len(stream.tokens) > before:
-                        streamer.put(torch.tensor(stream.tokens[-1:]))
+                        streamer.put(torch.tensor(stream.tokens[-1:], device="cpu"))
                     if piece is None:
                         return stream.result()
             finally:

@@ -147,7 +147,7 @@ class Kernels:
                 self.note()()
             self.owner = None
             if not self.plan.separate or capturing:
-                logits = torch.empty(self.weights.config.vocab_size, device=self.device)
+                logits = torch.empty(self.weights.config.vocab_size, dtype=torch.float32, device=self.device)
                 self._launch(self.memory.arguments(cache, logits, token), cache, 1, cache.length)
             else:
                 self.place(cache.length, token)
@@ -207,7 +207,7 @@ class Kernels:
         if sampler is not None and not sampler.sampling.greedy:
             _check_drawn(_planned(self.weights.config), self.plan.rung, self.plan.ctas)
         if not self.plan.separate:
-            logits = torch.empty(self.weights.config.vocab_size, device=self.device)
+            logits = torch.empty(self.weights.config.vocab_size, dtype=torch.float32, device=self.device)
             self._launch(self.memory.arguments(cache, logits, sampler=sampler), cache, count, -1)
             return logits
         graph, logits = self._captured(cache)
@@ -241,7 +241,7 @@ class Kernels:
         """A step as a graph that goes on from where the one before left the text, and its logits."""
         key = (cache.keys.data_ptr(), cache.values.data_ptr(), cache.capacity)
         if key not in self._graphs:
-            logits = torch.empty(self.weights.config.vocab_size, device=self.device)
+            logits = torch.empty(self.weights.config.vocab_size, dtype=torch.float32, device=self.device)
             graph = torch.cuda.CUDAGraph()
             # by default, a stream of the device that captured first, and an error for what any other thread does meanwhile
             stream = torch.cuda.Stream(self.device)

@@ -15,7 +15,7 @@ from onelaunch.builds import Build, CudaBuild
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
 from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine
-from onelaunch.decode.packing import stream_bytes
+from onelaunch.decode.packing import packing_bytes, stream_bytes
 from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
@@ -204,7 +204,7 @@ for name, rung in RUNGS.items():
         name, launches=None if rung.separate else 1, fuses=() if rung.separate else ("token",), backward=False,
         architectures=ARCHITECTURES, barriers=functools.partial(count_barriers, name),
         in_a_row=functools.partial(run_in_a_row, name),
-        engine=functools.partial(make_engine, name), engine_bytes=functools.partial(stream_bytes, summed=rung.summed),
+        engine=functools.partial(make_engine, name), engine_bytes=functools.partial(packing_bytes, summed=rung.summed),
         prompt_steps=functools.partial(prompt_steps, name),
     )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
     variant.summary = rung.summary

@@ -18,6 +18,9 @@ from onelaunch.decode.emit import PRODUCTS, WARPS
 from onelaunch.decode.plan import GRANULE, STEP, TILE, WARP_COLUMNS, Blocks, Op, Plan, blocks_of, depth, padded, passes_of
 from onelaunch.decode.weights import LayerWeights, Weights
 
+MOMENTARY = 1 << 25
+"""Bytes of tiles that are packed at once."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
@@ -58,14 +61,14 @@ def row_order(config: ModelConfig, op: Op) -> torch.Tensor:
     """
     head, heads, group = config.head_dim, config.num_key_value_heads, config.queries_per_key
     if op == "qkv":
-        q = torch.arange(config.query_size).view(heads, group * head)
-        k = config.query_size + torch.arange(config.key_value_size).view(heads, head)
+        q = torch.arange(config.query_size, device="cpu").view(heads, group * head)
+        k = config.query_size + torch.arange(config.key_value_size, device="cpu").view(heads, head)
         rows = in_pairs(torch.cat([q, k, k + config.key_value_size], 1).view(-1, head)).flatten()
     elif op == "gate_up":
-        gate = torch.arange(config.intermediate_size).view(-1, TILE // 2)
+        gate = torch.arange(config.intermediate_size, device="cpu").view(-1, TILE // 2)
         rows = torch.cat([gate, gate + config.intermediate_size], 1).flatten()
     else:
-        rows = torch.arange(config.vocab_size if op == "lm_head" else config.hidden_size)
+        rows = torch.arange(config.vocab_size if op == "lm_head" else config.hidden_size, device="cpu")
     rows = torch.cat([rows, rows.new_full((-len(rows) % TILE,), -1)])
     return rows.view(-1, TILE)
 
@@ -114,13 +117,13 @@ def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     return values.unflatten(-1, (-1, WARPS, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
 
 
-def tiles_of(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -> torch.Tensor:
-    """A phase's matrix as the stream has it: :func:`in_tiles`."""
+def in_order(weights: Weights, layer: LayerWeights | None, op: Op, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    """A phase's matrix, and its rows in the order of tiles."""
     values = matrix(weights, layer, op)
     if op != "o" or plan.blocks is None:
-        return in_tiles(values, row_order(plan.config, op))
+        return values, row_order(plan.config, op)
     values = by_heads(values, plan.blocks)
-    return in_tiles(values, torch.arange(len(values)).view(-1, TILE))
+    return values, torch.arange(len(values), device="cpu").view(-1, TILE)
 
 
 def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -138,12 +141,6 @@ def granules(plan: Plan, op: Op, cta: int) -> int:
     return plan.phase(op).shares[cta].units * (width(plan, op) // STEP)
 
 
-def run_granules(plan: Plan, cta: int) -> int:
-    """Of a CTA in a token."""
-    layer = sum(granules(plan, op, cta) for op in PRODUCTS[:-1])
-    return layer * plan.config.num_hidden_layers + granules(plan, "lm_head", cta)
-
-
 def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
     """Of a model's stream, however it is cut; at most, where the output projection is ``summed`` over heads."""
     sizes = {op: tiles(config, op) * (padded(columns(config, op)) // STEP) * GRANULE for op in PRODUCTS}
@@ -154,6 +151,12 @@ def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
     return sizes.pop("lm_head") + config.num_hidden_layers * sum(sizes.values())
 
 
+def packing_bytes(config: ModelConfig, *, summed: bool = False) -> int:
+    """What :func:`pack` takes at most: the stream, gate and up projection side by side, and a few copies of some tiles."""
+    sizes = {op: columns(config, op) * row_order(config, op).numel() * config.dtype.itemsize for op in PRODUCTS[:-1]}
+    return stream_bytes(config, summed=summed) + max(sizes.values()) + 4 * MOMENTARY
+
+
 def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
     """A model's weights for the CTAs of a plan. Plans that cut all matrices alike share a stream.
 
@@ -162,25 +165,29 @@ def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
         plan: what each CTA multiplies.
         again: what this gave before, to be written over: addresses that a CUDA graph may hold stay as they are.
     """
-    device, half = weights.device, GRANULE // 2
-    device, half = weights.device, GRANULE // 2
-    in_layer = {op: torch.tensor([granules(plan, op, cta) for cta in range(plan.ctas)]) for op in PRODUCTS[:-1]}
-    layer = torch.stack([*in_layer.values()]).sum(0)
-    sizes = torch.tensor([run_granules(plan, cta) for cta in range(plan.ctas)])
-    at = starts = sizes.cumsum(0) - sizes
-    data = again.data if again else weights.embed_tokens.new_empty((int(sizes.sum()) * half,))
-    stream = data.view(-1, half)
-    for op, count in in_layer.items():
-        places = _places(plan, op, at).to(device)
-        of_tiles = torch.tensor([share.units for share in plan.phase(op).shares])
-        further = layer.repeat_interleave(of_tiles).to(device)[:, None]  # to the next layer of the CTA that has a tile
-        for each in weights.layers:
-            stream.index_copy_(0, places.flatten(), tiles_of(weights, each, op, plan).flatten(0, 1).flatten(1))
-            places += further
-        at = at + count
-    places = _places(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(device)
-    stream.index_copy_(0, places.flatten(), tiles_of(weights, None, PRODUCTS[-1], plan).flatten(0, 1).flatten(1))
-    return again or Stream(data, (starts * GRANULE).to(device))
+    sizes = {op: torch.tensor([granules(plan, op, cta) for cta in range(plan.ctas)], device="cpu") for op in PRODUCTS}
+    layer = sum(sizes[op] for op in PRODUCTS[:-1])
+    runs = layer * len(weights.layers) + sizes[PRODUCTS[-1]]
+    begin = starts = runs.cumsum(0) - runs
+    data = again.data if again else weights.embed_tokens.new_empty((int(runs.sum()) * GRANULE // 2,))
+    stream = data.view(-1, GRANULE // 2)
+    for op in PRODUCTS[:-1]:
+        of_tiles = torch.tensor([share.units for share in plan.phase(op).shares], device="cpu")
+        further = layer.repeat_interleave(of_tiles)[:, None]  # to the next layer of the CTA that has a tile
+        places, further = (each.to(data.device) for each in (_places(plan, op, begin), further))
+        for number, each in enumerate(weights.layers):
+            _scatter(*in_order(weights, each, op, plan), places + number * further, stream)
+        begin = begin + sizes[op]
+    places = _places(plan, PRODUCTS[-1], starts + layer * len(weights.layers)).to(data.device)
+    _scatter(*in_order(weights, None, PRODUCTS[-1], plan), places, stream)
+    return again or Stream(data, (starts * GRANULE).to(data.device))
+
+
+def _scatter(values: torch.Tensor, order: torch.Tensor, places: torch.Tensor, stream: torch.Tensor) -> None:
+    """A matrix's granules to theirs of the stream, some tiles at a time: there are a few copies of them for a moment."""
+    some = max(MOMENTARY // (TILE * padded(values.shape[1]) * values.itemsize), 1)
+    for rows, where in zip(order.split(some), places.split(some), strict=True):
+        stream.index_copy_(0, where.flatten(), in_tiles(values, rows).flatten(0, 1).flatten(1))
 
 
 def _places(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
@@ -190,7 +197,7 @@ def _places(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
     @functools.cache
     def within(count: int) -> torch.Tensor:
         """A pass of so many tiles."""
-        return torch.arange(count * steps).view(-1, count, deep).transpose(0, 1).flatten(1)
+        return torch.arange(count * steps, device="cpu").view(-1, count, deep).transpose(0, 1).flatten(1)
 
     begins = at.tolist()
     found = [

@@ -18,7 +18,7 @@ def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
 
     Channel ``i`` is turned with channel ``i + D / 2``.
     """
-    plain = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    plain = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim)
     scaling = config.rope_scaling
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor, 1.0
@@ -69,7 +69,7 @@ def _yarn_kept(config: ModelConfig, scaling: YarnScaling) -> torch.Tensor:
     first, last = max(first, 0), min(last, config.head_dim - 1)
     if first == last:
         last += 0.001  # a step, without dividing by zero
-    ramp = (torch.arange(config.head_dim // 2, dtype=torch.float64) - first) / (last - first)
+    ramp = (torch.arange(config.head_dim // 2, dtype=torch.float64, device="cpu") - first) / (last - first)
     return 1 - ramp.clamp(0, 1)
 
 
