@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 import warnings
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,18 +167,22 @@ def test_an_awaited_text_ends_when_its_reader_does():
     assert not model.engine.running
 
 
-def test_an_awaited_text_can_be_cancelled_in_the_middle_of_a_token():
-    import threading
+class Slow(Script):
+    """Makes each token only once it may."""
 
-    entered, leave = threading.Event(), threading.Event()
+    def __init__(self, *text) -> None:
+        super().__init__(*text)
+        self.entered, self.leave = threading.Event(), threading.Event()
 
-    class Slow(Script):
-        def run(self, request):
-            for token in super().run(request):
-                entered.set()
-                leave.wait(5)
-                yield token
+    def run(self, request):
+        for token in super().run(request):
+            self.entered.set()
+            self.leave.wait(5)
+            yield token
 
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_awaited_text_can_be_cancelled_in_the_middle_of_a_token(times):
     engine = Slow("abcdefgh")
 
     async def read() -> None:
@@ -184,14 +191,31 @@ def test_an_awaited_text_can_be_cancelled_in_the_middle_of_a_token():
 
     async def cancel() -> None:
         task = asyncio.create_task(read())
-        await asyncio.to_thread(entered.wait, 5)
-        task.cancel()
-        asyncio.get_running_loop().call_later(0.05, leave.set)
+        await asyncio.to_thread(engine.entered.wait, 5)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.02)
+        engine.leave.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(cancel())
     assert not engine.running
+
+
+def test_another_thread_ends_a_text_behind_the_token_that_is_being_made():
+    engine = Slow("abcdefgh")
+    stream = Model(engine, Letters()).stream("hi")  # pyrefly: ignore[bad-argument-type]
+    with ThreadPoolExecutor(2) as pool:
+        step = pool.submit(stream.step)
+        engine.entered.wait(5)
+        close = pool.submit(stream.close)
+        while stream.finish is None:
+            time.sleep(0.001)
+        assert not close.done()
+        engine.leave.set()
+        assert (step.result(5), close.result(5)) == (None, None)
+    assert (stream.finish, stream.text, stream.step(), engine.running) == ("closed", "", None, False)
 
 
 # PyTorch's engine

@@ -23,7 +23,17 @@ from onelaunch.decode.memory import ERROR, OUT_OF_RANGE
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
 from onelaunch.decode.sampling import Sampler, Sampling
-from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled, DeviceMemoryError, PlanError
+from onelaunch.decode.weights import from_tensors
+from onelaunch.errors import (
+    ArgumentError,
+    DecodeOverflow,
+    DecodeStalled,
+    DeviceError,
+    DeviceMemoryError,
+    DTypeError,
+    PlanError,
+    ShapeError,
+)
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())
@@ -322,12 +332,108 @@ def test_a_prompt_that_gave_up_makes_no_token(weights, played, monkeypatch):
     assert list(engine.run(SAMPLED)) == expected
 
 
+def test_an_error_amid_a_prompt_is_not_cleared_by_another_text(weights, played, monkeypatch):
+    """Else later steps would read rows of the cache that earlier ones never wrote."""
+    kernels, step, others, pool = launch.kernels_for(weights, "streaming"), launch.Kernels.step, [], ThreadPoolExecutor(1)
+
+    def beside_another(self, *given):
+        logits = step(self, *given)
+        if played.launches == played.stalls:
+            others.append(pool.submit(kernels.check))
+        time.sleep(0.02)
+        return logits
+
+    monkeypatch.setattr(launch.Kernels, "step", beside_another)
+    monkeypatch.setattr(Arriving, "arrived", lambda _: False)
+    played.stalls = 1
+    with pytest.raises(DecodeStalled):
+        list(KernelEngine(weights, "streaming").run(GREEDY["first"]))
+    with pytest.raises(DecodeStalled):
+        others[0].result(5)
+    assert list(KernelEngine(weights, "streaming").run(GREEDY["first"])) == alone(weights, GREEDY["first"])
+
+
+def test_a_text_whose_prompt_pytorch_reads_is_not_blamed_for_the_one_before(weights, played, monkeypatch):
+    monkeypatch.setattr(Arriving, "arrived", lambda _: False)
+    left = KernelEngine(weights, "streaming").run(GREEDY["first"])
+    next(left)
+    played.stalls = played.launches + 1
+    next(left)
+    left.close()
+    assert next(KernelEngine(weights, "streaming").run(GREEDY["second"])) == alone(weights, GREEDY["second"])[0]
+
+
 def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played):
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, GREEDY["first"])
     played.stalls, played.error = 2, OUT_OF_RANGE
     with pytest.raises(DecodeOverflow, match=r"'streaming' adds in integers of 2\^-28 and holds up to 67108864"):
         list(engine.run(GREEDY["first"]))
     assert list(engine.run(GREEDY["first"])) == expected
+
+
+# What is kept for a model
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_one_text_keeps_serves_the_next_in_and_out_of_inference_mode(first, played):
+    weights = random_weights(MODEL, 4)  # of its own: they are written to
+    played.weights = weights
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            assert list(KernelEngine(weights, "streaming").run(SAMPLED)) == alone(weights, SAMPLED)
+        weights.norm.mul_(1.01)
+    assert list(KernelEngine(weights, "streaming").run(SAMPLED)) == alone(weights, SAMPLED)
+
+
+def test_a_text_may_be_read_on_outside_of_inference_mode(weights, played):
+    for engine in (KernelEngine(weights, "streaming"), TorchEngine(weights, "eager")):
+        with torch.inference_mode():
+            text = engine.run(GREEDY["second"])
+            tokens = [next(text) for _ in range(3)]
+        assert tokens + list(text) == alone(weights, GREEDY["second"])
+
+
+@pytest.mark.parametrize("variant", ["eager", "streaming"])
+def test_weights_that_can_be_trained_decode_without_a_graph(variant, weights, played):
+    trainable = weights.map(lambda tensor: torch.nn.Parameter(tensor.clone()))
+    played.weights = trainable
+    given = {"token": torch.tensor([5]), "weights": trainable}
+    for cache in (KVCache.empty(MODEL), KVCache.empty(MODEL)):
+        logits, _, _ = decode_step(**given, cache=cache, variant=variant)
+        assert not logits.requires_grad
+        assert torch.equal(logits, decode_step(**given | {"weights": weights}, cache=KVCache.empty(MODEL), variant="eager")[0])
+
+
+def wrong(weights, name, change):
+    tensors = weights.tensors()
+    return from_tensors(weights.config, tensors | {name: change(tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("norm", torch.Tensor.float, DTypeError, "weights.norm .*float32.* bfloat16, the dtype of their configuration"),
+        ("layers.1.q_norm", lambda x: x.to("meta"), DeviceError, "weights.layers.1.q_norm .*meta"),
+        ("layers.0.o_proj", lambda x: x[:-1], ShapeError, r"weights.layers.0.o_proj has shape \(63, 128\)"),
+        ("embed_tokens", lambda x: x.T.contiguous().T, ArgumentError, "weights.embed_tokens is not contiguous"),
+    ],
+)  # fmt: skip
+def test_weights_that_kernels_would_misread_are_refused(name, change, error, message, played):
+    other = wrong(random_weights(replace(MODEL, dtype=torch.bfloat16), 1), name, change)
+    with pytest.raises(error, match=message):
+        decode_step(torch.tensor([5]), other, KVCache.empty(other.config), variant="streaming")
+
+
+def test_a_proof_is_of_the_room_that_there_is(weights, played, monkeypatch, tmp_path):
+    checked = []
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(launch, "check", lambda *plans, room: checked.append(room))
+    for limit in (launch.HOPPER_SHARED_BYTES, launch.HOPPER_SHARED_BYTES, 1024):
+        launch._check.cache_clear()
+        monkeypatch.setattr(launch, "HOPPER_SHARED_BYTES", limit)
+        launch.checked_plan(MODEL, "streaming", 5, launch.Tuning())
+    assert len(checked) == 2
+    launch._check.cache_clear()
 
 
 # Memory

@@ -192,9 +192,12 @@ def test_the_seed_decides():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1; it must be a finite number of at least 0"),
+        ({"temperature": -0.1}, "temperature is -0.1; it must be a number from 0 to 3.4e"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": 1e39}, "temperature is 1e.39; it must be a number from 0 to 3.4e"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty is 1e.39; it must be a number above 0, at most 3.4e"),
+        ({"repetition_penalty": 1e-60}, "repetition_penalty is 1e-60"),
         ({"top_p": 1.1}, "top_p is 1.1; it must be a number from 0 to 1"),
         ({"min_p": -1}, "min_p is -1"),
         ({"top_k": 2.5}, "top_k is 2.5; it must be an integer of at least 0"),
@@ -212,7 +215,7 @@ def test_what_is_wrong_is_named(choice, message):
 def test_what_a_model_recommends():
     qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "pad_token_id": 1}
     assert recommended(qwen3) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    assert recommended({"do_sample": True, "min_p": None}) == {"temperature": 1.0}
+    assert recommended({"do_sample": True, "min_p": None, "top_k": None}) == {"temperature": 1.0, "top_k": 50}
     assert recommended({"temperature": 0.6, "repetition_penalty": 1.1}) == {"repetition_penalty": 1.1}
     assert recommended({}) == {}
 

@@ -81,6 +81,17 @@ def test_however_a_text_is_cut_it_stops_in_the_same_place():
         assert "".join(held(stops, *cut)[0]) == "".join(whole) == "on"
 
 
+def test_prompts_are_whole_and_nothing_else_whatever_training_left(codec, tmp_path):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(codec.folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16, direction="left")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for text in ("ab", "longer than four"):
+        assert TextCodec(tmp_path).encode(text) == codec.encode(text)
+
+
 def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         TextCodec(tmp_path)

@@ -121,4 +121,5 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
 
     Source: the Qwen3 technical report (2025); the ladder of launches and barriers is the write-up's on a decode megakernel.
     """
-    return dispatch.run(decode_step, bind(token, weights, cache), variant)
+    with torch.no_grad():
+        return dispatch.run(decode_step, bind(token, weights, cache), variant)

@@ -73,6 +73,7 @@ class TorchEngine:
     def config(self) -> ModelConfig:
         return self.weights.config
 
+    @torch.inference_mode(mode=False)  # what is kept for the next text must be of use to it too
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
         """See :class:`Engine`."""

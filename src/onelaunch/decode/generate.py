@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import operator
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +82,7 @@ class Stream:
         self._detokenizer = None if codec is None else Detokenizer(codec)
         self._stops = StopStrings(stops)
         self._made = engine.run(request)
+        self._turn = threading.RLock()
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -97,23 +100,28 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End it here, unless it has ended."""
+        """End it here, unless it has ended; from another thread, behind the token that is being made."""
         self.finish = self.finish or "closed"
-        self._made.close()
+        with self._turn:
+            self.finish = self.finish or "closed"
+            self._made.close()
 
     def step(self) -> str | None:
         """The text that came with one more token, which may be empty; ``None`` when there is no more."""
-        if self.finish is not None:
-            return None
-        try:
-            token = next(self._made, None)
-            if token is None:
-                return self._hand_out(None, self._limit)
-            self.tokens.append(token)
-            return self._hand_out(None, "end") if token in self._ends else self._hand_out(token, None)
-        except BaseException:
-            self.close()
-            raise
+        with self._turn:
+            if self.finish is not None:
+                return None
+            try:
+                token = next(self._made, None)
+                if self.finish is not None:  # closed meanwhile
+                    return None
+                if token is None:
+                    return self._hand_out(None, self._limit)
+                self.tokens.append(token)
+                return self._hand_out(None, "end") if token in self._ends else self._hand_out(token, None)
+            except BaseException:
+                self.close()
+                raise
 
     def result(self) -> Generation:
         """The whole text; runs to its end first."""
@@ -130,7 +138,7 @@ class Stream:
             if end is not None:
                 piece += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
             self.text = f"{self.text}{piece}"
-        self.finish = "stop" if self._stops.found is not None else end
+        self.finish = self.finish or ("stop" if self._stops.found is not None else end)
         if self.finish is not None:
             self.close()
         return piece
@@ -294,8 +302,9 @@ class Model:
                     if piece:
                         yield piece
             finally:
-                if running is not None and not running.done():  # cancelled in the middle of a token, which cannot be
-                    await asyncio.wait([running])
+                while running is not None and not running.done():  # cancelled in the middle of a token, which cannot be
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([running])
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> str:
         """The prompt of a conversation by the model's chat template: see :meth:`onelaunch.decode.text.TextCodec.chat`."""

@@ -25,7 +25,7 @@ from onelaunch.decode.rungs import plan_for
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled
-from onelaunch.hardware import cache_folder, processors, room_for
+from onelaunch.hardware import HOPPER_SHARED_BYTES, cache_folder, processors, room_for
 
 REGISTERS = 168
 """Of a thread, at most: nine warps share the registers of four partitions."""
@@ -64,7 +64,7 @@ def _check(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> None:
             plans = (short, between, plan, between, between, short)
         check(*plans, room=room_of(plan, tuning, ctas))
 
-    _prove((config, rung, ctas, tuning), proof)
+    _prove((config, rung, ctas, tuning, HOPPER_SHARED_BYTES), proof)
 
 
 @functools.lru_cache(maxsize=64)
@@ -260,6 +260,7 @@ class _Made:
     """
 
     def __init__(self, weights: Weights) -> None:
+        weights.check()
         self.tensors = tuple(weights.tensors().values())
         self.written = self.writes()
         self.constants: dict[tuple[object, ...], tuple[Plan, Constants]] = {}
@@ -308,6 +309,8 @@ def _constants(weights: Weights, plan: Plan) -> Constants:
     return kept[key][1]
 
 
+@torch.inference_mode(mode=False)
+@torch.no_grad()
 def kernels_for(weights: Weights, rung: str) -> Kernels:
     """The kernels of a rung for a model, kept as long as the model. Once its weights were written to they are packed again."""
     with _MAKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections import deque
@@ -70,6 +71,7 @@ class KernelEngine(TorchEngine):
     A rung with a launch for each phase takes the likeliest; other choices go step by step there.
     """
 
+    @torch.inference_mode(mode=False)  # what is kept for the next text must be of use to it too
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
         """See :class:`onelaunch.decode.engine.Engine`."""
@@ -79,9 +81,11 @@ class KernelEngine(TorchEngine):
         kernels, text = self._kernels(), object()
         prompt = torch.tensor(request.prompt, device=self.weights.device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
-        logits, cache = self._read(prompt)
-        last, made = sampler(logits, cache.length), 1
-        batches = deque([Arriving(last, kernels.memory.state)])
+        steps = len(prompt) <= self._prompt_steps()
+        with kernels.lock if steps else contextlib.nullcontext():  # no error of these steps is cleared before it is on its way
+            logits, cache = self._read(prompt)
+            last, made = sampler(logits, cache.length), 1
+            batches = deque([Arriving(last, kernels.memory.state if steps else torch.zeros_like(kernels.memory.state))])
         while batches:
             while len(batches) < 2 and made < request.max_new_tokens:  # the device makes some while the host hands out others
                 count = min(BATCH, request.max_new_tokens - made)

@@ -19,6 +19,12 @@ from onelaunch.errors import ArgumentError
 
 LARGEST_SEED = 2**63 - 1
 
+LARGEST = torch.finfo(torch.float32).max
+"""Of temperatures and penalties: kernels take them in float32."""
+
+USUAL_TOP_K = 50
+"""Where tokens are drawn and a model's file says nothing of it: that of ``transformers``."""
+
 COLDEST = 1e-30
 """Temperature below which nothing changes: 1 over it is still a number in float32, and only the likeliest is left."""
 
@@ -58,13 +64,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        for name, low, high in (("temperature", 0.0, LARGEST), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
             value = getattr(self, name)
             if not (_is_number(value) and low <= value <= high and math.isfinite(value)):
-                want = "a finite number of at least 0" if high == math.inf else "a number from 0 to 1"
+                want = f"a number from 0 to {high:.3g}"
                 raise ArgumentError(f"{name} is {value!r}; it must be {want}.")
-        if not (_is_number(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
-            raise ArgumentError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a number above 0, 1 for none.")
+        if not (_is_number(self.repetition_penalty) and 1 / LARGEST <= self.repetition_penalty <= LARGEST):
+            want = f"a number above 0, at most {LARGEST:.3g}, 1 for none"
+            raise ArgumentError(f"repetition_penalty is {self.repetition_penalty!r}; it must be {want}.")
         for name, high in (("top_k", None), ("seed", LARGEST_SEED)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (high is not None and value > high):
@@ -99,7 +106,7 @@ def recommended(generation: Mapping[str, Any]) -> Choices:
     """What a ``generation_config.json`` says of drawing tokens; without ``do_sample``, of the penalty alone."""
     drawn = bool(generation.get("do_sample"))
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if drawn else ("repetition_penalty",)
-    found: Any = {"temperature": 1.0} if drawn else {}
+    found: Any = {"temperature": 1.0, "top_k": USUAL_TOP_K} if drawn else {}
     return found | {name: generation[name] for name in names if generation.get(name) is not None}
 
 
@@ -130,7 +137,7 @@ class Sampler:
         return torch.tensor(self.sampling.words(self._vocabulary), dtype=torch.int32, device=self._device)
 
     def __call__(self, logits: torch.Tensor, position: Word) -> torch.Tensor:
-        """The token ``[1]`` int64 that follows ``position``, from logits ``[V]`` float32; from now on it is part of the text."""
+        """The token ``[1]`` int64 at ``position``, from logits ``[V]`` float32 before it; from now on it is part of the text."""
         if self.seen is not None:
             logits = penalise(logits, self.seen, self.sampling.repetition_penalty)
         if not self.sampling.greedy:

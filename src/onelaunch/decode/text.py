@@ -33,6 +33,8 @@ class TextCodec:
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer.no_truncation()  # which training leaves behind
+            self._tokenizer.no_padding()
         except Exception as problem:  # noqa: BLE001 - the package raises nothing narrower
             raise CheckpointError(f"{path} cannot be read: {problem}") from None
 

@@ -132,7 +132,8 @@ class _Captured:
     @classmethod
     def of(cls, call: DecodeCall, layer: Part, head: Part, window: int) -> _Captured:
         with torch.cuda.device(call.token.device):
-            token, position = call.token.clone(), torch.full_like(call.token, call.position)
+            with torch.inference_mode(mode=False):  # else no step outside of it could write to them
+                token, position = call.token.clone(), torch.full_like(call.token, call.position)
             stream = torch.cuda.Stream(call.token.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles, and asks for all workspaces, outside of the graph

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onelaunch import checks
 from onelaunch.decode.config import ModelConfig
-from onelaunch.errors import CheckpointError, ShapeError
+from onelaunch.errors import ArgumentError, CheckpointError, ShapeError
 from onelaunch.operation import Bundle
 
 if TYPE_CHECKING:
@@ -84,6 +85,23 @@ class Weights(Bundle):
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.device
+
+    def check(self) -> None:
+        """That every tensor is as the configuration says, and lies as kernels read it.
+
+        Raises:
+            ArgumentError: one is missing, or not contiguous.
+            ShapeError, DTypeError, DeviceError: naming the tensor, what it is and what it has to be.
+        """
+        tensors = self.tensors()
+        for name, _, shape in parts(self.config):
+            what, tensor = f"weights.{name}", checks.tensor(f"weights.{name}", tensors.get(name))
+            if tuple(tensor.shape) != shape:
+                raise ShapeError(what, got=tensor.shape, want=f"{list(shape)} by the model's configuration")
+            checks.dtype(what, tensor, (self.config.dtype,), ", the dtype of their configuration")
+            checks.device(what, tensor, self.device)
+            if not tensor.is_contiguous():
+                raise ArgumentError(f"{what} is not contiguous; use weights.map(torch.Tensor.contiguous).")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor once, by name: ``layers.0.q_proj``."""
