@@ -8,8 +8,9 @@ import struct
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 from onelaunch import dispatch
 from onelaunch.decode import KVCache, ModelConfig, decode_step, launch, megakernel, random_weights, torch_variants
 from onelaunch.decode.contract import key_of
-from onelaunch.decode.engine import Arriving, Request, TorchEngine
+from onelaunch.decode.engine import Arriving, InTurn, Request, TorchEngine
 from onelaunch.decode.megakernel import BATCH, KernelEngine
 from onelaunch.decode.memory import ERROR, OUT_OF_RANGE
 from onelaunch.decode.model import prefill
@@ -232,6 +233,20 @@ def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch)
         found = list(pool.map(lambda request: list(engine.run(request)), requests))
     assert found == [alone(weights, request) for request in requests]
     assert len(packed) == 1, "weights are repacked once"
+
+
+def test_streams_take_turns(monkeypatch):
+    class Stream(SimpleNamespace):
+        def wait_stream(self, other):
+            waits.append((self.name, other.name))
+
+    waits, turns = [], InTurn(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for name, captured in (("a", False), ("a", False), ("b", False), ("c", True), ("b", False), ("a", False)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, name=name: Stream(name=name))
+        turns.take()
+    assert waits == [("b", "a"), ("a", "b")]
 
 
 # What studies count and time

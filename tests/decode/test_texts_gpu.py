@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -96,6 +98,20 @@ def oracle(weights, text: torch.Tensor, first: int) -> torch.Tensor:
     cache = KVCache.empty(weights.config, len(text), device, torch.float64)
     with torch.no_grad():
         return logits_of(exact, forward(exact, text[:-1].to(device), cache)[first - 1 :])
+
+
+@pytest.mark.parametrize("variant", ["streaming", "graph", "captured"])
+def test_texts_of_threads_with_streams_of_their_own_are_those_alone(variant, device):
+    model = Model(make_engine(random_weights(MODELS["0.6B"], 3, device), variant))
+    prompts = [[number, *range(7 * number)] for number in range(1, 5)]
+
+    def read(prompt):
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            return [model.generate(prompt, max_new_tokens=60, ignore_end=True).tokens for _ in range(3)]
+
+    expected = [[model.generate(prompt, max_new_tokens=60, ignore_end=True).tokens] * 3 for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(read, prompts)) == expected
 
 
 # What studies time

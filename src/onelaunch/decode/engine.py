@@ -149,6 +149,33 @@ class Arriving:
         return self.copies
 
 
+class InTurn:
+    """Puts work on the same memory one after another, whichever stream it comes from.
+
+    Args:
+        device: of the memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+
+    def take(self) -> None:
+        """What comes on the current stream from now on waits for what came on another; with a lock held, until it is enqueued.
+
+        Nothing happens while that stream is captured: a graph is replayed where it pleases whoever has it.
+        """
+        if self._device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+
+
 def typical_query(config: ModelConfig, device: torch.device) -> Query:
     """The step that decides which engine runs a model's texts."""
     return key_of(config, min(TYPICAL_POSITION, config.max_position_embeddings - 1), str(device))

@@ -17,7 +17,7 @@ from onelaunch.decode.cache import KVCache
 from onelaunch.decode.check import Room, check
 from onelaunch.decode.config import SIZES, ModelConfig
 from onelaunch.decode.emit import KINDS, PRODUCTS, THREADS, Tuning, launch_of, layout_of, source
-from onelaunch.decode.engine import Arriving
+from onelaunch.decode.engine import Arriving, InTurn
 from onelaunch.decode.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from onelaunch.decode.packing import pack
 from onelaunch.decode.plan import ROUNDS, Phase, Plan
@@ -93,8 +93,8 @@ def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:
 class Kernels:
     """A model, ready to be run by one rung of the ladder: weights repacked, kernel compiled and loaded.
 
-    Launches on one stream follow each other; two streams at once would disturb one another. Texts may take turns: each looks,
-    with :attr:`lock` held, whether it is still the :attr:`owner`, and places itself again where it is not.
+    Launches follow each other, also from several streams. Texts may take turns: each looks, with :attr:`lock` held, whether it is
+    still the :attr:`owner`, and places itself again where it is not.
 
     Attributes:
         owner: whose text the last launch or :meth:`place` left; ``None`` for nobody's, such as after a :meth:`step`.
@@ -129,6 +129,7 @@ class Kernels:
         }  # fmt: skip
         self.owner: object = None
         self.lock = threading.RLock()
+        self._turns = InTurn(self.device)
         self._noted: Arriving | None = None
         self._graphs: OrderedDict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = OrderedDict()
 
@@ -146,6 +147,7 @@ class Kernels:
             if self._noted is not None and not capturing and self._noted.arrived():
                 self.note()()
             self.owner = None
+            self._turns.take()
             if not self.plan.separate or capturing:
                 logits = torch.empty(self.weights.config.vocab_size, dtype=torch.float32, device=self.device)
                 self._launch(self.memory.arguments(cache, logits, token), cache, 1, cache.length)
@@ -181,6 +183,7 @@ class Kernels:
 
     def place(self, position: int, token: torch.Tensor, owner: object = None) -> None:
         """Says where a text stands, and whose it is: its position, and the token ``[1]`` there."""
+        self._turns.take()
         self.memory.state[:1].fill_(position)
         self.memory.tokens[position : position + 1].copy_(token, non_blocking=True)
         self.owner = owner
@@ -206,6 +209,7 @@ class Kernels:
             raise ArgumentError(f"sampler is not None; {self.plan.rung!r} takes the likeliest token only.")
         if sampler is not None and not sampler.sampling.greedy:
             _check_drawn(_planned(self.weights.config), self.plan.rung, self.plan.ctas)
+        self._turns.take()
         if not self.plan.separate:
             logits = torch.empty(self.weights.config.vocab_size, dtype=torch.float32, device=self.device)
             self._launch(self.memory.arguments(cache, logits, sampler=sampler), cache, count, -1)
@@ -225,6 +229,7 @@ class Kernels:
         """
         if error := int((self.memory.state if state is None else state)[ERROR]):
             with self.lock:
+                self._turns.take()
                 self.memory.reset()
                 self.owner = self._noted = None
             raise DecodeOverflow(self.plan.rung) if error == OUT_OF_RANGE else DecodeStalled(self.plan.rung)

@@ -166,7 +166,7 @@ def pack(weights: Weights, plan: Plan, again: Stream | None = None) -> Stream:
         again: what this gave before, to be written over: addresses that a CUDA graph may hold stay as they are.
     """
     sizes = {op: torch.tensor([granules(plan, op, cta) for cta in range(plan.ctas)], device="cpu") for op in PRODUCTS}
-    layer = sum(sizes[op] for op in PRODUCTS[:-1])
+    layer = torch.stack([sizes[op] for op in PRODUCTS[:-1]]).sum(0)
     runs = layer * len(weights.layers) + sizes[PRODUCTS[-1]]
     begin = starts = runs.cumsum(0) - runs
     data = again.data if again else weights.embed_tokens.new_empty((int(runs.sum()) * GRANULE // 2,))

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
+from onelaunch.decode.engine import InTurn
 from onelaunch.decode.model import forward, heads, logits_of, mlp, rms_norm, widened
 from onelaunch.decode.rope import rotation
 from onelaunch.decode.weights import LayerWeights, Weights
@@ -155,6 +156,8 @@ class _Captured:
 _GRAPHS: WeakKeyDictionary[Weights, OrderedDict[tuple[object, ...], _Captured]] = WeakKeyDictionary()
 """Per model; a cache that lies where another lay, in the same shape, is served by the same graph."""
 
+_TURNS: WeakKeyDictionary[Weights, InTurn] = WeakKeyDictionary()
+
 _LOCK = threading.Lock()
 """Texts that threads read share a graph's memory."""
 
@@ -172,4 +175,5 @@ def _replay(call: DecodeCall, layer: Part, head: Part) -> torch.Tensor:
             while len(kept) > GRAPHS:
                 kept.popitem(last=False)
         kept.move_to_end(key)
+        _TURNS.setdefault(call.weights, InTurn(call.token.device)).take()
         return kept[key].replay(call)
