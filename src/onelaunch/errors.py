@@ -132,7 +132,8 @@ class ModelConfigError(OneLaunchError, ValueError):
     """A field of a model's configuration is missing or wrong."""
 
     def __init__(self, field: str, *, got: object, want: str) -> None:
-        super().__init__(f"{field} of the model's configuration is {got}; it must be {want}.")
+        said = repr(got) if isinstance(got, str) and got != "missing" else got
+        super().__init__(f"{field} of the model's configuration is {said}; it must be {want}.")
         self.field = field
 
 
@@ -168,6 +169,15 @@ class DecodeOverflow(OneLaunchError, ArithmeticError):
         super().__init__(
             f"A layer of the model added to the residual stream what is no number, or millions; {variant!r} adds in integers of "
             "2^-28 and holds up to 67108864. Look at the weights, or take the variant 'captured', which adds in float32."
+        )
+
+
+class LogitsNotFinite(OneLaunchError, ArithmeticError):
+    """What tokens are chosen from are no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Logits of the model are infinite, or no numbers. Look at its weights, or take a dtype that holds more: float32."
         )
 
 

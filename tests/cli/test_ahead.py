@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -82,6 +83,20 @@ def test_garbage_is_not_looked_for_while_pytorch_is_imported(monkeypatch):
         raise ImportError
     assert gc.isenabled()
     assert frozen == [False]
+
+
+def test_ctrl_c_ends_the_process_while_pytorch_is_imported(monkeypatch):
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.delitem(sys.modules, "torch")
+    before = signal.getsignal(signal.SIGINT)
+    for handler, meanwhile in ((signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)):
+        signal.signal(signal.SIGINT, handler)
+        try:
+            with ahead.hastened_import():
+                assert signal.getsignal(signal.SIGINT) is meanwhile
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
+
 import pytest
 
 from onelaunch.decode.engine import TorchEngine
@@ -56,6 +60,8 @@ def test_ctrl_c_leaves_what_came_and_a_line_of_its_own(call, monkeypatch):
         (["--variant", "egaer"], 2, "error: There is no variant 'egaer'. Did you mean 'eager'?"),
         (["--variant", "captured", "--device", "cpu"], 1, "cannot run this call: it needs a CUDA device"),
         (["--chat"], 1, "has no chat template"),
+        (["--model", "nothing-here", "--top-p", 7], 2, "error: top_p is 7.0"),
+        (["--model", "a" * 5000], 1, "error: Checkpoint: there is no folder aaa"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(call, arguments, code, message):
@@ -65,3 +71,22 @@ def test_what_is_wrong_is_one_line(call, arguments, code, message):
     assert answer.code == code
     assert message in answer.err
     assert not answer.out.strip() or "--chat" in arguments
+
+
+@pytest.mark.parametrize(
+    ("redirected", "options", "code", "said"),
+    [
+        ("printf 'caf\\351' |", "-", 2, "error: prompt has '\\udce9', which is no character of Unicode"),
+        ("", "- <&-", 2, "error: prompt is -, for stdin, which is closed."),
+        ("", "x >&-", 1, "error: stdout is closed"),
+        ("", "x >/dev/full", 1, "error: [Errno 28] No space left on device"),
+        ("PYTHONIOENCODING=ascii", "'\u00e9 = ' >/dev/null", 0, "2 tokens"),
+    ],
+    ids=["bytes", "no stdin", "no stdout", "full", "ascii"],
+)  # fmt: skip
+def test_where_text_cannot_come_from_or_go_to_is_one_line(redirected, options, code, said):
+    command = f"{redirected} {shlex.quote(sys.executable)} -m onelaunch generate --device cpu -n 2 --ignore-end {options}"
+    answer = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stdout) == (code, "")
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -64,15 +65,19 @@ def test_the_ends_of_a_text_come_from_the_generation_configuration_first(tmp_pat
     [
         ({"hidden_size": None}, ModelConfigError, "hidden_size of the model's configuration is missing"),
         ({"hidden_size": 0}, ModelConfigError, "hidden_size .* is 0; it must be an integer of at least 1"),
-        ({"num_hidden_layers": "28"}, ModelConfigError, "num_hidden_layers .* is 28; it must be an integer"),
+        ({"num_hidden_layers": "28"}, ModelConfigError, "num_hidden_layers .* is '28'; it must be an integer"),
         ({"num_key_value_heads": 3}, ModelConfigError, "num_key_value_heads .* is 3; .* a divisor of num_attention_heads = 16"),
         ({"head_dim": 33}, ModelConfigError, "head_dim .* is 33; it must be even"),
         ({"rms_norm_eps": -1}, ModelConfigError, "rms_norm_eps .* a number of at least 0"),
-        ({"rope_theta": 0.0}, ModelConfigError, "rope_theta .* a number above 0"),
-        ({"torch_dtype": "float8"}, ModelConfigError, "dtype .* is float8; it must be one of bfloat16, float16, float32"),
+        ({"rms_norm_eps": math.inf}, ModelConfigError, "rms_norm_eps .* is inf"),
+        ({"rope_theta": 0.0}, ModelConfigError, "rope_theta .* a number above 1"),
+        ({"rope_theta": math.inf}, ModelConfigError, "rope_theta .* is inf"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ModelConfigError, "rope_theta .* is 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "rope_theta": 1}}, ModelConfigError, "rope_theta .* above 1"),
+        ({"torch_dtype": "float8"}, ModelConfigError, "dtype .* is 'float8'; it must be one of bfloat16, float16, float32"),
         ({"eos_token_id": 151936}, ModelConfigError, "eos_token_id .* is 151936; it must be within 0..151935"),
         ({"eos_token_id": "end"}, ModelConfigError, "eos_token_id .* an integer or a list"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, ModelConfigError, "dynamic; .* default, linear, yarn, llama3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, ModelConfigError, "'dynamic'; .* default, linear, yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, ModelConfigError, "rope_scaling.factor .* is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, ModelConfigError, "rope_scaling.factor .* at least 1"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, ModelConfigError, "rope_scaling.factor .* a number above 0"),
@@ -85,7 +90,7 @@ def test_the_ends_of_a_text_come_from_the_generation_configuration_first(tmp_pat
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "truncate": [1]}}, ModelConfigError, "rope_scaling.truncate"),
         ({"layer_types": [["a"]]}, ModelConfigError, r"layer_types .* is \[\['a'\]\]; it must be a list of names"),
         ({"layer_types": 5}, ModelConfigError, "layer_types .* is 5"),
-        ({"architectures": "Qwen3ForCausalLM"}, ModelConfigError, "architectures .* is Qwen3ForCausalLM; .* a list of names"),
+        ({"architectures": "Qwen3ForCausalLM"}, ModelConfigError, "architectures .* is 'Qwen3ForCausalLM'; .* a list of names"),
         ({"architectures": [["x"]]}, ModelConfigError, "architectures"),
         ({"tie_word_embeddings": [1]}, ModelConfigError, r"tie_word_embeddings .* is \[1\]; it must be true or false"),
         ({"use_sliding_window": True, "max_window_layers": "x"}, UnsupportedModel, "sliding window"),
@@ -102,7 +107,11 @@ def test_what_is_wrong_is_named(change, error, message):
         ModelConfig.from_dict(QWEN3 | change)
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "holds no JSON object")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("{", "is not JSON"), ("[" * 10**5, "is not JSON"), ("[]", "holds no JSON object")],
+    ids=["none", "open", "deep", "list"],
+)
 def test_a_folder_without_a_readable_configuration(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 import warnings
@@ -24,6 +25,7 @@ from onelaunch.decode.generate import Model
 from onelaunch.decode.hub import find_model
 from onelaunch.decode.packing import pack, packing_bytes
 from onelaunch.decode.rungs import plan_for
+from onelaunch.decode.weights import from_tensors
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import (
     ArgumentError,
@@ -31,6 +33,7 @@ from onelaunch.errors import (
     ContextExceeded,
     DeviceMemoryError,
     FallbackNotice,
+    LogitsNotFinite,
     TokenizerMissing,
     UnknownVariant,
     ValueRangeError,
@@ -375,6 +378,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
         ([1.5], {}, ValueRangeError, "prompt holds 1.5"),
         (None, {}, ArgumentError, "prompt is NoneType; it must be text, or token ids"),
         (5, {}, ArgumentError, "prompt is int"),
+        (b"ab", {}, ArgumentError, "prompt is bytes; it must be text"),
         ("hi", {"stop": 5}, ArgumentError, "stop is 5; it must be a string, or several"),
         ("hi", {"stop": None}, ArgumentError, "stop is None"),
         ("hi", {"stop": ["a", ""]}, ArgumentError, "stop is .*none of them empty"),
@@ -415,8 +419,29 @@ def test_without_a_tokenizer_there_are_tokens_but_no_text():
     found = model.generate([8, 9])
     assert (found.tokens, found.text, found.finish) == ((1, 2, 0), None, "end")
     for prompt, options in (("hi", {}), ([8], {"stop": "x"})):
-        with pytest.raises(TokenizerMissing, match=r"tokenizers, which is not installed\. Do: pip install 'onelaunch\[decode\]'"):
+        with pytest.raises(TokenizerMissing, match=r"which this model was made without\. Do: pip install 'onelaunch\[decode\]'"):
             model.generate(prompt, **options)
+
+
+@pytest.mark.parametrize("variant", ["eager", "auto"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_said_and_end_no_text(variant, value):
+    tensors = random_weights(SMALL, 1).tensors()
+    tensors["norm"] = tensors["norm"].index_fill(0, torch.tensor([3]), value)
+    stream = Model(make_engine(from_tensors(SMALL, tensors), variant)).stream([1, 2])
+    with pytest.raises(LogitsNotFinite, match="infinite, or no numbers"):
+        stream.step()
+    assert (stream.tokens, stream.finish) == ([], "closed")
+
+
+def test_what_a_folder_recommends_is_looked_at_before_its_weights(tmp_path):
+    folder = write(tmp_path, random_weights(SMALL))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnknownVariant):
+        Model.from_pretrained(folder, device="cpu", variant="egaer")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": "hot"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature is 'hot'; it must be a number"):
+        Model.from_pretrained(folder, device="cpu")
 
 
 # Where models are

@@ -32,6 +32,7 @@ from onelaunch.errors import (
     DeviceError,
     DeviceMemoryError,
     DTypeError,
+    LogitsNotFinite,
     PlanError,
     ShapeError,
 )
@@ -384,6 +385,15 @@ def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played):
     with pytest.raises(DecodeOverflow, match=r"'streaming' adds in integers of 2\^-28 and holds up to 67108864"):
         list(engine.run(GREEDY["first"]))
     assert list(engine.run(GREEDY["first"])) == expected
+
+
+def test_logits_that_are_no_numbers_end_a_text_wherever_they_come(weights, played, monkeypatch):
+    tokens = launch.Kernels.tokens
+    monkeypatch.setattr(launch.Kernels, "tokens", lambda *given: tokens(*given).index_fill(0, torch.tensor([5]), torch.nan))
+    made = KernelEngine(weights, "streaming").run(GREEDY["second"])
+    assert next(made) == alone(weights, GREEDY["second"])[0]
+    with pytest.raises(LogitsNotFinite):
+        next(made)
 
 
 # What is kept for a model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
-from onelaunch.errors import CheckpointError
+from onelaunch.errors import ArgumentError, CheckpointError
 
 pytest.importorskip("tokenizers", reason="needs the extra decode")
 
@@ -90,6 +92,61 @@ def test_prompts_are_whole_and_nothing_else_whatever_training_left(codec, tmp_pa
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for text in ("ab", "longer than four"):
         assert TextCodec(tmp_path).encode(text) == codec.encode(text)
+
+
+def test_text_that_is_none_is_refused(codec):
+    with pytest.raises(ArgumentError, match=r"prompt has '.udce9', which is no character of Unicode"):
+        codec.encode("caf\udce9")
+
+
+# Conversations
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def talking(codec, tmp_path) -> Path:
+    """The folder of a tokenizer that begins every text with ``<end>``, and whose template does so too."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(codec.folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<end>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", end)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<end>"}')
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def test_a_conversation_has_its_special_tokens_once(talking):
+    transformers = pytest.importorskip("transformers", reason="needs the extra decode")
+    messages = [{"role": "user", "content": "hi"}]
+    codec = TextCodec(talking)
+    expected = transformers.AutoTokenizer.from_pretrained(talking).apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert codec.chat(messages) == "<end>hi"
+    assert list(codec.encode(codec.chat(messages))) == expected
+    assert list(codec.encode("hi")) == expected, "other text gets them here"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("chat_template.jinja", "{% for m in messages %}{{m.role}", "the chat template of .* refuses these messages"),
+        ("chat_template.jinja", "{{ raise_exception('no way') }}", "refuses these messages: no way"),
+        ("tokenizer_config.json", "{", "the tokenizer of .* cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_conversation_that_cannot_be_put_into_words(file, content, message, talking):
+    pytest.importorskip("transformers", reason="needs the extra decode")
+    (talking / file).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        TextCodec(talking).chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("messages", ["hello", [], ["hello"], None])
+def test_messages_that_are_none(messages, talking):
+    with pytest.raises(ArgumentError, match=r"messages is .*; it must be mappings with role and content"):
+        TextCodec(talking).chat(messages)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

@@ -95,6 +95,38 @@ def test_an_index_that_lacks_a_tensor(tmp_path):
         load_weights(folder, SMALL)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_a_tensor_that_is_quantized(dtype, tmp_path):
+    path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {DOWN: tensors[DOWN].to(dtype)}, path)
+    with pytest.raises(
+        CheckpointError, match=rf"{DOWN} of .*model\.safetensors is \w+; weights must be one of BF16, F16, F32, F64"
+    ):
+        load_weights(tmp_path, SMALL)
+
+
+def test_tensors_that_no_configuration_knows(tmp_path):
+    """Else a text would be made by another model than the file's."""
+    path = write(tmp_path, random_weights(replace(SMALL, num_hidden_layers=4))) / "model.safetensors"
+    with pytest.raises(
+        CheckpointError, match=r"has model\.layers\.2\..* and 21 more tensors, for which the model's configuration"
+    ):
+        load_weights(tmp_path, SMALL)
+    tensors = load_file(write(tmp_path, random_weights(SMALL)) / "model.safetensors")
+    ones = torch.ones(2)
+    free = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.rotary_emb.inv_freq": ones,
+        "score.weight": 2 * ones,
+    }
+    save_file(tensors | free, path)
+    load_weights(tmp_path, SMALL)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": ones}, path)
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, for which"):
+        load_weights(tmp_path, SMALL)
+
+
 def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path):
     path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
     tensors = load_file(path)

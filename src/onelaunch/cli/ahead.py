@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,23 @@ _FOR_CUDA = re.compile(r"^cuda\b.*= *['\"]", re.MULTILINE)
 
 @contextlib.contextmanager
 def hastened_import() -> Iterator[None]:
-    """PyTorch's, without garbage collection: a tenth of its time goes into looking again and again through what stays."""
+    """PyTorch's, without garbage collection: a tenth of its time goes into looking again and again through what stays.
+
+    Ctrl-C ends the process at once meanwhile: an exception could be lost amid the import.
+    """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
+    alone = threading.current_thread() is threading.main_thread()
+    interruptible = alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     gc.disable()
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.freeze()  # nor are they looked through later
         gc.enable()
 

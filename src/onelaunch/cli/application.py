@@ -60,6 +60,11 @@ class Commands(TyperGroup):
                 raise
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(USAGE if isinstance(error, (UnknownNameError, ArgumentError)) else FAILED) from None
+        except OSError as error:  # such as a full disk below stdout
+            if ctx.params.get("debug") or isinstance(error, BrokenPipeError):
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 import warnings
@@ -13,7 +14,8 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.decode.generate import Model
 from onelaunch.decode.hub import BUNDLED
-from onelaunch.errors import FallbackNotice
+from onelaunch.decode.sampling import Sampling
+from onelaunch.errors import ArgumentError, FallbackNotice, OneLaunchError
 
 OWN = "the model's"
 
@@ -50,7 +52,13 @@ def generate(
 
     Example: onelaunch generate "def main(" --temperature 0.8 --seed 1
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _stdin() if prompt == "-" else prompt
+    choices = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    given: Any = {name: value for name, value in choices.items() if value is not None} | {"seed": seed}
+    Sampling(**given)  # what is wrong with these need not wait for the weights
+    _prepare_stdout()
     started = time.perf_counter()
     with output.busy(f"reading {model}"), warnings.catch_warnings(record=True) as notices:
         warnings.simplefilter("always", FallbackNotice)
@@ -58,18 +66,7 @@ def generate(
     for notice in notices or ():
         output.stderr().print(f"note: {notice.message}", soft_wrap=True)
     asked = loaded.chat([{"role": "user", "content": text}]) if chat else text
-    choices = {
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty,
-    }  # fmt: skip
-    given: Any = {name: value for name, value in choices.items() if value is not None}
-    stream = loaded.stream(
-        asked,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(stop or ()),
-        ignore_end=ignore_end,
-        seed=seed,
-        **given,
-    )
+    stream = loaded.stream(asked, max_new_tokens=max_new_tokens, stop=tuple(stop or ()), ignore_end=ignore_end, **given)
     ready = time.perf_counter()
     first = None
     with stream:
@@ -81,6 +78,21 @@ def generate(
         finally:  # Ctrl-C too leaves the terminal on a line of its own
             _write("\n")
             _report(len(stream.tokens), str(stream.finish or "closed"), ready - started, ready, first)
+
+
+def _stdin() -> str:
+    """The prompt that comes from there; bytes that are no UTF-8 are refused with the text."""
+    if sys.stdin is None:
+        raise ArgumentError("prompt is -, for stdin, which is closed.")
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
+
+
+def _prepare_stdout() -> None:
+    """What its encoding lacks is written as a question mark: a text must not end for that."""
+    if sys.stdout is None:
+        raise OneLaunchError("stdout is closed; the text is written there.")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _write(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ class ModelConfig:
         for name in SIZES:
             _check(name, getattr(self, name), int, at_least=1)
         for name in ("rms_norm_eps", "rope_theta"):
-            _check(name, getattr(self, name), float, at_least=0, without_end=name == "rope_theta")
+            _check(name, getattr(self, name), float, at_least=float(name == "rope_theta"), without_end=name == "rope_theta")
         if self.num_attention_heads % self.num_key_value_heads:
             want = f"a divisor of num_attention_heads = {self.num_attention_heads}"
             raise ModelConfigError("num_key_value_heads", got=self.num_key_value_heads, want=want)
@@ -140,7 +141,7 @@ class ModelConfig:
         if not isinstance(rope, Mapping):
             raise ModelConfigError(name, got=rope, want="an object")
         rope = dict(rope)
-        if theta := rope.pop("rope_theta", None):
+        if (theta := rope.pop("rope_theta", None)) is not None:
             known["rope_theta"] = theta
         for name in ("rms_norm_eps", "rope_theta"):
             if isinstance(known.get(name), int):
@@ -183,11 +184,11 @@ Value = TypeVar("Value", int, float)
 
 
 def _check(name: str, value: object, kind: type[Value], *, at_least: float, without_end: bool = False) -> None:
-    right = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    right = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool) and abs(value) < math.inf
     if right and (value > at_least if without_end else value >= at_least):  # pyrefly: ignore[unsupported-operation]
         return
     noun = "an integer" if kind is int else "a number"
-    raise ModelConfigError(name, got=value, want=f"{noun} {'above' if without_end else 'of at least'} {at_least}")
+    raise ModelConfigError(name, got=value, want=f"{noun} {'above' if without_end else 'of at least'} {at_least:g}")
 
 
 def _check_architecture(values: Mapping[str, Any]) -> None:
@@ -264,7 +265,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from None
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise CheckpointError(f"{path} is not JSON: {problem}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds no JSON object")

@@ -18,7 +18,7 @@ from onelaunch.decode.model import prefill
 from onelaunch.decode.sampling import Sampler, Sampling
 from onelaunch.decode.weights import Weights
 from onelaunch.dispatch import AUTO
-from onelaunch.errors import FallbackNotice
+from onelaunch.errors import FallbackNotice, LogitsNotFinite
 from onelaunch.hardware import room_for
 from onelaunch.operation import Query
 
@@ -81,17 +81,19 @@ class TorchEngine:
         prompt = torch.tensor(request.prompt, device=device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
         logits, cache = self._read(prompt)
-        token, went_well = sampler(logits, cache.length), None
+        token, sound, went_well = sampler(logits, cache.length), finite(logits), None
         for made in range(1, request.max_new_tokens + 1):
-            arriving, heed = Arriving(token), went_well
+            arriving, heed = Arriving(token, sound), went_well
             if made < request.max_new_tokens:
                 cache = self._room(cache, cache.length + 1)
                 logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
                 cache = cache.with_length(cache.length + 1)
-                token, went_well = sampler(logits, cache.length), self._note()
-            known = int(arriving.wait()[0])
+                token, sound, went_well = sampler(logits, cache.length), finite(logits), self._note()
+            known, usable = map(int, arriving.wait())
             if heed is not None:
                 heed()
+            if not usable:
+                raise LogitsNotFinite
             yield known
             if known in request.ends:
                 return
@@ -121,6 +123,11 @@ class TorchEngine:
     def _note(self) -> Callable[[], None] | None:
         """What raises, once the last step is done, if it went wrong; ``None`` where steps cannot."""
         return None
+
+
+def finite(logits: torch.Tensor) -> torch.Tensor:
+    """Whether logits are all numbers, on their device: of others, any token would be as good, and may end the text."""
+    return logits.isfinite().all()
 
 
 class Arriving:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 
+from onelaunch import dispatch
 from onelaunch.decode.config import ModelConfig, read_generation
-from onelaunch.decode.engine import Engine, Request, engine_bytes, engine_that_fits, make_engine
+from onelaunch.decode.engine import Engine, Request, engine_bytes, engine_that_fits, make_engine, typical_query
 from onelaunch.decode.hub import find_model
 from onelaunch.decode.sampling import Choices, Sampling, recommended
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
 from onelaunch.decode.weights import load_weights, parts
 from onelaunch.dispatch import AUTO
-from onelaunch.errors import ArgumentError, ContextExceeded, DeviceMemoryError, TokenizerMissing, ValueRangeError
+from onelaunch.errors import ArgumentError, CheckpointError, ContextExceeded, DeviceMemoryError, TokenizerMissing, ValueRangeError
 from onelaunch.hardware import free_memory, resolve
 from onelaunch.operation import parse_dtype
 
@@ -181,7 +182,7 @@ class Model:
         Args:
             name: a folder as Hugging Face writes it, ``"owner/name"`` on its hub, or ``"tiny"``, which is in the package.
             device: where it runs; ``"auto"`` is the first GPU, or the CPU.
-            dtype: of weights, cache and activations; that of the checkpoint by default.
+            dtype: of weights, cache and activations; that of the configuration by default, float32 where it says none.
             variant: of ``decode_step``; the fastest by default.
 
         Raises:
@@ -196,6 +197,12 @@ class Model:
         if dtype is not None:
             config = replace(config, dtype=parse_dtype(dtype))
         where = resolve(device)
+        defaults = recommended(read_generation(folder))
+        try:
+            Sampling(**defaults)
+        except (ArgumentError, TypeError) as problem:
+            raise CheckpointError(f"{folder / 'generation_config.json'}: {problem}") from None
+        dispatch.pick(variant, typical_query(config, where))  # what cannot run is not read first
         if where.type == "cuda":
             need = sum(math.prod(shape) for _, _, shape in parts(config)) * config.dtype.itemsize
             free = free_memory(where)
@@ -209,7 +216,7 @@ class Model:
             codec = TextCodec(folder)
         except TokenizerMissing:
             codec = None  # ids are enough for some; text says then what is missing
-        return cls(engine, codec, recommended(read_generation(folder)))
+        return cls(engine, codec, defaults)
 
     def generate(
         self,
@@ -320,7 +327,7 @@ class Model:
                 got = f"{tuple(prompt.shape)} of {prompt.dtype}"
                 raise ArgumentError(f"prompt is a tensor {got}; it must be [T] or [1, T] of integers: one text at a time.")
             tokens = tuple(prompt.flatten().tolist())
-        elif isinstance(prompt, Iterable):
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, memoryview)):
             tokens = tuple(map(self._token, prompt))
         else:
             raise ArgumentError(f"prompt is {type(prompt).__name__}; it must be text, or token ids in a sequence or a tensor.")
@@ -343,5 +350,5 @@ class Model:
 
     def _text(self, what: str) -> TextCodec:
         if self.codec is None:
-            raise TokenizerMissing(f"{what} needs the package tokenizers, which is not installed")
+            raise TokenizerMissing(f"{what} needs a tokenizer, which this model was made without")
         return self.codec

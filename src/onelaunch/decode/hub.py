@@ -13,7 +13,7 @@ BUNDLED = "tiny"
 FILES = ("*.json", "*.safetensors", "*.jinja")
 """What is fetched of a repository."""
 
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 
 def find_model(name: str | Path) -> Path:
@@ -27,8 +27,11 @@ def find_model(name: str | Path) -> Path:
     if name == BUNDLED:
         return Path(__file__).parent / BUNDLED
     folder = Path(name)
-    if folder.is_dir():
-        return folder
+    try:
+        if folder.is_dir():
+            return folder
+    except (OSError, ValueError):  # longer than any name may be, or with characters that none has
+        pass
     if not REPOSITORY.fullmatch(str(name)):
         raise CheckpointError(f"there is no folder {name}, and it is no name of the hub, such as Qwen/Qwen3-0.6B")
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onelaunch.errors import CheckpointError, TokenizerMissing
+from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What decoding gives for a character whose bytes are not all there."""
@@ -39,14 +39,24 @@ class TextCodec:
             raise CheckpointError(f"{path} cannot be read: {problem}") from None
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text, with those that the tokenizer puts around it."""
-        return tuple(self._tokenizer.encode(text).ids)
+        """The tokens of a text, with those that the tokenizer puts around it, unless it is :class:`Templated`.
+
+        Raises:
+            ArgumentError: it cannot be encoded in UTF-8, as with bytes that were none.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as problem:
+            raise ArgumentError(
+                f"prompt has {text[problem.start]!r}, which is no character of Unicode; give text in UTF-8."
+            ) from None
+        return tuple(self._tokenizer.encode(text, add_special_tokens=not isinstance(text, Templated)).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; special ones, such as the end of a text, have none."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> Templated:
         """The prompt of a conversation by the model's chat template, ready for the answer.
 
         Args:
@@ -54,17 +64,33 @@ class TextCodec:
             **choices: what the template knows, such as ``enable_thinking=False`` of Qwen3.
 
         Raises:
+            ArgumentError: there are no messages, or they are none.
             TokenizerMissing: the package ``transformers`` is not installed.
-            CheckpointError: the model has no chat template.
+            CheckpointError: the model has no chat template, or one that fails or refuses the messages.
         """
+        if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, Mapping) for each in messages):
+            raise ArgumentError(f"messages is {messages!r}; it must be mappings with role and content, at least one.")
         try:
             from transformers import AutoTokenizer
         except ImportError:
             raise TokenizerMissing("chat templates need the package transformers, which is not installed") from None
-        tokenizer = AutoTokenizer.from_pretrained(str(self.folder))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self.folder))
+        except Exception as problem:  # noqa: BLE001 - files may be wrong in many ways
+            raise CheckpointError(f"the tokenizer of {self.folder} cannot be read: {problem}") from None
         if not tokenizer.chat_template:
             raise CheckpointError(f"{self.folder} has no chat template; pass the prompt as text")
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **choices)
+        try:
+            found = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **choices)
+        except Exception as problem:  # noqa: BLE001 - whatever a template does
+            raise CheckpointError(f"the chat template of {self.folder} refuses these messages: {problem}") from None
+        return Templated(found)
+
+
+class Templated(str):
+    """A prompt to which a chat template has given all its special tokens: none is put around it again."""
+
+    __slots__ = ()
 
 
 class Detokenizer:

@@ -14,7 +14,7 @@ import torch
 
 from onelaunch import checks
 from onelaunch.decode.config import ModelConfig
-from onelaunch.errors import ArgumentError, CheckpointError, ShapeError
+from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, listing
 from onelaunch.operation import Bundle
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of a checkpoint in one piece, and of one in several."""
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""Dtypes of tensors that are what they say; others are quantized."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +158,8 @@ def load_weights(folder: str | Path, config: ModelConfig, device: torch.device |
     Every shape is checked before anything is read; then each tensor is read once, straight to the device, in ``config.dtype``.
 
     Raises:
-        CheckpointError: a file is missing, truncated or no safetensors file, or lacks a tensor; names file and tensor.
+        CheckpointError: a file is missing, truncated or no safetensors file, lacks a tensor, or has one that is quantized, or for
+            which the configuration has no place; names file and tensor.
         ShapeError: a tensor's shape is not what the configuration says; names file and tensor.
     """
     folder = Path(folder)
@@ -170,11 +174,25 @@ def load_weights(folder: str | Path, config: ModelConfig, device: torch.device |
             path = homes[file_name]
             if file_name not in held[path]:
                 raise CheckpointError(f"{path} has no tensor {file_name!r}")
-            found = files[path].get_slice(file_name).get_shape()
-            if tuple(found) != shape:
-                raise ShapeError(f"{file_name} of {path}", got=found, want=f"{list(shape)} by the model's configuration")
+            found = files[path].get_slice(file_name)
+            if tuple(found.get_shape()) != shape:
+                want = f"{list(shape)} by the model's configuration"
+                raise ShapeError(f"{file_name} of {path}", got=found.get_shape(), want=want)
+            if found.get_dtype() not in FLOATS:
+                raise CheckpointError(f"{file_name} of {path} is {found.get_dtype()}; weights must be one of {listing(FLOATS)}")
+        _check_rest(config, held, {file_name for _, file_name, _ in wanted})
         tensors = {name: files[homes[file_name]].get_tensor(file_name).to(config.dtype) for name, file_name, _ in wanted}
     return from_tensors(config, tensors)
+
+
+def _check_rest(config: ModelConfig, held: Mapping[Path, frozenset[str]], wanted: set[str]) -> None:
+    """Raise where a file has tensors of the model that the configuration has no place for: the text would be another model's."""
+    free = {"lm_head.weight"} if config.tie_word_embeddings else set()  # some write a tied head too
+    for path, names in held.items():
+        rest = sorted(name for name in names - wanted - free if name.startswith("model.") or name == "lm_head.bias")
+        if rest := [name for name in rest if not name.endswith("rotary_emb.inv_freq")]:
+            more = f" and {len(rest) - 1} more tensors" if len(rest) > 1 else ""
+            raise CheckpointError(f"{path} has {rest[0]}{more}, for which the model's configuration has no place")
 
 
 def random_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
