@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -81,19 +82,19 @@ class TorchEngine:
         prompt = torch.tensor(request.prompt, device=device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
         logits, cache = self._read(prompt)
-        token, sound, went_well = sampler(logits, cache.length), finite(logits), None
+        token, sound, went_well = sampler(logits, cache.length), witness(logits), None
         for made in range(1, request.max_new_tokens + 1):
             arriving, heed = Arriving(token, sound), went_well
             if made < request.max_new_tokens:
                 cache = self._room(cache, cache.length + 1)
                 logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
                 cache = cache.with_length(cache.length + 1)
-                token, sound, went_well = sampler(logits, cache.length), finite(logits), self._note()
-            known, usable = map(int, arriving.wait())
+                token, sound, went_well = sampler(logits, cache.length), witness(logits), self._note()
+            made_token, number = arriving.wait()
             if heed is not None:
                 heed()
-            if not usable:
-                raise LogitsNotFinite
+            check_witness(number)
+            known = int(made_token)
             yield known
             if known in request.ends:
                 return
@@ -125,9 +126,15 @@ class TorchEngine:
         return None
 
 
-def finite(logits: torch.Tensor) -> torch.Tensor:
-    """Whether logits are all numbers, on their device: of others, any token would be as good, and may end the text."""
-    return logits.isfinite().all()
+def witness(logits: torch.Tensor) -> torch.Tensor:
+    """A number on their device that is none where some of the logits are: one kernel, and :func:`check_witness` on the host."""
+    return logits.sum()
+
+
+def check_witness(number: torch.Tensor) -> None:
+    """Raise :class:`~onelaunch.errors.LogitsNotFinite` if it is none: any token would be as good, and may end the text."""
+    if not math.isfinite(number):
+        raise LogitsNotFinite
 
 
 class Arriving:

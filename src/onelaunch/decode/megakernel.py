@@ -15,12 +15,12 @@ from onelaunch import nvrtc
 from onelaunch.builds import Build, CudaBuild
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
-from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine, finite
+from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine, check_witness, witness
 from onelaunch.decode.packing import packing_bytes, stream_bytes
 from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
-from onelaunch.errors import LogitsNotFinite, PlanError
+from onelaunch.errors import PlanError
 from onelaunch.hardware import is_hopper, processors
 from onelaunch.operation import Query
 
@@ -86,7 +86,7 @@ class KernelEngine(TorchEngine):
             logits, cache = self._read(prompt)
             last, made = sampler(logits, cache.length), 1
             state = kernels.memory.state if steps else torch.zeros_like(kernels.memory.state)
-            batches = deque([Arriving(last, state, finite(logits))])
+            batches = deque([Arriving(last, state, witness(logits))])
         while batches:
             while len(batches) < 2 and made < request.max_new_tokens:  # the device makes some while the host hands out others
                 count = min(BATCH, request.max_new_tokens - made)
@@ -97,12 +97,11 @@ class KernelEngine(TorchEngine):
                     logits = kernels.tokens(cache, count, sampler)
                     cache, made = cache.with_length(cache.length + count), made + count
                     new = kernels.memory.tokens[cache.length + 1 - count : cache.length + 1]
-                    batches.append(Arriving(new, kernels.memory.state, finite(logits)))
+                    batches.append(Arriving(new, kernels.memory.state, witness(logits)))
                 last = batches[-1].copies[0][-1:]  # may be still on its way; whatever reads it on the device comes behind
-            tokens, state, usable = batches.popleft().wait()
+            tokens, state, number = batches.popleft().wait()
             kernels.check(state)
-            if not usable:
-                raise LogitsNotFinite
+            check_witness(number)
             for known in tokens.tolist():
                 yield known
                 if known in request.ends:
