@@ -1,4 +1,4 @@
-"""What the tests of the decode kernels' own source on this machine share: the libraries that it was compiled to."""
+"""What tests of the decode kernels on this machine share: libraries of their own source, and launches that PyTorch plays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+
+from onelaunch import dispatch
+from onelaunch.decode import decode_step, launch, random_weights
+from tests.decode.played import MODEL, Launch
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +19,21 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "libraries"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights(MODEL, 4)
+
+
+@pytest.fixture
+def played(weights, monkeypatch):
+    """The kernels of ``streaming`` on this machine; they are made anew for each test."""
+    played = Launch(weights)
+    monkeypatch.setattr(launch, "processors", lambda device: 5)
+    monkeypatch.setattr(launch.nvrtc, "load", lambda *_, **__: played)
+    monkeypatch.setattr(decode_step.get("streaming"), "_supports", [])
+    launch._MADE.pop(weights, None)
+    yield played
+    dispatch._checked.cache_clear()
+    dispatch.choose.cache_clear()

@@ -1,0 +1,68 @@
+"""Launches of the decode kernels played by PyTorch, and the texts that tests make with them on any machine."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import replace
+
+import torch
+
+from onelaunch.decode import KVCache
+from onelaunch.decode.engine import Request, TorchEngine
+from onelaunch.decode.megakernel import BATCH
+from onelaunch.decode.memory import ERROR
+from onelaunch.decode.model import prefill
+from onelaunch.decode.sampling import Sampler, Sampling
+from tests.decode.models import SMALL
+
+MODEL = replace(SMALL, eos_token_ids=())
+GREEDY = {"first": Request((3, 4, 5), 3 * BATCH + 5), "second": Request(tuple(range(10, 50)), 2 * BATCH + 1)}
+SAMPLED = Request((9, 8), 20)
+
+CHOICES = {
+    "penalty": Sampling(repetition_penalty=1.7),
+    "drawn": Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=2**40 + 3),
+    "all": Sampling(temperature=1.5, top_k=100, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5),
+}
+
+
+def chosen(words) -> Sampling:
+    """What the kernel makes of a text's choices."""
+    if words is None:
+        return Sampling()
+    packed = struct.pack("<7i", *words.tolist())
+    temperature, top_k, top_p, farthest, penalty, low, high = struct.unpack("<fIfffII", packed)
+    return Sampling(temperature, top_k, top_p, math.exp(-farthest), penalty, high << 32 | low)
+
+
+class Launch:
+    """What a launch of one kernel does to its arguments, in PyTorch; the one whose number is ``stalls`` gives up."""
+
+    def __init__(self, weights) -> None:
+        self.weights, self.launches, self.stalls, self.error = weights, 0, -1, 1
+
+    def __call__(self, grid, *arguments) -> None:
+        *_, keys, values, first, tokens, _, _, _, state, logits, choices, seen, _, capacity, count, position, _ = arguments
+        self.launches += 1
+        assert logits.dtype is torch.float32
+        if self.launches == self.stalls:
+            state[ERROR] = self.error
+        if state[ERROR]:
+            logits.fill_(torch.nan)
+            return
+        at = int(state[0]) if position < 0 else position
+        token = tokens[at : at + 1].long() if first is None else first
+        sampler = Sampler(chosen(choices), token, MODEL.vocab_size)
+        sampler.seen = seen
+        for _ in range(count):
+            assert at < capacity == keys.shape[2]
+            found, _ = prefill(self.weights, token, KVCache(keys, values, at))
+            token, at = sampler(found, at + 1), at + 1
+            tokens[at] = int(token)
+        logits.copy_(found)
+        state[0] = at
+
+
+def alone(weights, request):
+    return list(TorchEngine(weights, "eager").run(request))
