@@ -25,6 +25,11 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
 
+def in_a_line(problem: Exception) -> str:
+    """What somebody else's error says, for a message of ours: without line breaks and a last full stop, and not at any length."""
+    return " ".join(str(problem).split())[:300].removesuffix(".") or type(problem).__name__
+
+
 # Arguments of an operation
 
 

@@ -440,7 +440,7 @@ def test_what_a_folder_recommends_is_looked_at_before_its_weights(tmp_path):
     with pytest.raises(UnknownVariant):
         Model.from_pretrained(folder, device="cpu", variant="egaer")
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": "hot"}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature is 'hot'; it must be a number"):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature is 'hot'; .*[^.]\.$"):
         Model.from_pretrained(folder, device="cpu")
 
 

@@ -139,8 +139,9 @@ def test_a_conversation_has_its_special_tokens_once(talking):
 def test_a_conversation_that_cannot_be_put_into_words(file, content, message, talking):
     pytest.importorskip("transformers", reason="needs the extra decode")
     (talking / file).write_text(content)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as caught:
         TextCodec(talking).chat([{"role": "user", "content": "hi"}])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("messages", ["hello", [], ["hello"], None])

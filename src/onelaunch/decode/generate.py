@@ -22,7 +22,15 @@ from onelaunch.decode.sampling import Choices, Sampling, recommended
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
 from onelaunch.decode.weights import load_weights, parts
 from onelaunch.dispatch import AUTO
-from onelaunch.errors import ArgumentError, CheckpointError, ContextExceeded, DeviceMemoryError, TokenizerMissing, ValueRangeError
+from onelaunch.errors import (
+    ArgumentError,
+    CheckpointError,
+    ContextExceeded,
+    DeviceMemoryError,
+    TokenizerMissing,
+    ValueRangeError,
+    in_a_line,
+)
 from onelaunch.hardware import free_memory, resolve
 from onelaunch.operation import parse_dtype
 
@@ -201,7 +209,7 @@ class Model:
         try:
             Sampling(**defaults)
         except (ArgumentError, TypeError) as problem:
-            raise CheckpointError(f"{folder / 'generation_config.json'}: {problem}") from None
+            raise CheckpointError(f"{folder / 'generation_config.json'}: {in_a_line(problem)}") from None
         dispatch.pick(variant, typical_query(config, where))  # what cannot run is not read first
         if where.type == "cuda":
             need = sum(math.prod(shape) for _, _, shape in parts(config)) * config.dtype.itemsize

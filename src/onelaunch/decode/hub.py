@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from onelaunch.errors import CheckpointError
+from onelaunch.errors import CheckpointError, in_a_line
 
 BUNDLED = "tiny"
 """The name of the model in the package: Qwen3's architecture, 1.2 million parameters, trained on Python's standard library."""
@@ -41,5 +41,4 @@ def find_model(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(FILES)))
     except Exception as problem:  # noqa: BLE001 - network, rights and names fail in many classes
-        said = " ".join(str(problem).split()) or type(problem).__name__
-        raise CheckpointError(f"there is no folder {name}, and the hub does not give it: {said[:300]}") from None
+        raise CheckpointError(f"there is no folder {name}, and the hub does not give it: {in_a_line(problem)}") from None

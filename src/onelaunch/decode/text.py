@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing
+from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing, in_a_line
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What decoding gives for a character whose bytes are not all there."""
@@ -36,7 +36,7 @@ class TextCodec:
             self._tokenizer.no_truncation()  # which training leaves behind
             self._tokenizer.no_padding()
         except Exception as problem:  # noqa: BLE001 - the package raises nothing narrower
-            raise CheckpointError(f"{path} cannot be read: {problem}") from None
+            raise CheckpointError(f"{path} cannot be read: {in_a_line(problem)}") from None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a text, with those that the tokenizer puts around it, unless it is :class:`Templated`.
@@ -77,13 +77,13 @@ class TextCodec:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(self.folder))
         except Exception as problem:  # noqa: BLE001 - files may be wrong in many ways
-            raise CheckpointError(f"the tokenizer of {self.folder} cannot be read: {problem}") from None
+            raise CheckpointError(f"the tokenizer of {self.folder} cannot be read: {in_a_line(problem)}") from None
         if not tokenizer.chat_template:
             raise CheckpointError(f"{self.folder} has no chat template; pass the prompt as text")
         try:
             found = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **choices)
         except Exception as problem:  # noqa: BLE001 - whatever a template does
-            raise CheckpointError(f"the chat template of {self.folder} refuses these messages: {problem}") from None
+            raise CheckpointError(f"the chat template of {self.folder} refuses these messages: {in_a_line(problem)}") from None
         return Templated(found)
 
 
