@@ -35,8 +35,8 @@ BATCH = 16
 
 LAYER, LAUNCH, RATE = 0.7e-3, 0.1e-3, 4e12
 """Of a short prompt: seconds of a layer in PyTorch, bound by the host; seconds of a launch and bytes of weights a second in the
-kernel. An H200 and its host were measured so; with them, :func:`prompt_steps` lies up to a fifth below where the times of four
-models cross.
+kernel. An H200 and its host were measured so; with them, :func:`prompt_steps` lies a tenth to a quarter below where the times of
+four models cross.
 """
 
 
