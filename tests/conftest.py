@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from onelaunch import dispatch, operation
+from tests.browser import REQUIRED, missing_browser
 from tests.interpreter import spare_repeated_work
 from tests.toys import make_scale
 
@@ -45,6 +46,8 @@ def _why_skip(item: pytest.Item) -> str | None:
         return "needs a GPU"
     if item.get_closest_marker("ncu") and shutil.which("ncu") is None:
         return "needs NVIDIA's profiler ncu"
+    if item.get_closest_marker("browser") and not REQUIRED:
+        return missing_browser()
     return None
 
 
