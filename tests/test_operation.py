@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import copy
 import math
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from onelaunch import operation
 from onelaunch.builds import KernelBuild
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
 from onelaunch.operation import Cost, Query, find_operation, names_of, operations, parse_dtype, remembered
@@ -198,42 +198,6 @@ def test_a_control_is_registered_beside_the_variants(scale):
     assert math.isclose(scale.controls["copy"].cost(scale.case("float16", N=1)).bytes, 8)
 
 
-def test_a_plugin_of_another_package_is_loaded_once(scale, monkeypatch):
-    loaded = []
-
-    class Entry:
-        def load(self):
-            loaded.append(self)
-
-    def entry_points(*, group):
-        assert group == "onelaunch.plugins"
-        return [Entry()]
-
-    list(operations())  # others than us ask for entry points when they are imported
-    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    operation._load_plugins.cache_clear()
-    try:
-        find_operation("scale")
-        list(operations())
-        assert len(loaded) == 1
-    finally:
-        operation._load_plugins.cache_clear()
-
-
-def test_our_own_names_are_taken_before_a_plugin_is_loaded():
-    code = """
-import importlib.metadata, sys
-class Entry:
-    def load(self):
-        print("onelaunch.ops" in sys.modules and "onelaunch.decode" in sys.modules)
-real = importlib.metadata.entry_points
-importlib.metadata.entry_points = lambda **asked: [Entry()] if asked == {"group": "onelaunch.plugins"} else real(**asked)
-from onelaunch.operation import find_operation
-find_operation("gla")
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
-
-
 def test_modules_of_the_package_are_there_when_asked_for():
     code = """
 import onelaunch, sys
@@ -242,6 +206,49 @@ print(hasattr(onelaunch, "nothing"), hasattr(onelaunch, "_private"))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "False ShapeError gla True\nFalse False\n"
+
+
+@pytest.mark.parametrize("name", ["../evil", "<script>", "", "1st", "x" * 65, "a b", "a\nb", None])
+def test_a_variant_needs_a_name_that_files_and_reports_can_carry(scale, name):
+    with pytest.raises(ArgumentError, match="must begin with a letter"):
+        scale.variant(name)(lambda call: (call.x,))
+    with pytest.raises(ArgumentError, match="must begin with a letter"):
+        scale.control(name, oracle=lambda x, factor: x, cost=lambda case: Cost(0, 0))(lambda call: call.x)
+
+
+def test_an_operation_is_copied_and_pickled_by_name():
+    """A model that holds an operation is deep-copied by optimizers' wrappers and pickled by ``torch.save`` and ``spawn``."""
+    gla = find_operation("gla")
+    module = torch.nn.Linear(2, 2)
+    module.op, module.way = gla, gla.get("chunked")
+    again = copy.deepcopy(module)
+    assert again.op is gla
+    assert again.way is gla.get("chunked")
+    stored = pickle.dumps((gla, gla.get("chunked"), gla.variants["recurrent"]))
+    assert pickle.loads(stored) == (gla, gla.get("chunked"), gla.get("recurrent"))
+    assert copy.copy(gla) is gla
+
+
+def test_a_pickled_operation_is_found_in_a_process_that_has_not_imported_it(tmp_path):
+    stored = tmp_path / "operation.pickle"
+    stored.write_bytes(pickle.dumps(find_operation("swiglu")))
+    code = f"import pickle, pathlib; print(pickle.loads(pathlib.Path({str(stored)!r}).read_bytes()).name)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "swiglu\n"
+
+
+def test_a_predicate_that_fails_means_that_the_variant_cannot_run(scale):
+    @scale.get("vector").supports
+    def _(query):
+        raise KeyError("size")
+
+    query = Query("scale", "cpu", torch.float32, (8,))
+    assert "raised KeyError: 'size'" in scale.get("vector").why_not(query)
+    assert scale(torch.ones(2)).tolist() == [2.0, 2.0]  # the next variant speaks
+
+
+def test_a_predicate_that_answers_yes_is_not_taken_for_a_reason(scale):
+    scale.get("vector").supports(lambda query: True)
+    assert "returned True" in scale.get("vector").why_not(Query("scale", "cpu", torch.float32, (8,)))
 
 
 def test_an_answer_is_remembered_and_an_error_is_not():

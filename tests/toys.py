@@ -33,26 +33,27 @@ def make_scale() -> Operation:
     )
     def scale(x: torch.Tensor, factor: float = 2.0, *, variant: str = dispatch.AUTO) -> torch.Tensor:
         """Multiply a vector by a number."""
-        return dispatch.run(scale, ScaleCall(x, factor), variant)
+        (y,) = dispatch.run(scale, ScaleCall(x, factor), variant)
+        return y
 
     @scale.variant("loop", launches=None, gemm="none")
-    def loop(call: ScaleCall) -> torch.Tensor:
+    def loop(call: ScaleCall) -> tuple[torch.Tensor]:
         """One element after the other.
 
         Slow, obvious.
         """
-        return torch.stack([element * call.factor for element in call.x])
+        return (torch.stack([element * call.factor for element in call.x]),)
 
     @scale.variant("vector", launches=1)
-    def vector(call: ScaleCall) -> torch.Tensor:
-        return call.x * call.factor
+    def vector(call: ScaleCall) -> tuple[torch.Tensor]:
+        return (call.x * call.factor,)
 
     @scale.variant("no_backward", launches=1, backward=False)
-    def no_backward(call: ScaleCall) -> torch.Tensor:
-        return call.x.detach() * call.factor
+    def no_backward(call: ScaleCall) -> tuple[torch.Tensor]:
+        return (call.x.detach() * call.factor,)
 
     @scale.variant("elsewhere", launches=1)
-    def elsewhere(call: ScaleCall) -> torch.Tensor:
+    def elsewhere(call: ScaleCall) -> tuple[torch.Tensor]:
         raise AssertionError("must never run here")
 
     @elsewhere.supports

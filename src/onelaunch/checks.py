@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from onelaunch.errors import ArgumentError, DeviceError, DTypeError, PackingError, ShapeError, ValueRangeError
+from onelaunch.tracing import is_traced, is_transformed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -53,7 +54,12 @@ def tensor(argument: str, value: object) -> torch.Tensor:
 
 
 def _no_tensor(argument: str, value: object) -> ArgumentError:
-    return ArgumentError(f"{argument} is {type(value).__name__}; it must be a torch.Tensor.")
+    quantized = (
+        " A quantized torch.nn.Linear has a method in place of its weight: layers of onelaunch take weights in floating point."
+        if callable(value)
+        else ""
+    )
+    return ArgumentError(f"{argument} is {type(value).__name__}; it must be a torch.Tensor.{quantized}")
 
 
 def rank(argument: str, value: torch.Tensor | Facts, dimensions: str) -> None:
@@ -116,7 +122,16 @@ def log_decay(value: torch.Tensor) -> None:
 
 
 def values_are_checked(value: torch.Tensor) -> bool:
-    """Whether this tensor's values may be read now."""
-    if torch.compiler.is_compiling() or value.is_meta:
+    """Return whether the values of this tensor may be read now.
+
+    A tensor has no values to read while a program is traced, inside a transform of ``torch.func``, or on the meta device.
+    """
+    if value.is_meta or is_traced(value) or is_transformed():
         return False
     return value.device.type == "cpu" or os.environ.get("ONELAUNCH_CHECK_VALUES") == "1"
+
+
+def flag(argument: str, value: object) -> None:
+    """Raise :class:`ArgumentError` unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{argument} is {value!r}; it must be True or False.")

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import VariantUnsupported
+from onelaunch.errors import ArgumentError, UnknownVariant, VariantResultError, VariantUnsupported, listing
 from onelaunch.hardware import describe
 from onelaunch.measured import Measured, nearest
 from onelaunch.operation import Call, Operation, Query, Variant, find_operation
 
 AUTO = "auto"
+
+CONFIRMED = 4096
+"""Number of queries for which a variant remembers that its results were accepted."""
 
 TIE = 1.03
 """Variants this close to the fastest measured one count as equal; the operation's own order then decides."""
@@ -48,10 +51,64 @@ class Explanation:
 
 
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
-    """Run a checked call by the named variant, or the one that :func:`choose` names for ``"auto"``."""
+    """Run a checked call by the named variant, or the one that :func:`choose` names for ``"auto"``.
+
+    The first results of a variant for a query are checked in number, type and shape.
+
+    Raises:
+        ArgumentError: ``variant`` is no string.
+        UnknownVariant: The operation has no variant of that name.
+        VariantUnsupported: The variant cannot run this call.
+        VariantResultError: The variant returned something else than the operation's results.
+    """
     query = call.query()
-    name = _constant_name(variant, *query) if torch.compiler.is_compiling() else _name(variant, query)
-    return operation.variants[name].run(call)
+    if torch.compiler.is_compiling():
+        return operation.variants[_constant_name(variant, *query)].run(call)
+    chosen = operation.variants[_name(variant, query)]
+    results = chosen.run(call)
+    if query not in chosen.confirmed:
+        check_results(chosen, call, results)
+        if len(chosen.confirmed) >= CONFIRMED:
+            chosen.confirmed.clear()
+        chosen.confirmed.add(query)
+    return results
+
+
+def check_results(variant: Variant, call: Call, results: Any) -> None:
+    """Check number, type and shape of what a variant returned for a checked call.
+
+    Shapes are checked where the operation declares them (:meth:`onelaunch.operation.Operation.shapes`).
+
+    Raises:
+        VariantResultError: They are not the results of the operation; names the variant and what it must return.
+    """
+    operation = variant.operation
+    names = operation.outputs if isinstance(operation.outputs, tuple) else None
+    shapes = operation.shapes_of(call) if operation.shapes_of else None
+    count = len(names) if names is not None else len(shapes) if shapes is not None else None
+    wanted = "a tuple of its results" if count is None else f"a tuple of {count}"
+    wanted += f" ({listing(names)})" if names else ""
+    problem = None
+    if not isinstance(results, tuple):
+        problem = f"returned {type(results).__name__}; it must return {wanted}"
+    elif count is not None and len(results) != count:
+        problem = f"returned {len(results)} results; it must return {wanted}"
+    else:
+        for index, value in enumerate(results):
+            name = names[index] if names else f"result {index}"
+            problem = problem or _wrong_result(name, value, shapes[index] if shapes else None)
+    if problem is not None:
+        raise VariantResultError(operation.name, variant.name, problem=problem)
+
+
+def _wrong_result(name: str, value: object, want: tuple[int, ...] | None) -> str | None:
+    """Return what is wrong with one result, in words that complete "the variant ...", or ``None``."""
+    if value is not None and not isinstance(value, torch.Tensor):
+        return f"returned {name} as {type(value).__name__}; it must be a torch.Tensor"
+    if want is None or (value is not None and tuple(value.shape) == tuple(want)):
+        return None
+    got = "as None" if value is None else f"with shape {list(value.shape)}"
+    return f"returned {name} {got}; its shape must be {list(want)}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,7 +164,9 @@ def pick(variant: str, query: Query) -> Variant:
 
 
 def _name(variant: str, query: Query) -> str:
-    """The variant that will run, checked."""
+    """Return the name of the variant that will run, checked."""
+    if not isinstance(variant, str):
+        raise ArgumentError(f"variant is {variant!r}; it must be the name of a variant of {query.operation}, or {AUTO!r}.")
     return choose(query).name if variant == AUTO else _checked(variant, query)
 
 
@@ -124,6 +183,8 @@ vars(_constant_name)["_dynamo_marked_constant"] = True
 def _checked(variant: str, query: Query) -> str:
     """The named variant, or why not."""
     operation = find_operation(query.operation)
+    if variant not in operation.variants:
+        raise UnknownVariant(variant, (AUTO, *operation.variants))
     if (reason := operation.get(variant).why_not(query)) is not None:
         raise VariantUnsupported(operation.name, variant, reason=reason, instead=_able(operation, query))
     return variant
@@ -134,5 +195,8 @@ def _able(operation: Operation[..., Any], query: Query) -> list[str]:
 
 
 def _measured(operation: Operation[..., Any], query: Query) -> Measured | None:
+    """Return what was measured nearest to a query; on the meta device nothing can be."""
+    if query.device_type not in ("cpu", "cuda"):
+        return None
     sizes = dict(zip(operation.dimensions, query.sizes, strict=True))
     return nearest(describe(query.device).slug, operation.name, query.direction, query.dtype, sizes, query.flags)

@@ -25,8 +25,8 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
 
-def in_a_line(problem: Exception) -> str:
-    """What somebody else's error says, for a message of ours: without line breaks and a last full stop, and not at any length."""
+def in_a_line(problem: BaseException) -> str:
+    """Return the message of somebody else's error for one of ours: in one line of bounded length, without a last full stop."""
     return " ".join(str(problem).split())[:300].removesuffix(".") or type(problem).__name__
 
 
@@ -121,6 +121,35 @@ class VariantUnsupported(OneLaunchError, RuntimeError):
     def __init__(self, operation: str, variant: str, *, reason: str, instead: Iterable[str]) -> None:
         super().__init__(f"Variant {variant!r} of {operation} cannot run this call: it {reason}. These can: {listing(instead)}.")
         self.reason = reason
+
+
+class VariantResultError(OneLaunchError, TypeError):
+    """A variant returned something else than the results of its operation."""
+
+    def __init__(self, operation: str, variant: str, *, problem: str) -> None:
+        super().__init__(f"Variant {variant!r} of {operation} {problem}.")
+        self.operation, self.variant = operation, variant
+
+
+class TransformUnsupported(OneLaunchError, RuntimeError):
+    """A kernel was called inside a transform of ``torch.func``, for which it has no rule."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__(
+            f"The kernel {kernel!r} has no rule for transforms of torch.func (vmap, grad, jvp...). Name a variant that is made "
+            "of PyTorch's operations, such as variant='eager' or 'chunked', or batch the call along B."
+        )
+
+
+class PluginWarning(OneLaunchError, UserWarning):
+    """A plug-in of another package cannot be loaded; everything else works without it."""
+
+    def __init__(self, name: str, module: str, distribution: str, *, problem: str) -> None:
+        super().__init__(
+            f"The plug-in {name!r} ({module}, of {distribution}) is left out, since importing it raised {problem}. "
+            "Repair or uninstall that package; what it registers is missing until then."
+        )
+        self.name, self.module, self.distribution, self.problem = name, module, distribution, problem
 
 
 class CheckpointError(OneLaunchError, ValueError):

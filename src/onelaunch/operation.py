@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, 
 import torch
 
 from onelaunch.builds import Build
-from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant, did_you_mean, listing
+from onelaunch.errors import (
+    ArgumentError,
+    UnknownOperation,
+    UnknownVariant,
+    did_you_mean,
+    in_a_line,
+    listing,
+)
+from onelaunch.plugins import Plugin, load_once
+from onelaunch.tracing import is_traced
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
@@ -25,14 +34,19 @@ if TYPE_CHECKING:
 Direction = Literal["forward", "forward_backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
 
-PLUGINS = "onelaunch.plugins"
-"""Entry-point group: each entry names a module whose import registers operations or variants."""
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+"""Pattern of the names of operations, variants and controls: a letter, then at most 63 letters, digits, ``_``, ``.`` and ``-``.
+They become file names, rows of reports and words of the command line."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 Outputs: TypeAlias = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
 """Names of an operation's results; or, where a call decides what it gives, the function that tells them from its arguments."""
+
+
+Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
+"""Shapes of an operation's results, in the order of its outputs; ``None`` where a call does not ask for a result."""
 
 
 def names_of(outputs: Outputs, arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -63,8 +77,8 @@ class Query(NamedTuple):
 
 
 def fixed(*sizes: int) -> tuple[int, ...]:
-    """Sizes as plain numbers: under ``torch.compile`` with changing shapes, each set of sizes gets a graph of its own."""
-    if not torch.compiler.is_compiling():
+    """Return sizes as plain numbers: where a tracer keeps symbols, each set of sizes gets a graph of its own."""
+    if not torch.compiler.is_compiling() and all(type(size) is int for size in sizes):
         return sizes
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and there already when compiling
 
@@ -74,13 +88,13 @@ def fixed(*sizes: int) -> tuple[int, ...]:
 def remembered(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: keep the answers of a function of hashable facts, such as a contract's checks and the query that follows.
 
-    Errors are not kept. While ``torch.compile`` traces, sizes may be symbols, which have no hash; its guards remember instead.
+    Errors are not kept. For a tracer, sizes may be symbols, which have no hash; its guards remember instead.
     """
     kept = functools.lru_cache(maxsize=4096)(function)
 
     @functools.wraps(function)
     def ask(*args: P.args, **kwargs: P.kwargs) -> R:
-        return function(*args, **kwargs) if torch.compiler.is_compiling() else kept(*args, **kwargs)
+        return function(*args, **kwargs) if is_traced() else kept(*args, **kwargs)
 
     return ask
 
@@ -169,11 +183,19 @@ class Variant:
         self.run = run
         self.tags = dict(tags)
         self.summary = (inspect.getdoc(run) or "").partition("\n")[0]
+        self.confirmed: set[Query] = set()
+        """Queries for which the dispatcher has accepted the results of this variant."""
         self._supports: list[Callable[[Query], str | None]] = []
         self._kernels: Callable[[str], Iterable[Build]] | None = None
 
     def __repr__(self) -> str:
         return f"<variant {self.operation.name}.{self.name}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        return _variant_by_name, (self.operation.__module__, self.operation.name, self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
+        return self
 
     def __call__(self, call: Any) -> Any:
         return self.run(call)
@@ -194,12 +216,19 @@ class Variant:
         return builds
 
     def why_not(self, query: Query) -> str | None:
-        """Why this variant cannot run the call, or ``None`` when it can."""
+        """Return why this variant cannot run the call, in words that complete "it ...", or ``None`` when it can.
+
+        A predicate that raises, or that answers with something else than a string or ``None``, counts as "cannot run".
+        """
         if query.grad and not self.tags.get("backward", True):
             return "has no backward pass"
         for predicate in self._supports:
-            if (reason := predicate(query)) is not None:
-                return reason
+            try:
+                reason = predicate(query)
+            except Exception as error:  # noqa: BLE001 - one broken variant must not stop the choice among the others
+                return f"cannot say whether it can run: its predicate raised {type(error).__name__}: {in_a_line(error)}"
+            if reason is not None:
+                return reason if isinstance(reason, str) else f"cannot say whether it can run: its predicate returned {reason!r}"
         return None
 
     def builds(self, architecture: str) -> list[Build]:
@@ -279,12 +308,20 @@ class Operation(Generic[P, R]):
         self._cost: Callable[[Case, Variant | None, Direction], Cost] | None = None
         self._preference: Callable[[Query], tuple[str, ...]] = lambda query: ()
         self._query: Callable[[Case, str, bool], Query] | None = None
+        self.shapes_of: Callable[[Any], Shapes] | None = None
+        """The function registered with :meth:`shapes`, if any."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<operation {self.name}: {listing(self.variants)}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        return _operation_by_name, (self.__module__, self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Operation[P, R]:
+        return self
 
     # Registration, used by the files of the operation's folder and by plugins
 
@@ -299,6 +336,7 @@ class Operation(Generic[P, R]):
         """
 
         def register_variant(run: Callable[..., Any]) -> Variant:
+            _check_name("variant", name)
             if name in self.variants:
                 raise ArgumentError(f"{self.name} has a variant {name!r} already; choose another name.")
             self.variants[name] = Variant(self, name, run, tags)
@@ -312,6 +350,7 @@ class Operation(Generic[P, R]):
         """Decorator: register a part of the operation that studies time beside its variants."""
 
         def register_control(run: Callable[[Any], torch.Tensor]) -> Control:
+            _check_name("control", name)
             self.controls[name] = Control(name, run, oracle, cost, (inspect.getdoc(run) or "").partition("\n")[0])
             return self.controls[name]
 
@@ -341,6 +380,15 @@ class Operation(Generic[P, R]):
         self._query = function
         return function
 
+    def shapes(self, function: Callable[[Any], Shapes]) -> Callable[[Any], Shapes]:
+        """Decorator: the shapes of all results of a checked call, in the order of ``outputs``.
+
+        ``None`` stands for a result that this call does not ask for. Where an operation declares them, the first results that a
+        variant returns for a query are held against them.
+        """
+        self.shapes_of = function
+        return function
+
     def prefers(self, function: Callable[[Query], tuple[str, ...]]) -> Callable[[Query], tuple[str, ...]]:
         """Decorator: the variants to try before ``defaults`` for a query of this size, where nothing near was measured."""
         self._preference = function
@@ -349,8 +397,12 @@ class Operation(Generic[P, R]):
     # What tests, studies and the dispatcher ask
 
     def preference(self, query: Query) -> list[str]:
-        """All variants in the order to prefer them in where nothing near was measured."""
-        first = (*self._preference(query), *self.defaults.get(query.device_type, ()), *self.variants)
+        """Return all variants in the order to prefer them in where nothing near was measured.
+
+        On the meta device, where nothing is computed, it is the order of a CPU: those variants read no tensor on the host.
+        """
+        kind = "cpu" if query.device_type == "meta" else query.device_type
+        first = (*self._preference(query), *self.defaults.get(kind, ()), *self.variants)
         return [name for name in dict.fromkeys(first) if name in self.variants]
 
     def case(self, dtype: torch.dtype | str, *, name: str = "", **given: Any) -> Case:
@@ -391,10 +443,14 @@ class Operation(Generic[P, R]):
         return _declared(self._oracle, self, "oracle")(**arguments)
 
     def get(self, name: str) -> Variant:
-        """The variant of that name, or :class:`UnknownVariant`."""
+        """Return the variant of that name.
+
+        Raises:
+            UnknownVariant: There is none, or ``name`` is no string.
+        """
         try:
             return self.variants[name]
-        except KeyError:
+        except (KeyError, TypeError):
             raise UnknownVariant(name, self.variants) from None
 
     def variants_for(self, device: str) -> list[str]:
@@ -412,6 +468,7 @@ def operation(**facts: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
 
     def register(function: Callable[P, R]) -> Operation[P, R]:
         made = Operation(function, **facts)
+        _check_name("operation", made.name)
         if made.name in _REGISTRY:
             raise ArgumentError(f"An operation {made.name!r} is registered already; choose another name.")
         _REGISTRY[made.name] = made
@@ -421,8 +478,12 @@ def operation(**facts: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
 
 
 def find_operation(name: str) -> Operation[..., Any]:
-    """The operation of that name, or :class:`UnknownOperation`. Our own are imported when a name is not known yet."""
-    _load_plugins()
+    """Return the operation of that name; onelaunch's own are imported when the name is not known yet.
+
+    Raises:
+        UnknownOperation: There is none.
+    """
+    plugins()
     if name not in _REGISTRY:
         _load_our_own()
     try:
@@ -432,10 +493,52 @@ def find_operation(name: str) -> Operation[..., Any]:
 
 
 def operations() -> Iterator[Operation[..., Any]]:
-    """All registered operations by name, those of plugins included."""
+    """Yield all registered operations by name, those of plug-ins included."""
     _load_our_own()
-    _load_plugins()
+    plugins()
     yield from (_REGISTRY[name] for name in sorted(_REGISTRY))
+
+
+def plugins() -> tuple[Plugin, ...]:
+    """Return the plug-ins that installed packages announce, loaded at the first call, with the reason where one was not.
+
+    A plug-in that asks for an operation while it is being loaded gets the operations that are registered by then.
+    """
+    return load_once(_load_our_own, _snapshot)
+
+
+def _snapshot() -> Callable[[], None]:
+    """Return the function that puts the registry back into its present state."""
+    known = dict(_REGISTRY)
+    parts = {name: (dict(each.variants), dict(each.controls), dict(each.loops)) for name, each in known.items()}
+
+    def put_back() -> None:
+        _REGISTRY.clear()
+        _REGISTRY.update(known)
+        for name, each in known.items():
+            variants, controls, loops = parts[name]
+            each.variants, each.controls, each.loops = dict(variants), dict(controls), dict(loops)
+
+    return put_back
+
+
+def _operation_by_name(module: str, name: str) -> Operation[..., Any]:
+    """Return an operation that was pickled, after importing the module that registers it."""
+    importlib.import_module(module)
+    return find_operation(name)
+
+
+def _variant_by_name(module: str, operation_name: str, name: str) -> Variant:
+    """Return a variant that was pickled."""
+    return _operation_by_name(module, operation_name).get(name)
+
+
+def _check_name(kind: str, name: str) -> None:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ArgumentError(
+            f"The name of {'an' if kind == 'operation' else 'a'} {kind} is {name!r}; it must begin with a letter and hold at "
+            "most 64 letters, digits, '_', '.' and '-'."
+        )
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -452,16 +555,6 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def _load_our_own() -> None:
     for room in ("onelaunch.ops", "onelaunch.decode"):
         importlib.import_module(room)
-
-
-@functools.cache
-def _load_plugins() -> None:
-    """Operations, and variants of ours, that installed packages announce; ours first, whose names are then taken."""
-    entries = importlib.metadata.entry_points(group=PLUGINS)
-    if entries:
-        _load_our_own()
-    for entry in entries:
-        entry.load()
 
 
 def _declared(part: Callable[..., Any] | None, owner: Operation[..., Any], decorator: str) -> Callable[..., Any]:

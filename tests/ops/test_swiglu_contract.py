@@ -189,7 +189,7 @@ def test_a_promise_is_true_or_false(word):
 @pytest.mark.parametrize("promised", [True, False])
 def test_every_name_hands_on_that_weights_are_constant(promised, monkeypatch):
     heard = []
-    monkeypatch.setattr(SWIGLU.get("eager"), "run", lambda call: heard.append(call.constant_weights) or (torch.empty(0),))
+    monkeypatch.setattr(SWIGLU.get("eager"), "run", lambda call: heard.append(call.constant_weights) or (torch.empty(16, 32),))
     x, w_gate, w_up = (torch.randn(rows, 64, dtype=torch.bfloat16) for rows in (16, 32, 32))
     swiglu(x, w_gate, w_up, constant_weights=promised, variant="eager")
     codes = [quantize_nvfp4(each.float()) for each in (w_gate, w_up)]

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +19,8 @@ from onelaunch import __version__, nvrtc
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.hardware import Ceilings, ceilings, describe, present, resolve
+from onelaunch.operation import plugins
+from onelaunch.plugins import Plugin
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
@@ -53,6 +55,8 @@ def doctor(
             rates = ceilings(chosen, refresh=refresh)
         output.table(console, _ceilings(chosen, rates))
     output.table(console, _needs())
+    if announced := plugins():
+        output.table(console, _plugins(announced))
 
 
 def _devices() -> Table:
@@ -81,6 +85,15 @@ def _needs() -> Table:
         found = need.look()
         rows.append((need.name, "ok" if found else "missing", found or need.remedy, need.purpose))
     return Table("What is here", columns("thing", "status", "found, or what to do", "needed for"), tuple(rows))
+
+
+def _plugins(announced: Sequence[Plugin]) -> Table:
+    """Return the plug-ins that installed packages announce, with the reason where one was not loaded."""
+    rows = tuple(
+        (each.name, "ok" if each.problem is None else "error", each.problem or each.module, each.distribution)
+        for each in announced
+    )
+    return Table("Plug-ins", columns("plug-in", "status", "module, or why it is left out", "package"), rows)
 
 
 def _installed(package: str, distribution: str = "") -> str | None:

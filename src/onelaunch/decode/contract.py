@@ -11,7 +11,7 @@ from onelaunch.decode.cache import KVCache
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import ArgumentError, ContextExceeded, ShapeError, ValueRangeError
-from onelaunch.operation import Query, operation
+from onelaunch.operation import Query, Shapes, operation
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits, and the new rows of keys and of values."""
@@ -123,3 +123,11 @@ def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, varian
     """
     with torch.no_grad():
         return dispatch.run(decode_step, bind(token, weights, cache), variant)
+
+
+@decode_step.shapes
+def result_shapes(call: DecodeCall) -> Shapes:
+    """Return the logits ``[V]``, and the new rows of keys and values ``[L, K, D]``."""
+    config = call.config
+    rows = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    return (config.vocab_size,), rows, rows

@@ -13,7 +13,7 @@ from onelaunch import checks
 def low_dtype(first: object) -> torch.dtype | None:
     """The autocast dtype of the device of a call's first argument, or ``None`` where autocast is off."""
     kind = first.device.type if isinstance(first, torch.Tensor) else "cpu"
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.get_autocast_dtype(kind) if _lowers(kind) else None
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -31,4 +31,9 @@ def autocast(first: torch.Tensor, log_decay: torch.Tensor, *rest: torch.Tensor) 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A region in which autocast does not lower the float32 products of a variant."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if _lowers(device.type) else nullcontext()
+
+
+def _lowers(kind: str) -> bool:
+    """Return whether autocast is on for a device type; the meta device has none, and PyTorch raises when asked."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import library
 
+from onelaunch.errors import TransformUnsupported
+from onelaunch.tracing import is_traced, is_transformed
+
 Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -53,6 +56,7 @@ class Operator:
         outputs: int = 1,
         views: Callable[[tuple[Any, ...], torch.Tensor], tuple[torch.Tensor, ...]] | None = None,
     ) -> None:
+        self.name = name
         self.run = run
         self.views = views
         self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
@@ -91,9 +95,15 @@ class Operator:
         self.eager = function.apply
 
     def __call__(self, *inputs: Any, grad: bool) -> Any:
-        """The function's results; ``grad`` says whether the call may have to be differentiated."""
-        compiling = torch.compiler.is_compiling()
-        if grad and not compiling:
+        """Return the function's results; ``grad`` says whether the call may have to be differentiated.
+
+        Raises:
+            TransformUnsupported: The call is inside a transform of ``torch.func``.
+        """
+        if is_transformed():
+            raise TransformUnsupported(self.name)
+        traced = is_traced(inputs[0])
+        if grad and not traced:
             return self.eager(*inputs)
-        output = self.registered(*inputs) if compiling else self.run(*inputs)
+        output = self.registered(*inputs) if traced else self.run(*inputs)
         return output if self.views is None else self.views(inputs, output[0])

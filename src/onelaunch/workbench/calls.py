@@ -109,7 +109,11 @@ class Callee:
         with torch.enable_grad():
             outputs = self.name_results(self.call(**inputs.arguments), inputs.arguments)
             reached = {name: outputs[name] for name in inputs.output_gradients if name in outputs}
-            reached = {name: output for name, output in reached.items() if output is not None and output.requires_grad}
+            reached = {
+                name: output
+                for name, output in reached.items()  # a result of a wrong shape takes no gradient; the verdict names the shape
+                if output is not None and output.requires_grad and output.shape == inputs.output_gradients[name].shape
+            }
             leaves = [inputs.arguments[name] for name in inputs.differentiable]
             gradients: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
             if reached:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from onelaunch.errors import VariantResultError
 from onelaunch.operation import Case, Control, Direction, Operation
 from onelaunch.workbench.calls import Answer, Callee, Inputs, duplicate, make_inputs
 from onelaunch.workbench.poison import poisoned
@@ -112,7 +113,10 @@ class Judge:
         for direction in directions:
             truth = self.truth(operation, case, device=device, direction=direction, seed=seed, control=control)
             decoy = make_inputs(operation, case, device, seed + DECOY_SEED, direction)
-            found, wrong = _examine(callee, truth, decoy, device)
+            try:
+                found, wrong = _examine(callee, truth, decoy, device)
+            except VariantResultError as error:  # what a call refuses to hand out is a wrong answer, not an accident
+                found, wrong = (), [str(error)]
             for component in found:
                 known = components.get(component.name)
                 if known is None or component.error / component.allowed > known.error / known.allowed:

@@ -8,7 +8,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
-from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered
 from onelaunch.ops.autocast import autocast
 
 
@@ -42,6 +42,7 @@ def bind(
     cu_seqlens: torch.Tensor | None = None,
 ) -> ScanCall:
     """The checked call; raises as :func:`gated_scan` says."""
+    checks.flag("output_final_state", output_final_state)
     key = _key(
         checks.facts("v", v),
         checks.facts("log_decay", log_decay),
@@ -169,3 +170,11 @@ def gated_scan(
     call = bind(v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
     y, final_state = dispatch.run(gated_scan, call, variant)
     return (y, final_state) if output_final_state else y
+
+
+@gated_scan.shapes
+def result_shapes(call: ScanCall) -> Shapes:
+    """Return ``y [B, T, V]``, and ``final_state [N, V]`` where it is asked for."""
+    batch, length, channels = call.key.sizes
+    sequences = batch if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    return (batch, length, channels), (sequences, channels) if call.output_final_state else None

@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.ops.autocast import without_autocast
+from onelaunch.tracing import is_traced, is_transformed
 
 CHUNK = 64
 """Steps per chunk. 32 to 128 are within 20 % of each other on two x86 cores at T = 1024, K = V = 64."""
@@ -49,9 +50,9 @@ def gla(
 ) -> Results:
     """``o [B, T, H, V]`` in the dtype of ``v``, and the final state ``[N, H, K, V]`` float32; at least one time step.
 
-    Differentiable. While a graph is traced its backward pass is the compiler's, else ours.
+    Differentiable. For tracers and transforms the backward pass is made of PyTorch's own operations, else it is ours.
     """
-    if torch.compiler.is_compiling():
+    if is_traced(q) or is_transformed():
         return attend(q, k, v, g, gv, initial, offsets, scale)
     return _InParts.apply(scale, q, k, v, g, gv, initial, offsets)
 

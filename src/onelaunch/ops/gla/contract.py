@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
-from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered
 from onelaunch.ops.autocast import autocast, low_dtype, without_autocast
 from onelaunch.ops.gated_scan.contract import state_flags
 
@@ -82,6 +83,8 @@ def bind(
     layouts: tuple[str, ...] = (PER_CHANNEL, PER_HEAD),
 ) -> GlaCall:
     """The checked call; raises as :func:`gla` says. ``gate`` is the caller's name for ``g``, ``layouts`` those it may have."""
+    checks.flag("output_final_state", output_final_state)
+    checks.flag("state_v_first", state_v_first)
     key = _key(
         checks.facts("q", q),
         checks.facts("k", k),
@@ -208,6 +211,8 @@ def _scale(scale: float | None, keys: int) -> float:
         return keys**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise ArgumentError(f"scale is {type(scale).__name__}; it must be a number, or None for K ** -0.5.")
+    if not math.isfinite(scale):
+        raise ArgumentError(f"scale is {scale}; it must be a finite number, or None for K ** -0.5.")
     return float(scale)
 
 
@@ -323,3 +328,11 @@ def run(call: GlaCall, variant: str) -> tuple[torch.Tensor, torch.Tensor | None]
     if not call.output_final_state:
         return o, None
     return o, final_state.transpose(-1, -2) if call.state_v_first else final_state
+
+
+@gla.shapes
+def result_shapes(call: GlaCall) -> Shapes:
+    """Return ``o [B, T, H, V]``, and ``final_state [N, H, K, V]`` where it is asked for."""
+    batch, length, heads, keys, values = call.key.sizes
+    sequences = batch if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    return (batch, length, heads, values), (sequences, heads, keys, values) if call.output_final_state else None

@@ -76,6 +76,8 @@ def recurrence(
         initial_state = q.new_zeros(sequences, q.shape[2], q.shape[3], v.shape[3])
     if q.shape[1] == 0:  # nothing happens, and nothing has to be read
         return q[..., :1] * v, initial_state.clone()
+    if q.shape[1] == 1 and cu_seqlens is None:
+        return _single_step(q, k, v, g, gv, initial_state)
     lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     states = [initial_state] if cu_seqlens is None else initial_state.split(1)
     parts = Part(q, k, v, g if g.dim() == 4 else g[..., None], gv).split(lengths)
@@ -86,6 +88,17 @@ def recurrence(
         outputs.append(o)
         finals.append(state)
     return torch.cat(outputs, 1), torch.cat(finals)
+
+
+def _single_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, gv: torch.Tensor | None, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the state of one step of every sequence, as decoding takes it: few, small operations."""
+    state = state * (g if g.dim() == 4 else g[..., None]).exp()[:, 0, :, :, None]  # [N, H, K, V]
+    if gv is not None:
+        state = state * gv.exp()[:, 0, :, None]
+    state = torch.addcmul(state, k[:, 0, :, :, None], v[:, 0, :, None])
+    return torch.matmul(q[:, 0, :, None], state)[:, None, :, 0], state  # [N, 1, H, V]
 
 
 class Part(NamedTuple):

@@ -144,15 +144,25 @@ def stepwise(call: GlaCall) -> Results:
     return attend(call, "stepwise")
 
 
+FEW_STEPS_CPU = 4
+"""Most steps that the loop over time takes on a CPU where nothing was measured."""
+
 FEW_STEPS = 16
 """So few steps are done in a loop before two launches over a chunk of 64 have begun."""
 
 
 @gla.prefers
 def by_length(query: Query) -> tuple[str, ...]:
-    """Decoding takes a step at a time."""
-    decodes = query.device_type == "cuda" and query.sizes[1] <= FEW_STEPS and not query.grad
-    return ("stepwise",) if decodes else ()
+    """Return the variants for a few steps, as decoding takes them: chunks of 64 steps would be mostly padding.
+
+    On a CPU, one step of one head of 16 channels takes ``recurrent`` 0.11 ms and ``chunked`` 0.32 ms; with 16 heads of 128
+    channels 0.28 and 0.65 ms, and from 8 steps on ``chunked`` is the faster one there.
+    """
+    if query.grad:
+        return ()
+    if query.device_type == "cpu":
+        return ("recurrent",) if query.sizes[1] <= FEW_STEPS_CPU else ()
+    return ("stepwise",) if query.device_type == "cuda" and query.sizes[1] <= FEW_STEPS else ()
 
 
 @fused.supports

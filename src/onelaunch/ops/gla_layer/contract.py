@@ -10,7 +10,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
-from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered
 from onelaunch.ops.autocast import cast, low_dtype, without_autocast
 from onelaunch.ops.gated_scan.contract import state_flags
 from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
@@ -82,6 +82,7 @@ def bind(
         raise ArgumentError(f"normalizer is {normalizer!r}; it must be a number above 0.")
     if not _number(eps) or eps < 0:
         raise ArgumentError(f"eps is {eps!r}; it must be a number of at least 0.")
+    checks.flag("output_final_state", output_final_state)
     key = key_of(
         checks.facts("x", x),
         checks.facts("in_proj_weight", in_proj_weight),
@@ -244,3 +245,11 @@ def gla_layer(
     )
     with without_autocast(call.x.device):
         return dispatch.run(gla_layer, call, variant)
+
+
+@gla_layer.shapes
+def result_shapes(call: GlaLayerCall) -> Shapes:
+    """Return ``out [B, T, D]``, and ``final_state [B, H, K, V]`` where it is asked for."""
+    heads, keys, values, *_ = call.sizes
+    state = (call.x.shape[0], heads, keys, values) if call.output_final_state else None
+    return tuple(call.x.shape), state

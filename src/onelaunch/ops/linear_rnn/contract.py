@@ -8,7 +8,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
-from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered
 from onelaunch.ops.autocast import autocast
 from onelaunch.ops.gated_scan.contract import ScanCall, check_scan_facts, check_scan_values, state_flags
 
@@ -50,6 +50,7 @@ def bind(
     cu_seqlens: torch.Tensor | None = None,
 ) -> LinearRNNCall:
     """The checked call; raises as :func:`linear_rnn` says."""
+    checks.flag("output_final_state", output_final_state)
     key = _key(
         checks.facts("x", x),
         checks.facts("weight", weight),
@@ -154,3 +155,11 @@ def linear_rnn(
     )
     y, final_state = dispatch.run(linear_rnn, call, variant)
     return (y, final_state) if output_final_state else y
+
+
+@linear_rnn.shapes
+def result_shapes(call: LinearRNNCall) -> Shapes:
+    """Return ``y [B, T, V]``, and ``final_state [N, V]`` where it is asked for."""
+    batch, length, _, channels = call.key.sizes
+    sequences = batch if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    return (batch, length, channels), (sequences, channels) if call.output_final_state else None

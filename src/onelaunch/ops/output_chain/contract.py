@@ -10,7 +10,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
-from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered
 from onelaunch.ops.autocast import cast, low_dtype, without_autocast
 
 
@@ -164,3 +164,9 @@ def output_chain(
     with without_autocast(call.h.device):
         (out,) = dispatch.run(output_chain, call, variant)
     return out
+
+
+@output_chain.shapes
+def result_shapes(call: OutputChainCall) -> Shapes:
+    """Return ``out [..., D]``."""
+    return ((*call.h.shape[:-2], call.w_out.shape[0]),)

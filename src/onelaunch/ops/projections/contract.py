@@ -11,7 +11,7 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
-from onelaunch.operation import Query, fixed, operation, remembered
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered
 from onelaunch.ops.autocast import cast, low_dtype, without_autocast
 from onelaunch.ops.projections.layout import Layout, Segment, layout_of, read_layout
 
@@ -162,3 +162,10 @@ def projections(
     call = bind(x, weight, segments, bias=bias, eps=eps)
     with without_autocast(call.x.device):
         return dispatch.run(projections, call, variant)
+
+
+@projections.shapes
+def result_shapes(call: ProjectionsCall) -> Shapes:
+    """Return ``[..., heads, head_size]`` for every segment, or ``[..., heads]`` where ``head_size`` is 1."""
+    segments = [place.segment for place in call.layout.places]
+    return tuple((*call.x.shape[:-1], each.heads, each.head_size)[: None if each.head_size > 1 else -1] for each in segments)

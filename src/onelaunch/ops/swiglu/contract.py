@@ -10,7 +10,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from onelaunch.operation import Bundle, Query, fixed, operation, remembered
+from onelaunch.operation import Bundle, Query, Shapes, fixed, operation, remembered
 from onelaunch.ops.autocast import cast, low_dtype, without_autocast
 from onelaunch.ops.formats import ATOM_ROWS, BLOCK, Fp8Tensor, NVFP4Tensor
 
@@ -277,3 +277,9 @@ def run(x: Operand, call: SwigluCall, variant: str) -> torch.Tensor:
     with without_autocast(torch.device(call.key.device)):
         (h,) = dispatch.run(swiglu, call, variant)
     return h.unflatten(0, x.shape[:-1]) if len(x.shape) > 2 else h
+
+
+@swiglu.shapes
+def result_shapes(call: SwigluCall) -> Shapes:
+    """Return ``h [M, N]``."""
+    return ((call.x.shape[0], call.w_gate.shape[0]),)

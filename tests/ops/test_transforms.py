@@ -1,0 +1,125 @@
+"""Operations under PyTorch's tracers and function transforms: they work, or refuse with an error of ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from onelaunch.errors import ArgumentError, TransformUnsupported, UnknownVariant
+from onelaunch.ops import gated_scan, gla, linear_rnn, swiglu
+from onelaunch.ops.autograd import Operator
+
+B, T, D, H, K, V = 2, 5, 16, 2, 16, 16
+
+
+def arguments(operation, device="cpu"):
+    def draw(*shape):
+        return torch.randn(*shape, device=device)
+
+    return {
+        linear_rnn: lambda: (draw(B, T, D), draw(D, V), -draw(B, T, V).abs(), draw(B, T, V)),
+        gated_scan: lambda: (draw(B, T, V), -draw(B, T, V).abs(), draw(B, T, V)),
+        gla: lambda: (draw(B, T, H, K), draw(B, T, H, K), draw(B, T, H, V), -draw(B, T, H, K).abs()),
+        swiglu: lambda: (draw(B, T, D), draw(V, D), draw(V, D)),
+    }[operation]()
+
+
+def output(operation, *tensors, **options):
+    found = operation(*tensors, **options)
+    return found[0] if isinstance(found, tuple) else found
+
+
+OPERATIONS = pytest.mark.parametrize("operation", [linear_rnn, gated_scan, gla, swiglu], ids=lambda each: each.name)
+
+
+@OPERATIONS
+def test_fake_and_meta_tensors_have_shapes_and_no_values(operation):
+    given = arguments(operation)
+    shape = output(operation, *given).shape
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(each) for each in given]
+        assert output(operation, *fake).shape == shape
+    assert output(operation, *fake).shape == shape  # after the mode has ended
+    assert output(operation, *arguments(operation, "meta")).is_meta
+
+
+@OPERATIONS
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_traces_a_call(operation, mode):
+    given = arguments(operation)
+    graph = make_fx(lambda *tensors: output(operation, *tensors), tracing_mode=mode)(*given)
+    again = arguments(operation)
+    torch.testing.assert_close(graph(*again), output(operation, *again), rtol=1e-5, atol=1e-5)
+
+
+@OPERATIONS
+def test_vmap_over_each_argument_equals_a_loop(operation):
+    given = arguments(operation)
+    for index, each in enumerate(given):
+        stacked = torch.stack([each, 0.5 * each])
+
+        def call(one, index=index):
+            return output(operation, *given[:index], one, *given[index + 1 :])
+
+        expected = torch.stack([call(one) for one in stacked])
+        torch.testing.assert_close(torch.vmap(call)(stacked), expected, rtol=1e-5, atol=1e-5)
+
+
+@OPERATIONS
+def test_functional_gradients_equal_those_of_autograd(operation):
+    first, *rest = arguments(operation)
+    wanted = torch.func.grad(lambda one: output(operation, one, *rest).square().sum())(first)
+    leaf = first.clone().requires_grad_()
+    output(operation, leaf, *rest).square().sum().backward()
+    torch.testing.assert_close(wanted, leaf.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("operation", [gated_scan, gla], ids=lambda each: each.name)
+def test_packed_sequences_are_traced_too(operation):
+    given = [each[:1] for each in arguments(operation)]
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    shape = output(operation, *given, cu_seqlens=offsets).shape
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(each) for each in (*given, offsets)]
+        assert output(operation, *fake[:-1], cu_seqlens=fake[-1]).shape == shape
+    meta = [each.to("meta") for each in (*given, offsets)]
+    assert output(operation, *meta[:-1], cu_seqlens=meta[-1]).shape == shape
+
+
+def test_a_kernel_refuses_a_transform_with_the_remedy():
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    kernel = Operator("test_transforms_copy", run, fake=torch.empty_like)
+    assert torch.equal(kernel(torch.ones(2), grad=False), torch.ones(2))
+    with pytest.raises(TransformUnsupported, match=r"test_transforms_copy.*variant='eager'"):
+        torch.vmap(lambda x: kernel(x, grad=False))(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("variant", [None, 3, b"auto"])
+def test_a_variant_is_named_by_a_string(variant):
+    with pytest.raises(ArgumentError, match=r"variant is .*must be the name of a variant of swiglu"):
+        swiglu(*arguments(swiglu), variant=variant)
+
+
+def test_an_unknown_variant_is_told_that_auto_exists():
+    with pytest.raises(UnknownVariant, match=r"Known: auto, "):
+        swiglu(*arguments(swiglu), variant="nothing")
+
+
+@pytest.mark.parametrize(
+    ("operation", "argument"),
+    [(linear_rnn, "output_final_state"), (gated_scan, "output_final_state"), (gla, "output_final_state"), (gla, "state_v_first")],
+)
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_switch_is_true_or_false(operation, argument, value):
+    with pytest.raises(ArgumentError, match=rf"{argument} is .*True or False"):
+        operation(*arguments(operation), **{argument: value})
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+def test_a_scale_is_finite(scale):
+    with pytest.raises(ArgumentError, match=r"scale is .*finite"):
+        gla(*arguments(gla), scale=scale)

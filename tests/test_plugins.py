@@ -1,0 +1,159 @@
+"""Plug-ins of other packages: each is loaded for itself, and none can take the library down."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+from onelaunch import operation, plugins
+from onelaunch.errors import ArgumentError, PluginWarning
+from onelaunch.operation import find_operation, operations
+
+
+class Entry:
+    """An entry point of the package ``acme-kernels`` that runs a function when it is loaded."""
+
+    value = "acme.variants"
+
+    def __init__(self, name, act):
+        self.name, self.act, self.loads = name, act, 0
+        self.dist = type("Distribution", (), {"name": "acme-kernels", "version": "1.2"})
+
+    def load(self):
+        self.loads += 1
+        self.act()
+
+
+@pytest.fixture
+def announce(monkeypatch, scale):
+    """Let these entries be what installed packages announce."""
+    real = importlib.metadata.entry_points
+
+    def announced(*entries):
+        def entry_points(**asked):
+            return list(entries) if asked == {"group": "onelaunch.plugins"} else real(**asked)
+
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+        plugins.forget()
+
+    yield announced
+    plugins.forget()
+
+
+def test_a_plugin_is_loaded_once(announce):
+    entry = Entry("mine", lambda: None)
+    announce(entry)
+    find_operation("scale")
+    list(operations())
+    assert entry.loads == 1
+    assert operation.plugins() == (plugins.Plugin("mine", "acme.variants", "acme-kernels 1.2"),)
+
+
+def raising(error):
+    def act():
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no such\nchip"), ImportError("acme"), SystemExit(3), ArgumentError("x")], ids=repr
+)
+def test_a_broken_plugin_is_one_warning_and_the_others_are_loaded(announce, scale, error):
+    good = Entry("good", lambda: scale.variant("acme", launches=1)(lambda call: (call.x * call.factor,)))
+    announce(Entry("broken", raising(error)), good)
+    with pytest.warns(PluginWarning) as caught:
+        assert scale(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert find_operation("gla").name == "gla"
+    assert list(operations())
+    (warning,) = [each.message for each in caught]
+    assert (warning.name, warning.distribution) == ("broken", "acme-kernels 1.2")
+    assert "\n" not in str(warning)
+    assert good.loads == 1
+    assert "acme" in scale.variants
+    assert [each.problem is None for each in operation.plugins()] == [False, True]
+
+
+def test_what_a_broken_plugin_had_registered_is_taken_back(announce, scale):
+    def act():
+        scale.variant("half", launches=1)(lambda call: (call.x,))
+        operation.operation(dimensions=(), outputs=(), bind=lambda: None, options={}, defaults={})(half_done)
+        raise ValueError("then it failed")
+
+    def half_done():
+        """An operation without an oracle."""
+
+    announce(Entry("broken", act))
+    with pytest.warns(PluginWarning, match="then it failed"):
+        names = [each.name for each in operations()]
+    assert "half_done" not in names
+    assert "half" not in scale.variants
+
+
+def test_a_plugin_may_ask_for_operations_while_it_is_loaded(announce):
+    seen = []
+    announce(Entry("curious", lambda: seen.append(find_operation("gla").name)))
+    find_operation("scale")
+    assert seen == ["gla"]
+
+
+def test_threads_that_ask_at_once_load_a_plugin_once(announce):
+    entry = Entry("slow", lambda: threading.Event().wait(0.05))
+    announce(entry)
+    threads = [threading.Thread(target=find_operation, args=("gla",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert entry.loads == 1
+
+
+def test_names_of_onelaunch_are_taken_before_a_plugin_is_loaded():
+    code = """
+import importlib.metadata, sys
+class Entry:
+    name, value, dist = "mine", "mine", None
+    def load(self):
+        print("onelaunch.ops" in sys.modules and "onelaunch.decode" in sys.modules)
+real = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **asked: [Entry()] if asked == {"group": "onelaunch.plugins"} else real(**asked)
+from onelaunch.operation import find_operation
+find_operation("gla")
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_a_plugin_that_is_installed_and_broken_lets_every_command_work(tmp_path):
+    """A distribution on the path, as pip leaves one, whose module raises."""
+    (tmp_path / "acme_variants.py").write_text("raise RuntimeError('wrong driver')\n", encoding="utf-8")
+    facts = tmp_path / "acme_kernels-1.2.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.2\n", encoding="utf-8")
+    (facts / "entry_points.txt").write_text("[onelaunch.plugins]\nmine = acme_variants\n", encoding="utf-8")
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+import torch
+from onelaunch.ops import linear_rnn
+from onelaunch.operation import plugins
+one = torch.zeros(1, 2, 16)
+print(linear_rnn(one, torch.zeros(16, 16), one, one).shape)
+print(plugins()[0].distribution, "|", plugins()[0].problem)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "torch.Size([1, 2, 16])\nacme-kernels 1.2 | RuntimeError: wrong driver\n"
+    assert ran.stderr.count("PluginWarning") == 1
+    assert "Traceback" not in ran.stderr
+
+
+def test_no_plugin_is_no_warning(announce):
+    announce()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_operation("gla")
+    assert operation.plugins() == ()

@@ -1,0 +1,108 @@
+"""Results of a variant are checked in number, type and shape, by an error that names the variant."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+
+from onelaunch import dispatch
+from onelaunch.errors import VariantResultError
+from onelaunch.ops import gla
+from onelaunch.workbench.verify import judge
+
+
+def wrong(scale, name, give):
+    """Register a variant of ``scale`` that returns ``give(call)``."""
+    scale.variant(name, launches=1)(give)
+    scale.shapes(lambda call: (tuple(call.x.shape),))
+    dispatch.choose.cache_clear()
+
+
+WRONG = {
+    "a_tensor": (lambda call: call.x * call.factor, "returned Tensor"),
+    "nothing": (lambda call: None, "returned NoneType"),
+    "two": (lambda call: (call.x * call.factor, call.x), "returned 2 results"),
+    "none_inside": (lambda call: (None,), "returned y as None"),
+    "a_number": (lambda call: (3.0,), "returned y as float"),
+    "short": (lambda call: (call.x[:-1] * call.factor,), "shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_call_names_the_variant_and_what_it_must_return(scale, name):
+    give, said = WRONG[name]
+    wrong(scale, name, give)
+    with pytest.raises(VariantResultError, match=said) as caught:
+        scale(torch.ones(4), variant=name)
+    assert (caught.value.operation, caught.value.variant) == ("scale", name)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_gate_makes_a_verdict_of_it_in_both_directions(scale, name):
+    wrong(scale, name, WRONG[name][0])
+    verdict = judge(scale, scale.case("float32", N=8), variant=name, directions=("forward", "forward_backward"))
+    assert not verdict.ok
+    assert name in verdict.explain()
+
+
+def test_a_wrong_shape_of_an_operation_that_declares_none_is_a_verdict_in_both_directions(scale):
+    scale.variant("short", launches=1)(lambda call: (call.x[:-1] * call.factor,))
+    for directions in (("forward",), ("forward_backward",)):
+        verdict = judge(scale, scale.case("float32", N=8), variant="short", directions=directions)
+        assert not verdict.ok
+        assert "shape (7,)" in verdict.explain()
+
+
+def test_right_results_are_looked_at_once_for_each_query(scale, monkeypatch):
+    looked = []
+    monkeypatch.setattr(dispatch, "check_results", lambda variant, call, results: looked.append(variant.name))
+    for size in (3, 3, 4, 3):
+        scale(torch.ones(size))
+    assert looked == ["vector", "vector"]
+
+
+def test_one_step_of_gla_on_a_cpu_takes_the_fastest_way():
+    """``auto`` takes no longer than the fastest variant by name, apart from what a choice and a noisy machine add."""
+    q, k, v = (torch.randn(1, 1, 1, 16) for _ in range(3))
+    g, state = -torch.rand(1, 1, 1, 16), torch.randn(1, 1, 16, 16)
+
+    def seconds(variant):
+        start = time.perf_counter()
+        for _ in range(50):
+            gla(q, k, v, g, initial_state=state, output_final_state=True, variant=variant)
+        return time.perf_counter() - start
+
+    named = ("recurrent", "chunked")
+    with torch.no_grad():
+        times = {variant: min(seconds(variant) for _ in range(8)) for variant in ("auto", *named)}
+    assert times["auto"] <= 1.25 * min(times[variant] for variant in named)
+    assert dispatch.choose(gla.query(gla.case("float32", B=1, T=1, H=1, K=16, V=16), "cpu")).name == "recurrent"
+
+
+@pytest.mark.parametrize("value_gate", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_single_step_equals_the_last_of_many(value_gate, per_head):
+    q, k, v = (torch.randn(2, 6, 3, 16, dtype=torch.float64).float() for _ in range(3))
+    g = -torch.rand(2, 6, 3) if per_head else -torch.rand(2, 6, 3, 16)
+    g.select(1, 3).fill_(-torch.inf)
+    gv = -torch.rand(2, 6, 3, 16) if value_gate else None
+    whole, last = gla(q, k, v, g, gv=gv, output_final_state=True, variant="recurrent")
+    state = None
+    for step in range(6):
+        at = slice(step, step + 1)
+        given = None if gv is None else gv[:, at]
+        o, state = gla(
+            q[:, at],
+            k[:, at],
+            v[:, at],
+            g[:, at],
+            gv=given,
+            initial_state=copy.copy(state),
+            output_final_state=True,
+            variant="recurrent",
+        )
+        torch.testing.assert_close(o, whole[:, at], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-5)
