@@ -185,6 +185,8 @@ class Variant:
         self.summary = (inspect.getdoc(run) or "").partition("\n")[0]
         self.confirmed: set[Query] = set()
         """Queries for which the dispatcher has accepted the results of this variant."""
+        self.latest: Query | None = None
+        """The last of them that a call came with."""
         self._supports: list[Callable[[Query], str | None]] = []
         self._kernels: Callable[[str], Iterable[Build]] | None = None
 
