@@ -71,14 +71,17 @@ def test_one_step_of_gla_on_a_cpu_takes_the_fastest_way():
 
     def seconds(variant):
         start = time.perf_counter()
-        for _ in range(50):
+        for _ in range(10):
             gla(q, k, v, g, initial_state=state, output_final_state=True, variant=variant)
         return time.perf_counter() - start
 
     named = ("recurrent", "chunked")
     with torch.no_grad():
-        times = {variant: min(seconds(variant) for _ in range(8)) for variant in ("auto", *named)}
-    assert times["auto"] <= 1.25 * min(times[variant] for variant in named)
+        rounds = [
+            {variant: seconds(variant) for variant in ("auto", *named)} for _ in range(40)
+        ]  # in turns: all see the same load
+    fastest = {variant: min(each[variant] for each in rounds) for variant in ("auto", *named)}
+    assert fastest["auto"] <= 1.25 * min(fastest[variant] for variant in named)
     assert dispatch.choose(gla.query(gla.case("float32", B=1, T=1, H=1, K=16, V=16), "cpu")).name == "recurrent"
 
 

@@ -1,11 +1,17 @@
 """Questions about how PyTorch is running the code right now: eagerly, for a tracer, or under a function transform.
 
-The predicates are called in every operation, so each costs well under a microsecond. PyTorch has no public names for them.
+The predicates are called in every operation, so each costs a fraction of a microsecond. PyTorch has no public names for what they
+ask. While Dynamo compiles, they answer before they reach anything that Dynamo cannot look at.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+_plain = torch.Tensor.__torch_dispatch__
 
 
 def is_traced(first: object = None) -> bool:
@@ -17,15 +23,11 @@ def is_traced(first: object = None) -> bool:
     Args:
         first: A tensor of the call, usually its first one.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # noqa: SLF001
+    if is_compiling() or _dispatch_modes():
         return True
-    dispatches = getattr(type(first), "__torch_dispatch__", torch.Tensor.__torch_dispatch__)
-    return dispatches is not torch.Tensor.__torch_dispatch__
+    return isinstance(first, torch.Tensor) and type(first).__torch_dispatch__ is not _plain
 
 
 def is_transformed() -> bool:
-    """Return whether the code runs inside a transform of ``torch.func``: ``vmap``, ``grad``, ``jvp``...
-
-    Dynamo traces transforms itself, and cannot look at their stack: while it compiles, the answer is no.
-    """
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    """Return whether the code runs inside a transform of ``torch.func``: ``vmap``, ``grad``, ``jvp``..."""
+    return not is_compiling() and _transform() is not None
