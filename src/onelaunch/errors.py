@@ -198,6 +198,21 @@ class FallbackNotice(OneLaunchError, UserWarning):
     """What would be fastest cannot run here, and something slower does."""
 
 
+class CacheNotice(OneLaunchError, UserWarning):
+    """The folder of files that can be made again cannot be used as it is."""
+
+
+class TableNotice(OneLaunchError, UserWarning):
+    """A table of measured times cannot be believed, and is left out."""
+
+    def __init__(self, path: Path | str, problem: str) -> None:
+        super().__init__(
+            f"{path} is no table of measured times: {problem}. It is left out. Delete it, or write it again with "
+            "onelaunch study adopt."
+        )
+        self.path = path
+
+
 class TokenizerMissing(OneLaunchError, ImportError):
     """Text was given or asked for, and what makes tokens of it is not here."""
 
