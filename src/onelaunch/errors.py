@@ -69,6 +69,14 @@ class ValueRangeError(ArgumentError):
         self.argument = argument
 
 
+class CostError(ArgumentError):
+    """A field of an operation's cost holds a value that no work can have."""
+
+    def __init__(self, field: str, *, got: object, want: str) -> None:
+        super().__init__(f"{field} of the cost is {got!r}; it must be {want}. Look at the operation's cost function.")
+        self.field = field
+
+
 class PackingError(ArgumentError):
     """``cu_seqlens`` does not describe packed sequences."""
 

@@ -433,4 +433,4 @@ def _interrupted(planned: PlannedCell) -> Cell:
 
 
 def _by_arithmetic(planned: PlannedCell) -> Traffic:
-    return analytic(Cost(planned.plan.flops, planned.plan.bytes, planned.plan.launches))
+    return analytic(Cost(planned.plan.flops, planned.plan.bytes, planned.plan.launches, written=planned.plan.written))
