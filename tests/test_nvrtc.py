@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onelaunch import nvrtc
-from onelaunch.errors import CompileError, CompilerMissing
+from onelaunch.errors import CacheNotice, CompileError, CompilerMissing
 from onelaunch.nvrtc import Source, compile_now, compile_source, tensor_map
 
 compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
@@ -112,8 +112,10 @@ def test_a_file_that_is_not_whole_is_compiled_again(harm, cache, compilations):
 def test_a_folder_that_cannot_be_written_is_done_without(cache, compilations, monkeypatch):
     (cache / "file").write_text("where the folder would be")
     monkeypatch.setenv("ONELAUNCH_CACHE", str(cache / "file"))
-    assert as_another_process() == as_another_process()
+    with pytest.warns(CacheNotice, match="ONELAUNCH_CACHE") as said:
+        assert as_another_process() == as_another_process()
     assert compilations == ["sm_90a"] * 2
+    assert len(said) == 1
 
 
 @compiled

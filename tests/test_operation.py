@@ -179,6 +179,33 @@ def test_oracle_and_cost_are_asked_through_the_operation(scale):
 def test_costs_add_up_and_an_unknown_number_of_launches_stays_unknown():
     assert Cost(1, 2, 3) + Cost(10, 20, 30) == Cost(11, 22, 33)
     assert (Cost(1, 2, None) + Cost(10, 20, 30)).launches is None
+    assert Cost(1, 2, written=1) + Cost(10, 20, written=5) == Cost(11, 22, written=6)
+    assert (Cost(1, 2) + Cost(10, 20, written=5)).written is None
+
+
+def test_a_cost_of_nothing_is_a_cost():
+    assert Cost(0, 0, 0, written=0) + Cost(0, 0, 0, written=0) == Cost(0, 0, 0, written=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("flops", {"flops": -1}),
+        ("bytes", {"bytes": -512}),
+        ("bytes", {"bytes": math.nan}),
+        ("bytes", {"bytes": math.inf}),
+        ("bytes", {"bytes": None}),
+        ("flops", {"flops": "7"}),
+        ("launches", {"launches": -1}),
+        ("written", {"written": -1}),
+        ("written", {"written": 9}),
+    ],
+)
+def test_a_cost_that_no_work_can_have_names_its_field(field, wrong):
+    with pytest.raises(ArgumentError, match=f"{field} of the cost is {next(iter(wrong.values()))!r}") as caught:
+        Cost(**{"flops": 1, "bytes": 8, "launches": 1, **wrong})
+    assert caught.value.field == field
+    assert isinstance(caught.value, ValueError)
 
 
 def test_an_operation_without_a_part_says_which_is_missing(scale):

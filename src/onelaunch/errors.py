@@ -69,6 +69,14 @@ class ValueRangeError(ArgumentError):
         self.argument = argument
 
 
+class CostError(ArgumentError):
+    """A field of an operation's cost holds a value that no work can have."""
+
+    def __init__(self, field: str, *, got: object, want: str) -> None:
+        super().__init__(f"{field} of the cost is {got!r}; it must be {want}. Look at the operation's cost function.")
+        self.field = field
+
+
 class PackingError(ArgumentError):
     """``cu_seqlens`` does not describe packed sequences."""
 
@@ -225,6 +233,21 @@ class ContextExceeded(OneLaunchError, ValueError):
 
 class FallbackNotice(OneLaunchError, UserWarning):
     """What would be fastest cannot run here, and something slower does."""
+
+
+class CacheNotice(OneLaunchError, UserWarning):
+    """The folder of files that can be made again cannot be used as it is."""
+
+
+class TableNotice(OneLaunchError, UserWarning):
+    """A table of measured times cannot be believed, and is left out."""
+
+    def __init__(self, path: Path | str, problem: str) -> None:
+        super().__init__(
+            f"{path} is no table of measured times: {problem}. It is left out. Delete it, or write it again with "
+            "onelaunch study adopt."
+        )
+        self.path = path
 
 
 class TokenizerMissing(OneLaunchError, ImportError):

@@ -1,22 +1,18 @@
-"""What the device is, and what it was measured to do.
+"""Facts about devices, and the record of the rates that a device was measured to reach.
 
-A :class:`Device` holds facts read from the driver; :class:`Ceilings` hold measured rates, the only ones that a floor may rest on.
-Ceilings are measured once per device and software stack (a few seconds) and kept in the user's cache folder.
+A :class:`Device` holds facts read from the driver. :class:`Ceilings` hold measured peaks, the only rates that a roofline bound
+may rest on; :mod:`onelaunch.peaks` measures them.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
 import re
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +21,9 @@ from onelaunch.errors import DeviceMemoryError, NoDeviceError
 
 HOPPER_SHARED_BYTES = 227 * 1024
 """Of shared memory that a block may have, on Hopper and on Blackwell's data centre chips."""
+
+SLUG = r"^[a-z0-9]+([._-][a-z0-9]+)*$"
+"""Pattern of names that become files and folders: no separator of folders, and no two dots in a row. At most 80 characters."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,45 @@ class Device:
 
     @property
     def slug(self) -> str:
-        """The name as files and folders use it: ``nvidia-h200``. One name for all CPUs: their times are never shared."""
-        return "cpu" if self.type == "cpu" else re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        """Name of the folder of this device's results, such as ``nvidia-h200``; ``cpu`` for every CPU. Matches :data:`SLUG`."""
+        return "cpu" if self.type == "cpu" else _slug(self.name)
+
+    @property
+    def table(self) -> str:
+        """Name of the files that hold what was measured on this device, for :func:`table_name`."""
+        return table_name(self.slug, self.name)
+
+
+def table_name(slug: str, device: str) -> str:
+    """Return the name of the files that hold what was measured on a device, from its slug and its name.
+
+    The slug itself for a GPU. A CPU's holds its model, such as ``cpu-amd-epyc``, since times of one CPU say nothing of another.
+    """
+    return _slug(f"cpu {device}") if slug == "cpu" else slug
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:80].rstrip("-") or "unnamed"
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured rates of a device. Seconds, bytes and operations are plain SI units."""
+    """Measured peak rates of a device. Seconds, bytes and operations are plain SI units."""
 
     copy_bytes_per_second: float
-    """Bytes read plus bytes written by a large copy."""
+    """Bytes read plus bytes written per second by a large copy."""
     matrix_flops_per_second: dict[str, float]
-    """Per dtype, of a large square product of random matrices through PyTorch; of float8 where the device has units for it."""
+    """FLOPs per second by dtype of a large square product of random matrices through PyTorch; float8 where the device has units
+    for it."""
     launch_seconds: float
-    """An empty kernel: as a node of a CUDA graph on a GPU, a one-element addition on a CPU."""
+    """Duration of an empty kernel: a node of a CUDA graph on a GPU, an addition of one element on a CPU."""
     measured_at: str
     software: str
+    read_bytes_per_second: float | None = None
+    """Bytes read per second by the fastest kernel that only reads. ``None`` in records from before it was measured."""
+    spread: dict[str, float] | None = None
+    """Relative distance between the fastest samples of each peak (0.01 is 1 %), keyed ``copy``, ``read``, ``launch`` and dtypes.
+    ``None`` in records from before it was kept."""
 
 
 def present() -> list[str]:
@@ -130,106 +152,6 @@ def describe(device: str) -> Device:
         cache_bytes=facts.L2_cache_size,
         memory_bytes=facts.total_memory,
     )
-
-
-def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
-    """The device's ceilings: from the cache when this device and software were measured before, else measured now."""
-    path = cache_folder() / f"ceilings-{describe(device).slug}.json"
-    if not refresh and path.exists():
-        try:
-            stored = Ceilings(**json.loads(path.read_text()))
-            known = {_name(dtype) for dtype in _multiplied(device)} <= set(stored.matrix_flops_per_second)
-            if stored.software == _software(device) and known:
-                return stored
-        except (ValueError, TypeError):
-            pass  # written by another version: measure again
-    found = measure(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(found), indent=1))
-    return found
-
-
-def cache_folder() -> Path:
-    """Where onelaunch keeps what it can make again: ``$ONELAUNCH_CACHE``, else the user's cache folder."""
-    if own := os.environ.get("ONELAUNCH_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onelaunch"
-
-
-def measure(device: str) -> Ceilings:
-    """Measure the ceilings now: a large copy, a large matrix product per dtype, an empty launch."""
-    cpu = torch.device(device).type == "cpu"
-    elements, side = (32 << 20, 1024) if cpu else (1 << 30, 8192)
-    copy = _copy_bytes_per_second(device, elements)
-    rates = {}
-    for dtype in _multiplied(device):
-        rates[_name(dtype)] = 2 * side**3 / _seconds(device, _product(device, dtype, side))
-    if cpu:  # 16-bit products run at most at the float32 rate there
-        rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Ceilings(copy, rates, _launch_seconds(device), now, _software(device))
-
-
-def _multiplied(device: str) -> tuple[torch.dtype, ...]:
-    """The dtypes whose products are measured."""
-    here = torch.device(device)
-    if here.type == "cpu":
-        return (torch.float32,)
-    return (torch.float16, torch.bfloat16, torch.float32, *([torch.float8_e4m3fn] if multiplies_float8(here) else []))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _product(device: str, dtype: torch.dtype, side: int) -> Callable[[], object]:
-    """A product of two random square matrices."""
-    if dtype is not torch.float8_e4m3fn:
-        a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-        return lambda: a @ b
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    one = torch.ones((), dtype=torch.float32, device=device)
-    return lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16)  # noqa: SLF001 - has no other name
-
-
-def _copy_bytes_per_second(device: str, elements: int) -> float:
-    """The faster of PyTorch's copy and an elementwise kernel: an H200's driver copies at two thirds of the kernel's rate."""
-    source = torch.empty(elements, device=device, dtype=torch.int16).random_(-100, 100)
-    target = torch.empty_like(source)
-    copied = _seconds(device, lambda: target.copy_(source))
-    negated = _seconds(device, lambda: torch.neg(source, out=target))
-    return 2 * source.nbytes / min(copied, negated)
-
-
-def _seconds(device: str, run: Callable[[], object], samples: int = 7) -> float:
-    """Median time of a long operation; host clock round a synchronised call is exact enough for milliseconds."""
-    synchronise = (lambda: None) if torch.device(device).type == "cpu" else (lambda: torch.cuda.synchronize(device))
-    times = []
-    for _ in range(samples + 3):
-        synchronise()
-        start = time.perf_counter()
-        run()
-        synchronise()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[3:])
-
-
-def _launch_seconds(device: str, launches: int = 500) -> float:
-    one = torch.zeros(1, device=device)
-    if torch.device(device).type == "cpu":
-        return _seconds(device, lambda: [one.add_(1) for _ in range(launches)]) / launches
-    with torch.cuda.device(device):
-        one.add_(1)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(launches):
-                one.add_(1)
-        return _seconds(device, graph.replay) / launches
-
-
-def _software(device: str) -> str:
-    stack = "CPU" if torch.device(device).type == "cpu" else torch.version.cuda or torch.version.hip
-    return f"torch {torch.__version__}, {stack}"
 
 
 def _cpu_name() -> str:

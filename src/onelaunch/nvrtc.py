@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import importlib.resources
 import struct
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from onelaunch import sass
+from onelaunch import folders, sass
 from onelaunch.errors import CompileError, CompilerMissing, DriverError, listing
-from onelaunch.hardware import cache_folder
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,11 @@ def compile_source(source: Source, architecture: str) -> bytes:
         CompileError: with NVRTC's log.
     """
     key = hashlib.sha256(repr((version(), OPTIONS, sass.RULES, architecture, source)).encode()).hexdigest()
-    path = cache_folder() / "cubins" / f"{source.entry}-{architecture}-{key[:32]}.cubin"
+    path = folders.cache_folder() / "cubins" / f"{source.entry}-{architecture}-{key[:32]}.cubin"
     cubin = _stored(path)
     if cubin is None:
         cubin = compile_now(source, architecture).cubin
-        with contextlib.suppress(OSError):  # a folder that cannot be written: compiled again by the next process
-            _store(path, cubin)
+        folders.keep(path, cubin + hashlib.sha256(cubin).digest())
     return cubin
 
 
@@ -144,22 +141,11 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def _stored(path: Path) -> bytes | None:
-    """The code in a file of the cache, if it is whole: its digest follows it."""
-    try:
-        data = path.read_bytes()
-    except OSError:
+    """Return the code in a file of the cache, or ``None`` where it is not whole: its digest follows it."""
+    if (data := folders.kept(path)) is None:
         return None
     cubin, digest = data[:-_DIGEST], data[-_DIGEST:]
     return cubin if hashlib.sha256(cubin).digest() == digest else None
-
-
-def _store(path: Path, cubin: bytes) -> None:
-    """Write code and digest under a name of their own, then rename: other processes see a whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        whole = Path(folder) / path.name
-        whole.write_bytes(cubin + hashlib.sha256(cubin).digest())
-        whole.replace(path)
 
 
 # Loading and launching

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from onelaunch.builds import Build
 from onelaunch.errors import (
     ArgumentError,
+    CostError,
     UnknownOperation,
     UnknownVariant,
     did_you_mean,
@@ -153,17 +156,40 @@ class Cost:
     """Work that a way of computing cannot avoid: pure arithmetic, no measurement."""
 
     flops: int
-    """Of matrix products; the elementwise rest never decides here."""
+    """FLOPs of the matrix products; the elementwise rest never decides here. 0 sets no bound."""
     bytes: int
-    """Fewest bytes to and from memory: every launch reads its inputs once and writes its outputs once."""
+    """Fewest bytes to and from memory: every launch reads its inputs once and writes its outputs once. 0 sets no bound."""
     launches: int | None = None
     """Kernels in the default path; ``None`` when a compiler decides."""
     matrix_dtype: str | None = None
-    """Of the matrix products' operands, where it is not the case's: its rate is the ceiling of ``flops``."""
+    """Dtype of the matrix products' operands, where it is not the case's: the peak of this dtype bounds ``flops``."""
+    written: int | None = None
+    """Bytes of ``bytes`` that are written. Where they are few, the bandwidth of reads sets the bound; ``None``, where nothing is
+    said, leaves it to that of copies."""
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bytes", "launches", "written"):
+            value = getattr(self, name)
+            if value is None and name in ("launches", "written"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+                raise CostError(name, got=value, want="a number of at least 0 (0 sets no bound)")
+        if self.written is not None and self.written > self.bytes:
+            raise CostError("written", got=self.written, want=f"at most bytes, {self.bytes}, of which it is a part")
 
     def __add__(self, other: Cost) -> Cost:
-        launches = None if self.launches is None or other.launches is None else self.launches + other.launches
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, launches, self.matrix_dtype)
+        return Cost(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            _sum(self.launches, other.launches),
+            self.matrix_dtype,
+            _sum(self.written, other.written),
+        )
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    """Return the sum of two numbers, or ``None`` where one of them is not known."""
+    return None if one is None or other is None else one + other
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,14 @@
-"""What the tests of the command line share: a way to call it, ceilings that need no measuring, a folder of their own."""
+"""What the tests of the command line share: a way to call it, measured peaks that need no measuring, a folder of their own."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from onelaunch import hardware
+from onelaunch import peaks
 from onelaunch.cli.application import application
 from onelaunch.hardware import Ceilings
 from onelaunch.workbench import run, sampling, timing
@@ -51,11 +49,10 @@ at_least = 1000
 
 @pytest.fixture(autouse=True)
 def known_ceilings(own_cache: Path) -> Ceilings:
-    """The CPU's ceilings as if they had been measured before."""
-    rates = Ceilings(1e12, RATES, 1e-6, "2026-11-20T12:00:00+00:00", hardware._software("cpu"))
-    own_cache.mkdir(parents=True, exist_ok=True)
-    (own_cache / "ceilings-cpu.json").write_text(json.dumps(asdict(rates)))
-    return rates
+    """The CPU's peaks as if they had been measured before."""
+    rates = Ceilings(1e12, RATES, 1e-6, "2026-11-20T12:00:00+00:00", peaks.software("cpu"), 2e12, {"copy": 0.01, "read": 0.02})
+    assert own_cache in peaks.cache_path("cpu").parents
+    return peaks.remember("cpu", rates)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,17 +187,29 @@ def test_debug_shows_the_whole_error(call):
 def test_doctor_says_what_is_here_and_what_is_missing_for_what(call, known_ceilings):
     answer = call("doctor", "--device", "cpu")
     assert answer.code == 0
-    assert "Ceilings of cpu" in answer.out
-    assert "1.00 TB/s" in answer.out
+    assert "Measured peaks of cpu" in answer.out
+    assert "Measuring" not in answer.err
+    assert re.search(r"read bandwidth 2\.00 TB/s 2\.0%.* copy bandwidth 1\.00 TB/s 1\.0%", answer.out)
     assert known_ceilings.measured_at in answer.out
     assert str(torch.__version__) in answer.out
     for thing in ("triton", "NVRTC", "C++ compiler", "ncu", "nvidia-ml-py", "NVIDIA driver", "fla"):
         assert re.search(rf"{re.escape(thing)} (ok|missing) ", answer.out), thing
 
 
+def test_doctor_says_that_it_measures_only_when_it_does(call, known_ceilings, monkeypatch):
+    faster = replace(known_ceilings, read_bytes_per_second=3e12)
+    monkeypatch.setattr("onelaunch.peaks.measure", lambda device: faster)
+    answer = call("doctor", "--device", "cpu", "--refresh")
+    assert "Measuring the peaks of cpu" in answer.err
+    assert "3.00 TB/s" in answer.out
+    answer = call("doctor", "--device", "cpu")
+    assert "Measuring" not in answer.err
+    assert "3.00 TB/s" in answer.out
+
+
 def test_doctor_need_not_measure(call, monkeypatch):
     monkeypatch.setattr("onelaunch.cli.doctor.ceilings", lambda *_, **__: pytest.fail("measured"))
-    assert "Ceilings" not in call("doctor", "--no-measure").out
+    assert "Measured peaks" not in call("doctor", "--no-measure").out
 
 
 def test_doctor_says_what_to_do_about_what_is_missing(call, monkeypatch):
@@ -207,6 +220,7 @@ def test_doctor_says_what_to_do_about_what_is_missing(call, monkeypatch):
 
 WITHOUT = """
 import sys
+from dataclasses import replace
 class Gone:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == {package!r}:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from onelaunch.workbench.plan import infeasibility, mebibytes, plan_study, scale_for
+from onelaunch.operation import Cost
+from onelaunch.workbench.plan import bandwidth, floor_microseconds, infeasibility, mebibytes, plan_study, scale_for
 from onelaunch.workbench.study import Criterion, Shape
 from tests.workbench.ladder import MEGA, RATES, TINY, study
 
@@ -27,6 +28,37 @@ def test_a_plan_is_bytes_over_bandwidth_plus_launches(variant, bytes_, microseco
 def test_the_matrix_rate_of_the_dtype_sets_the_floor_where_it_is_slower():
     single = Shape(name="single", dtype="float32", sizes=MEGA.sizes)  # 1e8 flops at 1e13 is 10 us, 8 MB are 8 us
     assert planned("one", declared=study(shapes=(single,))).plan.floor_microseconds == pytest.approx(10.0)
+
+
+READS = RATES.model_copy(update={"read_bytes_per_second": 1.25e12})
+
+
+@pytest.mark.parametrize(
+    ("written", "rates", "microseconds"),
+    [
+        (0, READS, 0.8),
+        (99_999, READS, 0.8),
+        (100_000, READS, 1.0),
+        (1_000_000, READS, 1.0),
+        (None, READS, 1.0),
+        (0, RATES, 1.0),
+        (0, READS.model_copy(update={"read_bytes_per_second": 0.5e12}), 1.0),
+    ],
+    ids=["reads", "just under a tenth", "a tenth", "writes", "not said", "no read rate measured", "reads measured slower"],
+)
+def test_the_read_rate_bounds_what_writes_less_than_a_tenth(written, rates, microseconds):
+    cost = Cost(0, 1_000_000, written=written)
+    assert floor_microseconds(cost, "float16", rates) == pytest.approx(microseconds)
+
+
+def test_nothing_to_do_sets_no_bound():
+    assert floor_microseconds(Cost(0, 0, written=0), "float16", READS) == 0
+    assert bandwidth(0, 0, READS) == 1e12
+
+
+def test_a_plan_says_what_is_written():
+    assert (planned("one").plan.written, planned("one").plan.least_written) == (None, None)
+    assert planned("one").plan.model_dump().keys().isdisjoint({"written", "least_written"})
 
 
 def test_the_backward_pass_has_a_plan_of_its_own():

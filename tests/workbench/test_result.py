@@ -34,15 +34,22 @@ def test_a_result_of_version_1_stays_one_when_it_is_saved_again(pytestconfig, tm
     assert again == raw
 
 
+def test_every_committed_result_of_version_2_is_the_same_when_it_is_saved_again(pytestconfig, tmp_path):
+    found = [path for path in committed(pytestconfig.rootpath) if json.loads(path.read_text())["schema_version"] == 2]
+    assert found
+    for path in found:
+        assert Result.load(path).save(tmp_path / path.name).read_bytes() == path.read_bytes(), path
+
+
 def test_new_results_have_the_version_that_this_one_writes(tmp_path):
     path = results.proceed_on_gpu().save(tmp_path / "new.json")
-    assert json.loads(path.read_text())["schema_version"] == SCHEMA == 2
+    assert json.loads(path.read_text())["schema_version"] == SCHEMA == 3
     assert Result.load(path) == results.proceed_on_gpu()
 
 
-@pytest.mark.parametrize("version", [0, 3, "2", None])
+@pytest.mark.parametrize("version", [0, 4, "2", None])
 def test_other_versions_are_refused_with_those_that_can_be_read(tmp_path, version):
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"schema_version": version}))
-    with pytest.raises(ResultCorrupt, match="this onelaunch reads 1, 2"):
+    with pytest.raises(ResultCorrupt, match="this onelaunch reads 1, 2, 3"):
         Result.load(path)

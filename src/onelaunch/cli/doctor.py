@@ -18,8 +18,9 @@ import typer
 from onelaunch import __version__, nvrtc
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
-from onelaunch.hardware import Ceilings, ceilings, describe, present, resolve
+from onelaunch.hardware import Ceilings, describe, present, resolve
 from onelaunch.operation import plugins
+from onelaunch.peaks import ceilings, stored
 from onelaunch.plugins import Plugin
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
@@ -38,12 +39,12 @@ class Need:
 
 def doctor(
     device: DeviceName = "auto",
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure the ceilings again.")] = False,
-    measure: Annotated[bool, typer.Option(help="Measure the ceilings if they are not known yet (seconds).")] = True,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure the peaks again.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure the peaks if they are not known yet (seconds).")] = True,
 ) -> None:
     """Say what is here and what is missing for what.
 
-    Prints the devices, the measured ceilings of one of them, and one line for each thing that a part of onelaunch needs.
+    Prints the devices, the measured peaks of one of them, and one line for each thing that a part of onelaunch needs.
 
     Example: onelaunch doctor --device cpu
     """
@@ -51,8 +52,10 @@ def doctor(
     console = output.stdout()
     output.table(console, _devices())
     if measure:
-        with output.busy(f"Measuring the ceilings of {chosen}; they are kept for the next time"):
-            rates = ceilings(chosen, refresh=refresh)
+        rates = None if refresh else stored(chosen)
+        if rates is None:
+            with output.busy(f"Measuring the peaks of {chosen}; they are kept for the next time"):
+                rates = ceilings(chosen, refresh=True)
         output.table(console, _ceilings(chosen, rates))
     output.table(console, _needs())
     if announced := plugins():
@@ -70,13 +73,20 @@ def _devices() -> Table:
 
 
 def _ceilings(device: str, rates: Ceilings) -> Table:
-    rows = (
-        ("copy bandwidth", q.rate(rates.copy_bytes_per_second, "B/s")),
-        *((f"matrix product, {dtype}", q.rate(rate, "FLOP/s")) for dtype, rate in rates.matrix_flops_per_second.items()),
-        ("launch", q.time(1e6 * rates.launch_seconds)),
+    spread = rates.spread or {}
+    read = rates.read_bytes_per_second
+    found = (
+        ("read bandwidth", "read", q.rate(read, "B/s") if read is not None else q.NONE),
+        ("copy bandwidth", "copy", q.rate(rates.copy_bytes_per_second, "B/s")),
+        *((f"matrix product, {dtype}", dtype, q.rate(rate, "FLOP/s")) for dtype, rate in rates.matrix_flops_per_second.items()),
+        ("launch", "launch", q.time(1e6 * rates.launch_seconds)),
     )
-    note = f"Measured at {rates.measured_at} with {rates.software}. Floors rest on these."
-    return Table(f"Ceilings of {device}", columns("ceiling", ">measured"), rows, note)
+    rows = tuple((name, value, f"{spread[key]:.1%}" if key in spread else q.NONE) for name, key, value in found)
+    note = (
+        f"Measured at {rates.measured_at} with {rates.software}; roofline bounds rest on these. Spread: distance of the fastest "
+        "samples. Other work on the device lowers them: measure again with onelaunch doctor --refresh."
+    )
+    return Table(f"Measured peaks of {device}", columns("peak", ">measured", ">spread"), rows, note)
 
 
 def _needs() -> Table:

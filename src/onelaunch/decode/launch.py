@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import threading
@@ -12,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from onelaunch import nvrtc
+from onelaunch import folders, nvrtc
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.check import Room, check
 from onelaunch.decode.config import SIZES, ModelConfig
@@ -25,7 +24,7 @@ from onelaunch.decode.rungs import plan_for
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled
-from onelaunch.hardware import HOPPER_SHARED_BYTES, cache_folder, processors, room_for
+from onelaunch.hardware import HOPPER_SHARED_BYTES, processors, room_for
 
 REGISTERS = 168
 """Of a thread, at most: nine warps share the registers of four partitions."""
@@ -76,13 +75,11 @@ def _check_drawn(config: ModelConfig, rung: str, ctas: int) -> None:
 def _prove(what: tuple[object, ...], proof: Callable[[], None]) -> None:
     """A proof takes a second: that there is one is kept in the cache folder, for these files of code."""
     code = [nvrtc.read("onelaunch.decode", file) for file in PROVED_BY]
-    proved = cache_folder() / "plans" / hashlib.sha256(repr((code, what)).encode()).hexdigest()[:32]
-    if proved.exists():
+    proved = folders.cache_folder() / "plans" / hashlib.sha256(repr((code, what)).encode()).hexdigest()[:32]
+    if folders.kept(proved) is not None:
         return
     proof()
-    with contextlib.suppress(OSError):  # a folder that cannot be written: proved again by the next process
-        proved.parent.mkdir(parents=True, exist_ok=True)
-        proved.touch()
+    folders.keep(proved, b"")
 
 
 def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:

@@ -111,9 +111,11 @@ def count_all(
 
 
 def analytic(cost: Cost, because: str = "") -> Traffic:
-    """The fewest bytes by arithmetic, all under ``read``: a cost does not tell reads from writes."""
-    note = "fewest bytes by arithmetic, reads and writes together"
-    return Traffic(source="analytic", read=float(cost.bytes), written=0.0, note=f"{note} ({because})" if because else note)
+    """Return the fewest bytes by arithmetic: all under ``read`` where the cost does not tell reads from writes."""
+    written = cost.written or 0
+    note = "fewest bytes by arithmetic" + (", reads and writes together" if cost.written is None else "")
+    note = f"{note} ({because})" if because else note
+    return Traffic(source="analytic", read=float(cost.bytes - written), written=float(written), note=note)
 
 
 def find_ncu() -> str | None:

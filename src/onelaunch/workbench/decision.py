@@ -28,7 +28,7 @@ from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
 from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared, noise_at
 from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.plan import infeasibilities, matrix_dtype, microseconds
+from onelaunch.workbench.plan import bandwidth, infeasibilities, matrix_dtype, microseconds
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
 
@@ -89,7 +89,7 @@ def explain(result: Result, cell: Cell, over: Cell) -> Saving | None:
         return None
     saved = theirs - mine
     counted = cell.traffic is not None and over.traffic is not None and {cell.traffic.source, over.traffic.source} == {"ncu"}
-    by_bytes = 1e6 * (_bytes(over, counted=counted) - _bytes(cell, counted=counted)) / result.ceilings.copy_bytes_per_second
+    by_bytes = 1e6 * (_bytes(over, counted=counted) - _bytes(cell, counted=counted)) / _bandwidth(result, cell, over)
     launches = [side.plan.launches if side.plan else None for side in (cell, over)]
     by_launches = 0.0
     if launches[0] is not None and launches[1] is not None:
@@ -115,7 +115,7 @@ def bottleneck(result: Result, cell: Cell) -> str:
     counted = cell.traffic is not None and cell.traffic.source == "ncu"
     rate = result.ceilings.matrix_flops_per_second.get(matrix_dtype(result.study, shape))
     needs = {
-        "memory traffic": 1e6 * _bytes(cell, counted=counted) / result.ceilings.copy_bytes_per_second,
+        "memory traffic": 1e6 * _bytes(cell, counted=counted) / _bandwidth(result, cell),
         "matrix products": 1e6 * plan.flops / rate if rate else 0.0,
         "launches": 1e6 * (plan.launches or 0) * result.ceilings.launch_seconds,
     }
@@ -338,6 +338,13 @@ def _cold(cell: Cell) -> float | None:
     """The cold median of a cell that is believed, in microseconds."""
     timing = cell.timing("cold")
     return timing.microseconds.median if timing is not None and cell.status == "ok" else None
+
+
+def _bandwidth(result: Result, *cells: Cell) -> float:
+    """Return the measured bandwidth of copies, or that of reads where all these cells do little else than read."""
+    plans = [cell.plan for cell in cells if cell.plan is not None]
+    rates = [bandwidth(plan.bytes, plan.written, result.ceilings) for plan in plans]
+    return min(rates, default=result.ceilings.copy_bytes_per_second)
 
 
 def _bytes(cell: Cell, *, counted: bool) -> float:

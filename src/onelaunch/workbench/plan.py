@@ -27,10 +27,15 @@ class Rates(Protocol):
     @property
     def copy_bytes_per_second(self) -> float: ...
     @property
+    def read_bytes_per_second(self) -> float | None: ...
+    @property
     def matrix_flops_per_second(self) -> dict[str, float]: ...
     @property
     def launch_seconds(self) -> float: ...
 
+
+READ_MOSTLY = 0.1
+"""Largest share of written bytes for which the bandwidth of reads sets the bound, and not that of copies."""
 
 LEFT_OUT = "is left out at this shape by the study"
 """Why what a shape skips does not run."""
@@ -80,13 +85,25 @@ def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> Stud
 
 
 def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
-    """The time that the fewest bytes or the matrix products need at the device's measured rates, whichever is longer.
+    """Return the roofline bound: the time that bytes or matrix products need at the device's measured peaks, whichever is longer.
 
     Products at a rate that was not measured count for nothing.
     """
-    by_bytes = least.bytes / rates.copy_bytes_per_second
+    by_bytes = least.bytes / bandwidth(least.bytes, least.written, rates)
     by_flops = least.flops / rates.matrix_flops_per_second.get(least.matrix_dtype or dtype, math.inf)
     return 1e6 * max(by_bytes, by_flops)
+
+
+def bandwidth(moved: float, written: float | None, rates: Rates) -> float:
+    """Return the bytes per second that bound a way of computing: those of reads where fewer than a tenth are written.
+
+    Copies set the bound where most is not read, where the operation does not say what it writes, and where no bandwidth of reads
+    was measured, as in older results. A device that copies faster than it was seen to read also reads as fast.
+    """
+    read = rates.read_bytes_per_second
+    if read is None or written is None or not written < READ_MOSTLY * moved:
+        return rates.copy_bytes_per_second
+    return max(read, rates.copy_bytes_per_second)
 
 
 def matrix_dtype(study: Study, shape: Shape) -> str:
@@ -182,6 +199,8 @@ def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
         launches=cost.launches,
         floor_microseconds=floor_microseconds(least, dtype, rates),
         planned_microseconds=floor_microseconds(cost, dtype, rates) + launching,
+        written=cost.written,
+        least_written=least.written,
     )
 
 

@@ -16,11 +16,11 @@ from onelaunch.errors import ResultCorrupt, ResultExists, listing
 from onelaunch.operation import Direction
 from onelaunch.workbench.study import Criterion, Grown, Regime, Study
 
-SCHEMA = 2
-"""Version 1 knew no means over shapes, no times at two shapes, no memory and no criteria that do not decide: what it stored reads
-as it stands."""
+SCHEMA = 3
+"""Version of what is stored. Older ones read as they stand: version 1 had no means over shapes, no times at two shapes, no memory
+and no criteria that do not decide; version 2 no read bandwidth, no spread of the measured peaks and no written bytes."""
 
-READABLE = (1, 2)
+READABLE = (1, 2, 3)
 
 Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
 """``incorrect``: the verdict failed, no time was taken. ``invalid``: faster than its floor, the time is not believed."""
@@ -95,8 +95,10 @@ class Traffic(Stored):
         return self.read + self.written
 
 
-class Plan(Stored):
+class Plan(Grown, Stored):
     """What arithmetic says before anything runs."""
+
+    LATER = ("written", "least_written")
 
     flops: int
     bytes: int
@@ -107,7 +109,11 @@ class Plan(Stored):
     floor_microseconds: float
     """No variant can run below this in the cold regime."""
     planned_microseconds: float
-    """This variant's own bytes, FLOPs and launches over the ceilings."""
+    """This variant's own bytes, FLOPs and launches over the measured peaks."""
+    written: int | None = None
+    """Bytes of ``bytes`` that are written; ``None`` where the operation does not say."""
+    least_written: int | None = None
+    """Bytes of ``least_bytes`` that are written; ``None`` where the operation does not say."""
 
 
 class Cell(Grown, Stored):
@@ -217,20 +223,24 @@ class Provenance(Stored):
     rounds: int = 0
 
 
-class StoredCeilings(Stored):
-    """The device's measured rates, as :class:`onelaunch.hardware.Ceilings`."""
+class StoredCeilings(Grown, Stored):
+    """The device's measured peaks, as :class:`onelaunch.hardware.Ceilings`."""
+
+    LATER = ("read_bytes_per_second", "spread")
 
     copy_bytes_per_second: float
     matrix_flops_per_second: dict[str, float]
     launch_seconds: float
     measured_at: str
     software: str
+    read_bytes_per_second: float | None = None
+    spread: dict[str, float] | None = None
 
 
 class Result(Stored):
     """A finished, or interrupted, study."""
 
-    schema_version: Literal[1, 2] = SCHEMA
+    schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
     study_digest: str
     """SHA-256 of the declaration: criteria cannot be moved afterwards unnoticed."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from onelaunch import hardware
+from onelaunch import hardware, peaks
 from onelaunch.errors import ResultExists, ResultMismatch, StudyError
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of
@@ -56,7 +56,7 @@ class Progress:
 class Steps:
     """The steps that touch the device; tests put others in their place."""
 
-    ceilings: Callable[[str], hardware.Ceilings] = hardware.ceilings
+    ceilings: Callable[[str], hardware.Ceilings] = peaks.ceilings
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
     launches: Callable[..., Sequence[int | str]] = count_launches
@@ -433,4 +433,4 @@ def _interrupted(planned: PlannedCell) -> Cell:
 
 
 def _by_arithmetic(planned: PlannedCell) -> Traffic:
-    return analytic(Cost(planned.plan.flops, planned.plan.bytes, planned.plan.launches))
+    return analytic(Cost(planned.plan.flops, planned.plan.bytes, planned.plan.launches, written=planned.plan.written))

@@ -14,7 +14,8 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.study.arguments import ScaleName, StudyName
 from onelaunch.errors import ResultExists
-from onelaunch.hardware import ceilings, describe, resolve
+from onelaunch.hardware import describe, resolve
+from onelaunch.peaks import ceilings
 from onelaunch.workbench.report import RESULT, write_report
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.terminal import show

@@ -13,8 +13,9 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.study.arguments import ScaleName, StudyName
 from onelaunch.errors import UnknownShape
-from onelaunch.hardware import ceilings, describe, resolve
+from onelaunch.hardware import describe, resolve
 from onelaunch.operation import Direction
+from onelaunch.peaks import ceilings
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.summary import asked, sizes, way

@@ -14,12 +14,20 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     fused = variant is None or "gate" in variant.tags.get("fuses", ())
     values = 1 if direction == "forward" else 3  # v in; backward v in, dv out
     elements = case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
-    moved = values * elements * case.dtype.itemsize + scan_bytes(case, gated_scan.options, direction, fused)
-    return Cost(flops=0, bytes=moved, launches=launch_count(variant, direction))
+    gradient = elements * case.dtype.itemsize if direction == "forward_backward" else 0  # dv
+    moved, written = scan_bytes(case, gated_scan.options, direction, fused)
+    return Cost(
+        flops=0,
+        bytes=values * elements * case.dtype.itemsize + moved,
+        launches=launch_count(variant, direction),
+        written=gradient + written,
+    )
 
 
-def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused: bool) -> int:
-    """Bytes of the scan and gate beside v and its gradient: log_decay, gate, y, the end states, and their gradients.
+def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused: bool) -> tuple[int, int]:
+    """Return the bytes of the scan and gate beside v and its gradient, and those of them that are written.
+
+    They are log_decay, gate, y, the end states, and their gradients.
 
     Where scan and gate are launches of their own, the states go to memory and back, and so does their gradient, in float32.
     """
@@ -27,15 +35,20 @@ def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused
     value = case.dtype.itemsize
     decay = 4 if options["log_decay_dtype"] == "float32" else value
     per_element = 2 * value + decay  # gate, y, log_decay
+    written = value  # y
     if not fused:
         per_element += 2 * value  # states out, in
+        written += value
     if direction == "forward_backward":
         per_element += 3 * value + 2 * decay  # gate, dy, dgate; log_decay and its gradient
+        written += value + decay
         if not fused:
             per_element += value + 2 * 4  # states in, their gradient out and in
+            written += 4
     sequences = case.sizes["B"] if options["lengths"] is None else len(options["lengths"])
-    ends = 4 * sequences * case.sizes["V"] * (bool(options["initial_state"]) + bool(options["final_state"]))
-    return case.sizes["B"] * case.sizes["T"] * case.sizes["V"] * per_element + ends
+    state, elements = 4 * sequences * case.sizes["V"], case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
+    initial, final = bool(options["initial_state"]), bool(options["final_state"])
+    return elements * per_element + state * (initial + final), elements * written + state * final
 
 
 def launch_count(variant: Variant | None, direction: Direction) -> int | None:

@@ -31,34 +31,46 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     tags: Mapping[str, Any] = {} if variant is None else variant.tags
     chunk = max(1, min(tags.get("chunk", 1), case.sizes["T"]))
     rows = case.sizes["B"] * case.sizes["T"] * case.sizes["H"]
-    moved = rows * _bytes_per_row(case, direction) + _end_bytes(case, direction)
     hands: tuple[str, ...] = tags.get("hands", ())
     if direction == "forward_backward":
         hands += tags.get("backward_hands", hands)
-    moved += sum(2 * _handed(what, case, rows, chunk) for what in hands)
+    handed = sum(_handed(what, case, rows, chunk) for what in hands)
+    per_row, per_row_written = _bytes_per_row(case, direction)
+    ends, ends_written = _end_bytes(case, direction)
     flops = rows * _flops_per_row(case.sizes["K"], case.sizes["V"], 0 if variant is None else chunk, direction)
-    return Cost(flops, moved, launch_count(variant, direction))
+    return Cost(
+        flops,
+        rows * per_row + ends + 2 * handed,
+        launch_count(variant, direction),
+        written=rows * per_row_written + ends_written + handed,
+    )
 
 
-def _bytes_per_row(case: Case, direction: Direction) -> int:
-    """Of one step of one head."""
+def _bytes_per_row(case: Case, direction: Direction) -> tuple[int, int]:
+    """Return the bytes of one step of one head, and those of them that are written."""
     keys, values, item = case.sizes["K"], case.sizes["V"], case.dtype.itemsize
     gate_item = 4 if gla.option(case, "log_decay_dtype") == "float32" else item
     gates = keys if gla.option(case, "decay_per") == "channel" else 1
     gates += values if gla.option(case, "value_gate") else 0
     forward = (2 * keys + 2 * values) * item + gates * gate_item
     if direction == "forward":
-        return forward
-    return 2 * forward + (2 * keys + values) * item + gates * gate_item  # do is as large as o; then the gradients
+        return forward, values * item
+    gradients = (2 * keys + values) * item + gates * gate_item
+    return 2 * forward + gradients, values * item + gradients  # do is as large as o; then the gradients
 
 
-def _end_bytes(case: Case, direction: Direction) -> int:
-    """Of initial and final states; with their gradients the initial state moves three times, the final one twice."""
+def _end_bytes(case: Case, direction: Direction) -> tuple[int, int]:
+    """Return the bytes of initial and final states, and those of them that are written.
+
+    With their gradients the initial state moves three times, the final one twice; each is written once.
+    """
     lengths = gla.option(case, "lengths")
     sequences = case.sizes["B"] if lengths is None else len(lengths)
     initial, final = bool(gla.option(case, "initial_state")), bool(gla.option(case, "final_state"))
     moves = initial + final if direction == "forward" else 3 * initial + 2 * final
-    return 4 * moves * sequences * case.sizes["H"] * case.sizes["K"] * case.sizes["V"]
+    written = final if direction == "forward" else initial + final
+    state = 4 * sequences * case.sizes["H"] * case.sizes["K"] * case.sizes["V"]
+    return moves * state, written * state
 
 
 def _handed(what: str, case: Case, rows: int, chunk: int) -> int:

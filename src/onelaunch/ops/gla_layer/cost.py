@@ -49,5 +49,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     results = math.prod(shapes["x"]) * case.dtype.itemsize
     if gla_layer.option(case, "final_state"):
         results += 4 * case.sizes["B"] * case.sizes["H"] * case.sizes["K"] * case.sizes["V"]
-    moved = operands + results if direction == "forward" else 3 * operands + 2 * results
-    return Cost(total.flops, moved, launch_count(None, direction))
+    forward = direction == "forward"
+    moved = operands + results if forward else 3 * operands + 2 * results
+    written = results if forward else results + operands
+    return Cost(total.flops, moved, launch_count(None, direction), written=written)

@@ -21,12 +21,18 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     rows, value = batch * length, case.dtype.itemsize
     fuses = ("projection", "scan", "gate") if variant is None else variant.tags.get("fuses", ())
     operands = rows * width + width * channels
+    gradients = 0
     handed = 0 if "projection" in fuses else 2  # v out and in
+    put = handed // 2  # of them, those that are written
     if direction == "forward_backward":
+        gradients = operands
         operands *= 3  # x and weight in again, their gradients out
         if variant is not None:
             handed += 1 + ("projection" in fuses)  # v in, which a fused forward must also write
             handed += 3  # dv out, and in for each product
-    moved = value * (operands + handed * rows * channels)
-    moved += scan_bytes(case, linear_rnn.options, direction, "gate" in fuses)
-    return Cost(GEMMS[direction] * 2 * rows * width * channels, moved, launch_count(variant, direction))
+            put += ("projection" in fuses) + 1
+    scanned, scan_written = scan_bytes(case, linear_rnn.options, direction, "gate" in fuses)
+    moved = value * (operands + handed * rows * channels) + scanned
+    written = value * (gradients + put * rows * channels) + scan_written
+    flops = GEMMS[direction] * 2 * rows * width * channels
+    return Cost(flops, moved, launch_count(variant, direction), written=written)

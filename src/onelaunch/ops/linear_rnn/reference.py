@@ -49,7 +49,7 @@ def _gemm_cost(case: Case) -> Cost:
     batch, length, width, channels = (case.sizes[name] for name in linear_rnn.dimensions)
     rows = batch * length
     elements = rows * width + width * channels + rows * channels
-    return Cost(2 * rows * width * channels, elements * case.dtype.itemsize, 1)
+    return Cost(2 * rows * width * channels, elements * case.dtype.itemsize, 1, written=rows * channels * case.dtype.itemsize)
 
 
 @linear_rnn.control("gemm_alone", oracle=lambda x, weight, **_: x @ weight, cost=_gemm_cost)

@@ -29,12 +29,18 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     steps = () if variant is None else variant.tags.get("hands", ())
     hands = [step for step in steps if step != "silu" or gate == "silu"]
     moved += 2 * handed * len(hands)
+    written = result + handed * len(hands)
     if direction == "forward_backward":
         moved += 2 * operands + result
+        written += operands
         if variant is not None:
             moved += 2 * handed  # da
+            written += handed
             if "rstd" in variant.tags.get("keeps", ()):
                 moved += 2 * handed + 2 * 4 * rows * heads
+                written += handed + 4 * rows * heads
             else:
                 moved += handed * len(hands) + 2 * handed * (len(hands) - 1)
-    return Cost(PRODUCTS[direction] * 2 * rows * inner * columns, moved, launch_count(variant, direction))
+                written += handed * (len(hands) - 1)
+    flops = PRODUCTS[direction] * 2 * rows * inner * columns
+    return Cost(flops, moved, launch_count(variant, direction), written=written)

@@ -97,7 +97,9 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
 def _product_cost(case: Case) -> Cost:
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
     rows, inner = batch * length, heads * values
-    return Cost(2 * rows * inner * columns, (rows * inner + columns * inner + rows * columns) * case.dtype.itemsize, 1)
+    written = rows * columns * case.dtype.itemsize
+    moved = (rows * inner + columns * inner) * case.dtype.itemsize + written
+    return Cost(2 * rows * inner * columns, moved, 1, written=written)
 
 
 def _product(

@@ -30,13 +30,18 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         by_kind[place.segment.activation] = by_kind.get(place.segment.activation, 0) + rows * place.segment.width * value
     activated = result - by_kind.get("none", 0)
     apart = 0 if variant is None or "products" in variant.tags.get("fuses", ()) else len(layout.places) - 1
-    moved = operands + result
+    moved, written = operands + result, result
     if variant is not None:
         through_memory = {"all": result, "activated": activated}
-        moved += apart * x + sum(2 * through_memory[each] for each in variant.tags.get("hands", ()))
+        handed = sum(through_memory[each] for each in variant.tags.get("hands", ()))
+        moved += apart * x + 2 * handed
+        written += handed
     if direction == "forward_backward":
         moved += 2 * operands + result
+        written += operands
         if variant is not None:
             kept = by_kind.get("silu", 0)
             moved += 2 * (kept + 4 * rows * layout.norms) + activated - kept + 3 * result + 4 * apart * x
-    return Cost(PRODUCTS[direction] * 2 * rows * inner * layout.rows, moved, launch_count(variant, direction))
+            written += kept + 4 * rows * layout.norms + result + apart * x  # each further product adds its part to dx
+    flops = PRODUCTS[direction] * 2 * rows * inner * layout.rows
+    return Cost(flops, moved, launch_count(variant, direction), written=written)

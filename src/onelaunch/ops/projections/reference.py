@@ -114,8 +114,9 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
 
 def _wide_cost(case: Case) -> Cost:
     rows, layout = case.sizes["B"] * case.sizes["T"], layout_of(segments_of(case))
-    elements = rows * case.sizes["D"] + layout.rows * case.sizes["D"] + rows * layout.rows
-    return Cost(2 * rows * case.sizes["D"] * layout.rows, elements * case.dtype.itemsize, 1)
+    written = rows * layout.rows * case.dtype.itemsize
+    moved = (rows + layout.rows) * case.sizes["D"] * case.dtype.itemsize + written
+    return Cost(2 * rows * case.sizes["D"] * layout.rows, moved, 1, written=written)
 
 
 def _wide(

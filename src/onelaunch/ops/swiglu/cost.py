@@ -45,9 +45,13 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
         moved += x
     handed = () if variant is None else variant.tags.get("hands", ())
     moved += 2 * len(handed) * result  # out and in
+    written = result + len(handed) * result
     if direction == "forward_backward":
         moved += 2 * operands + result  # x and weights in again, their gradients out, dh in
+        written += operands
         if variant is not None:
             moved += (2 - len(handed)) * result  # kept products that the forward pass alone would not write
             moved += 2 * result + 2 * result + 2 * 2 * result  # those in; their gradients out, and in for each product
-    return Cost(PRODUCTS[direction] * 4 * rows * columns * inner, moved, launch_count(variant, direction), UNITS.get(form))
+            written += (2 - len(handed)) * result + 2 * result
+    flops = PRODUCTS[direction] * 4 * rows * columns * inner
+    return Cost(flops, moved, launch_count(variant, direction), UNITS.get(form), written)

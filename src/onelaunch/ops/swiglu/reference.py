@@ -119,8 +119,9 @@ NO_CODES = "{name} is an NVFP4Tensor; wide_gemm_alone needs operands that PyTorc
 def _wide_cost(case: Case) -> Cost:
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
     operand = 1 if format_of(case) == "fp8" else case.dtype.itemsize
-    moved = (rows + 2 * columns) * inner * operand + 2 * rows * columns * case.dtype.itemsize
-    return Cost(4 * rows * columns * inner, moved, 1, "float8_e4m3fn" if operand == 1 else None)
+    written = 2 * rows * columns * case.dtype.itemsize
+    moved = (rows + 2 * columns) * inner * operand + written
+    return Cost(4 * rows * columns * inner, moved, 1, "float8_e4m3fn" if operand == 1 else None, written)
 
 
 def _both(

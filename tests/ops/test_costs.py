@@ -1,0 +1,86 @@
+"""Costs of all operations: what is written is a part of what moves, and the least of it is the results and the gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onelaunch.decode.contract import decode_step
+from onelaunch.operation import DIRECTIONS, find_operation, operations
+
+CASES = {
+    "gated_scan": [
+        {"B": 2, "T": 24, "V": 16},
+        {"B": 2, "T": 24, "V": 16, "initial_state": True, "final_state": True, "log_decay_dtype": "float32"},
+    ],
+    "linear_rnn": [
+        {"B": 2, "T": 24, "D": 16, "V": 16},
+        {"B": 2, "T": 24, "D": 16, "V": 16, "initial_state": True, "final_state": True},
+    ],
+    "gla": [
+        {"B": 2, "T": 24, "H": 2, "K": 16, "V": 16},
+        {"B": 2, "T": 24, "H": 2, "K": 16, "V": 16, "initial_state": True, "final_state": True},
+        {"B": 2, "T": 24, "H": 2, "K": 16, "V": 16, "decay_per": "head", "log_decay_dtype": "float32"},
+    ],
+    "output_chain": [
+        {"B": 2, "T": 24, "H": 2, "V": 16, "D": 16},
+        {"B": 2, "T": 24, "H": 2, "V": 16, "D": 16, "norm_weight": "same"},
+    ],
+    "projections": [{"B": 2, "T": 24, "H": 2, "K": 16, "V": 16, "D": 32, "segments": "2x16,2x16:silu,2x16:l2norm"}],
+    "swiglu": [{"N": 24, "K": 32, "M": 16}],
+}
+
+STATES_ONCE = ("gated_scan", "linear_rnn")
+"""Operations whose cost leaves out the gradients of states, which are small there."""
+
+
+def cases():
+    found = {each.name: each for each in operations()}
+    for name, given in CASES.items():
+        for sizes in given:
+            yield found[name].case("float16", **sizes)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_least_that_is_written_are_the_results_and_the_gradients(case, direction):
+    operation = find_operation(case.operation)
+    reading = operation.make_inputs(case, torch.device("cpu"), seed=0)
+    found = operation(**reading.arguments)
+    outputs = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
+    written = sum(each.nbytes for each in outputs)
+    if direction == "forward_backward":
+        counted = [name for name in reading.differentiable if name != "initial_state" or case.operation not in STATES_ONCE]
+        written += sum(reading.arguments[name].nbytes for name in counted)
+    assert operation.cost(case, None, direction).written == written
+
+
+@pytest.mark.parametrize("name", [*CASES, "gla_layer", "decode_step"])
+def test_every_variant_says_what_it_writes_and_writes_no_less_than_the_least(name, pytestconfig):
+    from onelaunch.workbench.study_file import load_study
+
+    found = 0
+    for path in sorted((pytestconfig.rootpath / "studies").glob("*.toml")):
+        study = load_study(path)
+        if study.operation != name:
+            continue
+        operation = find_operation(name)
+        for shape in study.shapes:
+            case = study.case(shape)
+            for direction in study.directions:
+                least = operation.cost(case, None, direction)
+                assert least.written is not None
+                for variant in operation.variants.values():
+                    cost = operation.cost(case, variant, direction)
+                    assert least.written <= cost.written < cost.bytes, (case, variant)
+                    assert least.bytes - least.written <= cost.bytes - cost.written, (case, variant)
+                    found += 1
+            assert all(0 < control.cost(case).written < control.cost(case).bytes for control in operation.controls.values())
+    assert found or name == "gated_scan"
+
+
+def test_decoding_a_token_writes_less_than_a_tenth():
+    sizes = {"layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128}
+    cost = decode_step.cost(decode_step.case("bfloat16", **sizes, vocabulary=151936, position=1000))
+    assert cost.written == 28 * 2 * 8 * 128 * 2 + 4 * 151936  # keys and values of a position, logits in float32
+    assert cost.written < cost.bytes / 1000

@@ -1,0 +1,250 @@
+"""Measured peaks: taken several times, kept per software, believed only until a fresh measurement is higher."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from onelaunch import nvrtc, peaks
+from onelaunch.errors import CacheNotice
+from onelaunch.hardware import Ceilings
+from onelaunch.peaks import Probe
+
+SOFTWARE = peaks.software("cpu")
+RATES = {"float32": 1e12, "float16": 1e12, "bfloat16": 1e12}
+FOUND = Ceilings(1e11, RATES, 1e-6, "2026-01-01T00:00:00+00:00", SOFTWARE, 1.2e11, {"copy": 0.02, "read": 0.01, "float32": 0.03})
+
+compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measurements(monkeypatch):
+    """Count the measurements instead of making them."""
+    made = []
+
+    def measure(device):
+        made.append(device)
+        return replace(FOUND, software=peaks.software(device))
+
+    monkeypatch.setattr(peaks, "measure", measure)
+    return made
+
+
+# The cache
+
+
+def test_peaks_are_measured_once(measurements):
+    assert peaks.stored("cpu") is None
+    first = peaks.ceilings("cpu")
+    assert peaks.ceilings("cpu") == peaks.stored("cpu") == first
+    assert measurements == ["cpu"]
+    assert peaks.cache_path("cpu").exists()
+
+
+def test_peaks_are_measured_again_when_asked(measurements):
+    peaks.ceilings("cpu")
+    peaks.ceilings("cpu", refresh=True)
+    assert len(measurements) == 2
+
+
+def test_two_versions_of_pytorch_keep_two_entries(measurements, monkeypatch):
+    for version in ("torch 2.11, CPU", "torch 2.14, CPU", "torch 2.11, CPU", "torch 2.14, CPU"):
+        monkeypatch.setattr(peaks, "software", lambda device, version=version: version)
+        assert peaks.ceilings("cpu").software == version
+    assert len(measurements) == 2
+
+
+def test_two_models_of_cpu_keep_two_files(measurements, monkeypatch):
+    here = peaks.describe("cpu")
+    peaks.ceilings("cpu")
+    monkeypatch.setattr(peaks, "describe", lambda device: replace(here, name="Another CPU"))
+    peaks.ceilings("cpu")
+    assert len(measurements) == 2
+    assert peaks.cache_path("cpu").name == "ceilings-cpu-another-cpu.json"
+
+
+def entry(**changes):
+    return json.dumps({"entries": [{**asdict(FOUND), **changes}]})
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"entries": 3}',
+        '{"entries": [3, null]}',
+        '{"entries": [{"copy_bytes_per_second": 1}]}',
+        json.dumps(asdict(FOUND)),
+        entry(software="torch 0.4"),
+        entry(matrix_flops_per_second={"float16": 1e12}),
+        entry(matrix_flops_per_second=7),
+        entry(copy_bytes_per_second=math.nan),
+        entry(copy_bytes_per_second=0),
+        entry(read_bytes_per_second=-1.0),
+        entry(launch_seconds="1"),
+        entry(spread={"copy": -1.0}),
+        entry(more=1),
+    ],
+)
+def test_a_cache_that_cannot_be_believed_is_measured_again(stored, measurements):
+    path = peaks.cache_path("cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text(stored)
+    assert peaks.ceilings("cpu") == FOUND
+    assert measurements == ["cpu"]
+    assert peaks.ceilings("cpu") == FOUND
+    assert measurements == ["cpu"]
+
+
+def test_peaks_without_a_read_rate_are_believed(measurements):
+    path = peaks.cache_path("cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text(entry(read_bytes_per_second=None, spread=None))
+    assert peaks.ceilings("cpu").read_bytes_per_second is None
+    assert not measurements
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(measurements, cache):
+    cache.write_text("a file")
+    with pytest.warns(CacheNotice, match="ONELAUNCH_CACHE"):
+        assert peaks.ceilings("cpu") == FOUND
+
+
+# Samples
+
+
+class Clock:
+    """Seconds of calls under load: those of each call in turn, the last one for all that follow."""
+
+    def __init__(self, *seconds):
+        self.seconds, self.asked = seconds, 0
+
+    def __call__(self, run, calls):
+        run()
+        self.asked += 1
+        return calls * self.seconds[min(self.asked, len(self.seconds)) - 1]
+
+
+def sampled(clock, quantity="copy"):
+    probe = Probe(quantity, "toy", 1.0, lambda: None)
+    peaks.sample([probe], clock)
+    return probe
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(peaks, "PAUSE_SECONDS", 0.0)
+
+
+def test_a_first_measurement_under_load_does_not_become_the_peak():
+    """Seven rounds at a fifth of the rate or less, all different, as beside other work; then the machine is free."""
+    probe = sampled(Clock(0.01, 0.01, 0.09, 0.07, 0.05, 0.08, 0.06, 0.1, 0.11, 0.01))
+    assert probe.peak == pytest.approx(100)
+    assert probe.spread == pytest.approx(0)
+    assert len(probe.rates) > peaks.LEAST_ROUNDS
+
+
+def test_a_quiet_machine_takes_the_fewest_rounds():
+    assert len(sampled(Clock(0.01)).rates) == peaks.LEAST_ROUNDS
+
+
+def test_rounds_end_where_samples_never_agree():
+    probe = sampled(Clock(*(0.01 * 1.2**index for index in range(100))))
+    assert len(probe.rates) == peaks.MOST_ROUNDS
+    assert probe.spread > peaks.SPREAD
+
+
+def test_short_calls_are_repeated_within_a_sample():
+    assert sampled(Clock(1e-4)).calls == 50
+    assert sampled(Clock(1.0)).calls == 1
+
+
+def test_a_peak_is_the_fastest_methods():
+    slow, fast, other = (Probe("read", "slow", 1.0, lambda: None, rates=[1, 1, 1]) for _ in range(3))
+    fast.rates, other.quantity = [2, 1, 1], "copy"
+    assert peaks.fastest([slow, fast, other]) == {"read": fast, "copy": other}
+
+
+def test_a_measurement_of_the_cpu_gives_plausible_rates():
+    found = peaks.measure("cpu")
+    assert 1e8 < found.copy_bytes_per_second < 1e13
+    assert 1e8 < found.read_bytes_per_second < 1e13
+    assert set(found.matrix_flops_per_second) == {"float16", "bfloat16", "float32"}
+    assert all(1e8 < rate < 1e15 for rate in found.matrix_flops_per_second.values())
+    assert 1e-8 < found.launch_seconds < 1e-3
+    assert set(found.spread) == {"copy", "read", "float32", "launch"}
+    assert torch.__version__ in found.software
+
+
+# Measured again
+
+
+def test_higher_peaks_replace_those_believed_and_are_kept(monkeypatch):
+    slow = replace(FOUND, copy_bytes_per_second=2e10, spread={"copy": 0.04, "read": 0.01})
+    peaks.remember("cpu", slow)
+    monkeypatch.setattr(peaks, "measure", lambda device: replace(FOUND, measured_at="now"))
+    raised = peaks.remeasure("cpu", slow)
+    assert raised == replace(FOUND, measured_at="now", spread={"copy": 0.02, "read": 0.01})
+    assert peaks.stored("cpu") == raised
+
+
+@pytest.mark.parametrize("rate", [5e10, 1e11, 1.019e11])
+def test_peaks_that_are_not_higher_by_more_than_the_spread_change_nothing(monkeypatch, rate):
+    monkeypatch.setattr(peaks, "measure", lambda device: replace(FOUND, copy_bytes_per_second=rate))
+    assert peaks.remeasure("cpu", FOUND) is FOUND
+    assert peaks.stored("cpu") is None
+
+
+def test_a_higher_peak_does_not_bring_lower_ones_with_it():
+    fresh = replace(FOUND, copy_bytes_per_second=2e11, read_bytes_per_second=1e10, launch_seconds=1e-5)
+    raised = peaks.higher(FOUND, fresh)
+    assert raised.copy_bytes_per_second == 2e11
+    assert (raised.read_bytes_per_second, raised.launch_seconds) == (FOUND.read_bytes_per_second, FOUND.launch_seconds)
+
+
+def test_a_read_rate_is_added_where_none_was_known():
+    assert peaks.higher(replace(FOUND, read_bytes_per_second=None, spread=None), FOUND).read_bytes_per_second == 1.2e11
+
+
+# Kernels that read
+
+
+@compiled
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a"])
+def test_the_vector_kernel_compiles(architecture):
+    made = nvrtc.compile_now(peaks.read_source("read_vectors"), architecture)
+    assert made.cubin
+    assert "ld.global.nc.L1::no_allocate.v4.u32" in made.ptx
+
+
+@compiled
+@pytest.mark.parametrize(("chunk", "stages"), peaks.RINGS)
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_the_bulk_kernel_compiles(architecture, chunk, stages):
+    made = nvrtc.compile_now(peaks.read_source("read_bulk", chunk, stages), architecture)
+    assert made.cubin
+    assert "cp.async.bulk.shared::cluster.global" in made.ptx
+
+
+def test_there_are_no_kernels_for_a_cpu():
+    assert peaks.read_kernels(torch.zeros(1024)) == {}
+
+
+def test_the_checksum_is_the_sum_of_all_words():
+    words = torch.tensor([2**31 - 1, 5, -(2**31), -1], dtype=torch.int32)
+    assert peaks.checksum(words) == 3
+    assert peaks.checksum(torch.full((8,), -1, dtype=torch.int32)) == 2**32 - 8

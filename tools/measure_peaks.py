@@ -1,0 +1,67 @@
+"""Measure a device's peaks several times, and print every method of every quantity with its spread.
+
+    python tools/measure_peaks.py --device cuda:0 --repeats 3
+
+``onelaunch doctor --refresh`` measures the same and keeps only the fastest method of each quantity; this script shows the others,
+and how much the peaks differ from repeat to repeat. Nothing is written to the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from onelaunch import hardware, peaks
+from onelaunch.peaks import Probe
+
+
+def main() -> None:
+    """Print one line for each method and repeat, then one for each quantity, or everything as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="auto", help="cuda:0, cpu, ...; auto is the first GPU, or the CPU")
+    parser.add_argument("--repeats", type=int, default=3, help="how many times everything is measured")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the lines")
+    arguments = parser.parse_args()
+    device = str(hardware.resolve(arguments.device))
+    start = time.perf_counter()
+    surveys = [peaks.survey(device) for _ in range(arguments.repeats)]
+    seconds = (time.perf_counter() - start) / len(surveys)
+    best = [peaks.fastest(survey) for survey in surveys]
+    if arguments.json:
+        table = [[facts(probe) for probe in survey] for survey in surveys]
+        text = json.dumps({"device": hardware.describe(device).name, "seconds": seconds, "repeats": table}, indent=1)
+    else:
+        text = "\n".join([f"{hardware.describe(device).name}, {seconds:.1f} s a repeat", *lines(surveys, best)])
+    sys.stdout.write(text + "\n")
+
+
+def facts(probe: Probe) -> dict[str, object]:
+    """Return what a probe found, as plain values."""
+    return {
+        "quantity": probe.quantity,
+        "method": probe.method,
+        "per_second": probe.peak,
+        "spread": probe.spread,
+        "calls": probe.calls,
+        "samples": len(probe.rates),
+    }
+
+
+def lines(surveys: list[list[Probe]], best: list[dict[str, Probe]]) -> list[str]:
+    """Return the lines for people: each method's rate by repeat, then the peaks and their differences."""
+    found = ["", f"{'quantity':<14} {'method':<36} spread  per second, by repeat"]
+    for same in zip(*surveys, strict=True):
+        rates = "  ".join(f"{probe.peak:.5g}" for probe in same)
+        found.append(f"{same[0].quantity:<14} {same[0].method:<36} {max(each.spread for each in same):6.2%}  {rates}")
+    found += ["", f"{'peak':<14} {'method':<36} range   highest"]
+    for quantity in best[0]:
+        rates = [each[quantity].peak for each in best]
+        top = max((each[quantity] for each in best), key=lambda probe: probe.peak)
+        found.append(f"{quantity:<14} {top.method:<36} {max(rates) / min(rates) - 1:6.2%}  {top.peak:.5g}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
