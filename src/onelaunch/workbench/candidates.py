@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onelaunch.errors import listing
-from onelaunch.workbench.result import Cell, Noise, Result, Timing
+from onelaunch.workbench.result import Cell, Result, Timing
 from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape
 
 STATUS_WORDS = {
@@ -61,12 +61,6 @@ def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candida
 def asked_of_over(criterion: Criterion) -> Criterion:
     """The same as it is asked of ``over``, in its own regime."""
     return criterion if criterion.over_regime is None else criterion.model_copy(update={"regime": criterion.over_regime})
-
-
-def noise_at(result: Result, criterion: Criterion, shape: str) -> Noise | None:
-    """The A/A run that a criterion's times at a shape are held against."""
-    wanted = (shape, criterion.direction, criterion.regime)
-    return next((noise for noise in result.noise if (noise.shape, noise.direction, noise.regime) == wanted), None)
 
 
 def timing_of(cell: Cell, criterion: Criterion) -> Timing:

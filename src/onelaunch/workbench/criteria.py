@@ -1,14 +1,17 @@
-"""What became of each declared criterion: met, missed, inconclusive, not measured or infeasible, in one sentence with numbers.
+"""Judge each declared criterion: met, missed, inconclusive, not measured or infeasible, in one sentence with numbers.
 
-Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies beyond the bound and
-its median does so by more than the A/A noise of that shape; *missed* when the whole interval lies on the other side, or the
-median does by more than the noise; else *inconclusive*. It is *infeasible* when it would take a run below the floor, seen from
-the measured time it compares with. What is the fastest of all is held against the fastest of the others. Bytes count as measured
-only if the hardware counted them.
+Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies on the right side of
+the bound and its median does so by more than the A/A noise of that shape. It is *missed* when the whole interval lies on the
+wrong side and the median does so by more than the noise. Everything else is *inconclusive*, with the reason: the interval
+contains the bound, or the noise is larger than the distance to it. A criterion that is not met is *infeasible* when meeting it
+would take a run below the roofline bound by more than the noise, given the measured time of the other side.
 
-Times at two shapes share no rounds: their interval is what both leave open, their noise the larger of both. A geometric mean over
-shapes is judged in the same way, its interval and its noise taken as if all shapes erred in the same direction; it is measured
-only where every shape is. Memory, bytes and counts are exact numbers, held against the bound as they are.
+A variant that is itself the fastest is compared with the fastest of the others. Bytes count as measured only if the hardware
+counted them. Memory, bytes and counts are exact numbers and are compared with the bound directly.
+
+Times at two shapes share no rounds: the ratio's interval covers everything that both intervals allow, and the larger noise of the
+two applies. A geometric mean over shapes is judged in the same way, with an interval and a noise as if every shape erred in the
+same direction. It is measured only if every shape is.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 
 from onelaunch.errors import listing
 from onelaunch.workbench import stats
-from onelaunch.workbench.candidates import asked_of_over, compared, noise_at, timing_of, why_none
+from onelaunch.workbench.candidates import asked_of_over, compared, timing_of, why_none
 from onelaunch.workbench.plan import mebibytes, microseconds
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Outcome, Result
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
@@ -41,9 +44,9 @@ class Finding:
     value: Estimate | None = None
     best_of: int = 1
     noise: float | None = None
-    """The smallest factor that may be claimed of a time, where an A/A run tells it."""
+    """The smallest factor that may be claimed of a time, or ``None`` without an A/A run."""
     gain: float | None = None
-    """What :func:`possible_gain` says of a time."""
+    """The value of :func:`possible_gain` for a time."""
 
 
 def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ...]:
@@ -119,7 +122,8 @@ def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
     if criterion.measure in TIMES:
         status, why = _judge(ratio, criterion, noise)
         gains = [one.gain for one in findings if one.gain is not None]
-        if status != "met" and len(gains) == len(findings) and _out_of_reach(criterion, gain := stats.geometric_mean(gains)):
+        gain = stats.geometric_mean(gains) if len(gains) == len(findings) else None
+        if status != "met" and gain is not None and _out_of_reach(criterion, gain, noise):
             status = "infeasible"
             most = f"at most {gain:.2f}x the speed" if criterion.measure == "speedup" else f"at least {1 / gain:.2f}x the time"
             why = f"{most} is possible, as the floors are"
@@ -220,7 +224,7 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
     noise = _noise(result, criterion, (of.shape, over.shape))
     status, why = _judge(ratio, criterion, noise)
     gain = possible_gain(result, criterion, of.shape)
-    if status != "met" and gain is not None and _out_of_reach(criterion, gain):
+    if status != "met" and gain is not None and _out_of_reach(criterion, gain, noise):
         status = "infeasible"
         floor = _floor(result, criterion, of.shape) or 0.0
         most = f"at most {gain:.2f}x the speed" if faster else f"at least {1 / gain:.2f}x the time"
@@ -294,13 +298,18 @@ def _share(study: Study, criterion: Criterion, shape: str) -> float:
 
 def _noise(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
     """The larger noise of the shapes and regimes that times are taken at; ``None`` where one of them has no A/A run."""
-    found = [noise_at(result, asking, shape) for shape in shapes for asking in (criterion, asked_of_over(criterion))]
+    regimes = (criterion.regime, asked_of_over(criterion).regime)
+    found = [result.noise_at(shape, criterion.direction, regime) for shape in shapes for regime in regimes]
     known = [noise.floor for noise in found if noise is not None]
     return max(known) if len(known) == len(found) else None
 
 
 def _judge(ratio: Estimate, criterion: Criterion, noise: float | None) -> tuple[CriterionStatus, str]:
-    """Met, missed or inconclusive, and in the last case why."""
+    """Judge a ratio of times against the bound: return the status, and the reason if it is inconclusive.
+
+    *Met* and *missed* ask for the same: the whole interval on one side of the bound, and the median beyond it by more than the
+    A/A noise.
+    """
     if ratio.samples < FEWEST_ROUNDS:
         return "inconclusive", f"{ratio.samples} round{'s' * (ratio.samples != 1)} give no interval"
     if noise is None:
@@ -308,11 +317,11 @@ def _judge(ratio: Estimate, criterion: Criterion, noise: float | None) -> tuple[
     bound, low, high, median = _turned(criterion, ratio)
     if low >= bound and median >= bound * noise:
         return "met", ""
-    if high < bound or median < bound / noise:
+    if high < bound and median < bound / noise:
         return "missed", ""
-    if low >= bound:
-        return "inconclusive", f"the A/A noise of {noise:.3g} is larger than the distance to the bound"
-    return "inconclusive", "the interval holds the bound"
+    if low < bound <= high:
+        return "inconclusive", "the interval contains the bound"
+    return "inconclusive", f"the A/A noise of {noise:.3g} is larger than the distance to the bound"
 
 
 def _turned(criterion: Criterion, ratio: Estimate) -> tuple[float, float, float, float]:
@@ -323,8 +332,14 @@ def _turned(criterion: Criterion, ratio: Estimate) -> tuple[float, float, float,
     return 1 / bound, 1 / ratio.high, 1 / ratio.low, 1 / ratio.median
 
 
-def _out_of_reach(criterion: Criterion, gain: float) -> bool:
-    """Whether the bound lies beyond the most that the floor allows."""
+def _out_of_reach(criterion: Criterion, gain: float, noise: float | None) -> bool:
+    """Return whether the bound lies beyond the largest possible gain by more than the A/A noise.
+
+    The gain is computed from a measured time. Without an A/A run its noise is unknown, and nothing is out of reach.
+    """
+    if noise is None:
+        return False
+    gain *= noise
     if criterion.measure == "speedup":
         return criterion.at_least is not None and gain < criterion.at_least
     return criterion.at_most is not None and 1 / gain > criterion.at_most

@@ -26,10 +26,10 @@ from typing import Any
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared, noise_at
+from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared
 from onelaunch.workbench.criteria import evaluate
 from onelaunch.workbench.plan import infeasibilities, matrix_dtype, microseconds
-from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
+from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
 
 MOSTLY = 0.5
@@ -255,7 +255,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
 
 def _isolated(result: Result, criterion: Criterion, of: Cell) -> str | None:
     """A measured variant that differs from this one in a single factor and is slower by more than the noise."""
-    noise = noise_at(result, criterion, of.shape)
+    noise = result.noise_at(of.shape, of.direction, "cold")
     mine = of.timing("cold")
     for cell in result.cells:
         theirs = cell.timing("cold")
@@ -312,16 +312,12 @@ def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
 
 def _beyond_noise(result: Result, saving: Saving) -> bool:
     time = next((_cold(cell) for cell in result.cells if _place(cell) == (saving.shape, saving.variant, saving.direction)), None)
-    noise = next((noise for noise in result.noise if _is_cold_at(noise, saving.shape, saving.direction)), None)
+    noise = result.noise_at(saving.shape, saving.direction, "cold")
     return time is None or noise is None or (time + saving.saved_microseconds) / time > noise.floor
 
 
 def _place(cell: Cell) -> tuple[str, str, Direction]:
     return cell.shape, cell.variant, cell.direction
-
-
-def _is_cold_at(noise: Noise, shape: str, direction: Direction) -> bool:
-    return (noise.shape, noise.direction, noise.regime) == (shape, direction, "cold")
 
 
 def _saving_words(saving: Saving, over: str) -> str:
