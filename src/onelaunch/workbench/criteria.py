@@ -115,7 +115,7 @@ def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
     if len(values) < len(findings):
         measured = f"{len(values)} of {len(findings)} shapes"
         return Finding("", "not_measured", f"{_asked(criterion)} measured at {measured}, which give no mean: {row}", "")
-    ratio = stats.mean_ratio(values)
+    ratio = stats.mean_estimate(values)
     noises = [one.noise for one in findings if one.noise is not None]
     noise = stats.geometric_mean(noises) if len(noises) == len(findings) else None
     details = ""
