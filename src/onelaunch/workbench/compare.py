@@ -30,14 +30,17 @@ from onelaunch.workbench.result import Cell, CriterionStatus, DecisionKind, Esti
 from onelaunch.workbench.study import Shape, Study
 
 Change = Literal["SAME", "FASTER", "SLOWER", "UNREPEATED", "AMBIGUOUS"]
-"""The second side against the first. UNREPEATED: it differs by more than the noise within a run, and the noise between runs is
-unknown. AMBIGUOUS: the interval is too wide for any of the others, or the difference is within the noise between runs."""
+"""Change of a time from the first side to the second.
+
+UNREPEATED: it differs by more than the noise within a run, and the noise between runs is unknown. AMBIGUOUS: the interval is too
+wide for any of the others, or the difference is within the noise between runs.
+"""
 
 LEAST_MEMORY = 1.01
-"""Peak memory is counted and not timed, so only the allocator's rounding is noise."""
+"""Smallest factor of peak memory that is listed. Memory is counted, so the allocator's rounding is its only noise."""
 
 LEAST_NOISE = 1.01
-"""Smallest noise floor of any comparison: A/A runs that agree better than this are not believed to."""
+"""Smallest noise floor of a comparison, even if A/A runs agree better."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Comparison:
     statuses: tuple[StatusChange, ...]
     outcomes: tuple[OutcomeChange, ...]
     decision: tuple[DecisionKind | None, DecisionKind | None] | None
-    """Both decisions if they differ, else ``None``."""
+    """The first and the second decision if they differ, else ``None``."""
     provenance: dict[str, tuple[str, str]]
     """Device, driver, versions, commit and other facts that differ; the date and the command are left out."""
     only_first: tuple[str, ...]
@@ -127,8 +130,9 @@ class Comparison:
     runs: tuple[int, int] = (1, 1)
     """Number of results on each side."""
     same_code: bool = False
-    """Whether both sides are runs of the same code, so that their differences are noise between runs."""
+    """True if both sides are runs of the same code, so that their differences are noise between runs."""
     same_device: bool = True
+    """True if both sides ran on devices of the same name."""
 
     def count(self, change: Change) -> int:
         """Return the number of times that changed in this way."""

@@ -28,19 +28,19 @@ from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Outcome,
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
 
 FEWEST_ROUNDS = 3
-"""With fewer rounds there is no interval to believe."""
+"""Smallest number of rounds whose interval is believed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A criterion at one of its shapes."""
+    """Status of a criterion at one of its shapes, with the words for it."""
 
     shape: str
     status: CriterionStatus
     text: str
     """A clause with the numbers, for a criterion of one shape."""
     brief: str
-    """The same in a word or two, for a row of shapes."""
+    """The status in a word or two, for a row of shapes."""
     value: Estimate | None = None
     best_of: int = 1
     noise: float | None = None
@@ -50,20 +50,23 @@ class Finding:
 
 
 def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ...]:
-    """Every criterion of the study held against the result's cells and noise.
+    """Judge every criterion of the study by the result's measurements and noise.
 
     Args:
-        result: what was measured; its outcomes and decision are not looked at.
-        infeasible: criteria that arithmetic alone refutes, with the reason: ``StudyPlan.infeasible``.
+        result: The measurements. Outcomes and a decision that it already has are ignored.
+        infeasible: Criteria that arithmetic alone refutes, with the reason: ``StudyPlan.infeasible``.
+
+    Returns:
+        One outcome for each criterion, in declared order.
     """
     return tuple(_outcome(result, criterion, infeasible.get(criterion.name)) for criterion in result.study.criteria)
 
 
 def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | None:
-    """The most that time of ``over`` / time of ``of`` can be at a shape: the measured time of ``over`` over the floor of ``of``.
+    """Return the largest possible speed-up at a shape: the measured time of ``over`` / the roofline bound of ``of``.
 
-    Each for its share of the work where the criterion asks so. ``None`` where that is not known, and outside the cold regime, for
-    which floors are computed.
+    Both are divided by their share of the work if the criterion asks for that. ``None`` if either is unknown, and outside the
+    cold regime, because roofline bounds are computed for cold memory.
     """
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
@@ -95,7 +98,7 @@ def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outco
 
 
 def _combine(statuses: Sequence[CriterionStatus], needed: int) -> CriterionStatus:
-    """The criterion's status from those at its shapes, of which ``needed`` must be met."""
+    """Return a criterion's status from its statuses at each shape, of which ``needed`` must be met."""
     count = {status: statuses.count(status) for status in ("met", "missed", "inconclusive", "infeasible")}
     if count["met"] >= needed:
         return "met"
@@ -107,7 +110,7 @@ def _combine(statuses: Sequence[CriterionStatus], needed: int) -> CriterionStatu
 
 
 def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
-    """A criterion on the geometric mean over its shapes."""
+    """Judge a criterion on the geometric mean over its shapes."""
     if said_of_all := _said_of_all(findings):
         return Finding("", "not_measured", said_of_all, "")
     row = ", ".join(f"{one.shape} {one.value.median:.3g}" if one.value else f"{one.shape} {one.brief}" for one in findings)
@@ -142,7 +145,7 @@ def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
 
 
 def _said_of_all(findings: Sequence[Finding]) -> str:
-    """What keeps every shape from being measured, where it is the same for all; else nothing."""
+    """Return the reason why no shape was measured if all shapes share it, else an empty string."""
     same = all(finding.value is None for finding in findings) and len({finding.text for finding in findings}) == 1
     return findings[0].text if same else ""
 
@@ -248,7 +251,7 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
 
 
 def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
-    """A time of one variant, in microseconds or in floors."""
+    """Judge the time of one variant, in microseconds or as a multiple of its roofline bound."""
     floor, time = 1.0, timing_of(cell, criterion).microseconds
     took = f"{time.median:.4g} us"
     if criterion.measure == "time_over_floor":
@@ -274,13 +277,13 @@ def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Findi
 
 
 def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    """The estimate in another unit."""
+    """Return the estimate multiplied by a factor, such as one for another unit."""
     scaled = {side: factor * getattr(estimate, side) for side in ("median", "low", "high")}
     return estimate.model_copy(update=scaled)
 
 
 def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
-    """Of the two cells' times, as the measure has it: round by round where they share rounds, each for its share of the work."""
+    """Return the ratio of two times, round by round if they share rounds, each divided by its share of the work."""
     of_time, over_time = timing_of(of, criterion), timing_of(over, asked_of_over(criterion))
     share = _share(study, criterion, of.shape)
     a, b, scale = (over_time, of_time, 1 / share) if criterion.measure == "speedup" else (of_time, over_time, share)
@@ -290,14 +293,14 @@ def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate
 
 
 def _share(study: Study, criterion: Criterion, shape: str) -> float:
-    """How much more work the criterion's other shape is, in the sizes that it counts ``per``: 1 where it names none."""
+    """Return the work at ``over_at`` over the work at ``shape``, as the product of the sizes in ``per``; 1 without ``per``."""
     (_, own), (_, other) = study.sides(criterion, study.shape(shape))
     work = [math.prod(side.sizes[name] for name in criterion.per) for side in (own, other)]
     return work[1] / work[0] if work[0] else 1.0
 
 
 def _noise(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
-    """The larger noise of the shapes and regimes that times are taken at; ``None`` where one of them has no A/A run."""
+    """Return the largest noise floor of the shapes and regimes that are timed, or ``None`` if one of them has no A/A run."""
     regimes = (criterion.regime, asked_of_over(criterion).regime)
     found = [result.noise_at(shape, criterion.direction, regime) for shape in shapes for regime in regimes]
     known = [noise.floor for noise in found if noise is not None]
@@ -325,7 +328,7 @@ def _judge(ratio: Estimate, criterion: Criterion, noise: float | None) -> tuple[
 
 
 def _turned(criterion: Criterion, ratio: Estimate) -> tuple[float, float, float, float]:
-    """Bound, low, high and median such that larger is better."""
+    """Return bound, low, high and median, inverted if the bound is an upper one, so that larger is better."""
     if criterion.at_least is not None:
         return criterion.at_least, ratio.low, ratio.high, ratio.median
     bound = criterion.at_most or 1.0
@@ -400,14 +403,14 @@ def _count(criterion: Criterion, cell: Cell, among: int) -> Finding:
 
 
 def _exactly(criterion: Criterion, shape: str, value: float, text: str, brief: str, among: int = 1) -> Finding:
-    """A finding of a number without an interval."""
+    """Judge a number that is exact, without an interval or noise."""
     status = _held(criterion, value)
     exact = Estimate(median=value, low=value, high=value, samples=1)
     return Finding(shape, status, text, brief if status == "met" else f"{brief} (missed)", exact, among)
 
 
 def _held(criterion: Criterion, value: float) -> CriterionStatus:
-    """Whether an exact number is on the right side of the bound."""
+    """Return whether an exact number is on the right side of the bound, as a status."""
     if criterion.equals is not None:
         return "met" if value == criterion.equals else "missed"
     enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)
@@ -415,7 +418,7 @@ def _held(criterion: Criterion, value: float) -> CriterionStatus:
 
 
 def _error(result: Result, criterion: Criterion, shape: str) -> Finding:
-    """The largest error of all selected variants: accuracy is not a matter of the best."""
+    """Judge the largest error of all selected variants. The fastest alone would not do: every variant has to be accurate."""
     names = result.study.select(criterion.of)
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     judged = [cell for cell in cells if cell.verdict is not None and (cell.verdict.components or not cell.verdict.ok)]
@@ -432,7 +435,7 @@ def _error(result: Result, criterion: Criterion, shape: str) -> Finding:
 
 
 def _floor(result: Result, criterion: Criterion, shape: str) -> float | None:
-    """The floor of what ``of`` stands for at a shape, in microseconds."""
+    """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds."""
     names = result.study.select(criterion.of)
     cells = (result.cell(shape, name, criterion.direction) for name in names)
     return min((cell.plan.floor_microseconds for cell in cells if cell is not None and cell.plan is not None), default=None)

@@ -1,4 +1,7 @@
-"""Statistics over rounds: medians with their interval, paired ratios, geometric means. The only ones in the project."""
+"""Statistics over rounds and runs: medians with their interval, paired ratios, geometric means, noise.
+
+They are the only statistics in the project.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,13 @@ where it is slightly too large and thus on the safe side."""
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
-    """The median of the samples with its 95 % bootstrap interval (percentiles of the medians of resamples).
+    """Return the median of the samples with its 95 % bootstrap interval (percentiles of the medians of resamples).
 
-    Deterministic. One sample gives an interval of no width: look at ``samples`` before believing an interval.
+    The same samples always give the same interval. One sample gives an interval of no width, so look at ``samples`` before
+    believing an interval.
 
     Raises:
-        ValueError: there are no samples.
+        ValueError: There are no samples.
     """
     if not samples:
         raise ValueError("an estimate needs at least one sample")
@@ -38,15 +42,15 @@ def estimate(samples: Sequence[float]) -> Estimate:
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """``a / b`` taken round by round, so that what both rounds shared (clocks, temperature) cancels.
+    """Return ``a / b`` round by round, so that conditions that both rounds shared (clocks, temperature) cancel.
 
-    Where one has fewer rounds, the rounds that both have count.
+    If one has fewer rounds, only the rounds that both have count.
     """
     return estimate([one / other for one, other in zip(a, b, strict=False)])
 
 
 def unpaired_ratio(a: Estimate, b: Estimate) -> Estimate:
-    """``a / b`` where no rounds were shared (other runs, other shapes): the interval is what both intervals leave open."""
+    """Return ``a / b`` of times that share no rounds. The interval covers everything that both intervals allow."""
     return Estimate(median=a.median / b.median, low=a.low / b.high, high=a.high / b.low, samples=min(a.samples, b.samples))
 
 
@@ -63,12 +67,12 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The mean for ratios; every value must be above zero."""
+    """Return the geometric mean, the right one for ratios; every value must be above zero."""
     return float(np.exp(np.mean(np.log(np.asarray(values, dtype=np.float64)))))
 
 
 def noise_floor(again: Estimate, least: float = 1.01) -> float:
-    """The smallest factor that may be claimed, from an A/A ratio: how far its interval reaches from 1, at least ``least``."""
+    """Return the smallest factor that may be claimed after an A/A run: the reach of its interval from 1, at least ``least``."""
     return max(least, again.high, 1 / again.low)
 
 
