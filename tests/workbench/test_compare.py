@@ -195,12 +195,13 @@ def test_shapes_of_two_operations_are_not_compared():
     assert compare(first, second).times == ()
 
 
+@pytest.mark.parametrize("which", ["low", "median", "high"])
 @pytest.mark.parametrize("time", [0.0, math.nan, math.inf, -1.0])
-def test_times_that_are_none_are_not_compared(time):
+def test_times_that_are_none_are_not_compared(time, which):
     (result,) = runs(10.0)
     (cell,) = result.cells
     (timing,) = cell.timings
-    broken = timing.model_copy(update={"microseconds": Estimate(median=time, low=time, high=time, samples=20)})
+    broken = timing.model_copy(update={"microseconds": timing.microseconds.model_copy(update={which: time})})
     bad = result.model_copy(update={"cells": (cell.model_copy(update={"timings": (broken,)}),)})
     assert compare(bad, result).times == ()
 

@@ -296,7 +296,12 @@ def _ok_cells(runs: Sequence[Result], place: Place) -> list[tuple[Result, Cell]]
 def _timed(cells: Iterable[tuple[Result, Cell]], regime: Regime) -> list[tuple[Result, Estimate]]:
     found = ((run, cell.timing(regime)) for run, cell in cells)
     times = [(run, timing.microseconds) for run, timing in found if timing is not None]
-    return [(run, time) for run, time in times if time.low > 0 and math.isfinite(time.high)]
+    return [(run, time) for run, time in times if _is_time(time)]
+
+
+def _is_time(time: Estimate) -> bool:
+    """Return whether all numbers of a stored time are positive and finite, so that ratios of them exist."""
+    return all(0 < value < math.inf for value in (time.low, time.median, time.high))
 
 
 def _noise_within(runs: Iterable[Result], shape: str, direction: Direction, regime: Regime) -> float:
