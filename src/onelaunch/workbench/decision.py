@@ -334,9 +334,11 @@ def _saving_words(saving: Saving, over: str) -> str:
 
 
 def _cold(cell: Cell) -> float | None:
-    """Return the cold median of a cell in microseconds, or ``None`` if its status is not ``ok``."""
+    """Return the cold median of a cell in microseconds, or ``None`` if it has none, or its status is not ``ok``."""
     timing = cell.timing("cold")
-    return timing.microseconds.median if timing is not None and cell.status == "ok" else None
+    if timing is None or cell.status != "ok" or not 0 < timing.microseconds.median < math.inf:
+        return None
+    return timing.microseconds.median
 
 
 def _bytes(cell: Cell, *, counted: bool) -> float:
