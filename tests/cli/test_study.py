@@ -258,48 +258,117 @@ def test_a_result_that_is_not_there(call):
     assert "Traceback" not in answer.err
 
 
-def test_compare_says_what_changed(call, here, stored):
-    before = results.proceed_on_gpu()
+def later(result, days, *, commit="", slower=1.0):
+    """Return another run of a result, some days later, with ``fused_chunked`` slower at ``target``, maybe of another commit."""
     cells = tuple(
         cell.model_copy(
             update={
                 "timings": tuple(
-                    results.timing(timing.regime, 2 * timing.microseconds.median)
+                    results.timing(timing.regime, slower * (1 + days / 1000) * timing.microseconds.median)
                     if (cell.variant, cell.shape) == ("fused_chunked", "target")
                     else timing
                     for timing in cell.timings
-                ),
+                )
+            }
+        )
+        for cell in result.cells
+    )
+    facts = {"date": f"2026-12-{days:02}T12:00:00+00:00", "commit": commit or result.provenance.commit}
+    return result.model_copy(update={"cells": cells, "provenance": result.provenance.model_copy(update=facts)})
+
+
+def test_compare_says_what_changed(call, here, stored):
+    before = results.proceed_on_gpu()
+    slow = later(before, 2, commit="e0f1a2b", slower=2.0)
+    cells = tuple(
+        cell.model_copy(
+            update={
                 "status": "error" if (cell.variant, cell.shape) == ("fla", "wide") else cell.status,
                 "reason": "broke" if (cell.variant, cell.shape) == ("fla", "wide") else cell.reason,
                 "peak_bytes": 3 * 2**30 if (cell.variant, cell.shape) == ("semi_fused", "wide") else cell.peak_bytes,
             }
         )
-        for cell in before.cells
+        for cell in slow.cells
     )
     outcomes = (before.outcomes[0].model_copy(update={"status": "missed"}), *before.outcomes[1:])
     assert before.decision
     decision = before.decision.model_copy(update={"kind": "debug"})
     versions = before.provenance.versions | {"torch": "2.13.0"}
-    after = before.model_copy(
+    after = slow.model_copy(
         update={
             "cells": cells,
             "outcomes": outcomes,
             "decision": decision,
-            "provenance": before.provenance.model_copy(update={"versions": versions}),
+            "provenance": slow.provenance.model_copy(update={"versions": versions}),
         }
     )
+    again = later(after, 4)
+    repeated = later(before, 3)
+    more = ("--first", repeated.save(here / "before-2.json"), "--second", again.save(here / "after-2.json"))
     second = after.save(here / "after.json")
-    answer = call("study", "compare", stored[0], second)
-    found = compare(before, after)
+    answer = call("study", "compare", stored[0], second, *more)
+    found = compare([before, repeated], [after, again])
     assert answer.code == 0
     assert "Decision: proceed, then debug." in answer.out
     assert f"{found.count('SLOWER')} slower" in answer.out
     assert found.count("SLOWER") > 0
+    assert found.count("UNREPEATED") == 0
+    assert "2 runs of the first and 2 runs of the second" in answer.out
     assert "fused_chunked target forward cold slower" in answer.out
     assert "2.11.0 2.13.0" in answer.out
     assert "fla wide forward ok error broke" in answer.out
     assert re.search(r"Peak memory .* semi_fused wide forward [\d.]+ MiB 3\.00 GiB [\d.]+x", answer.out)
     assert "fused is faster met missed" in answer.out
+    alone = call("study", "compare", stored[0], second)
+    assert "0 faster, 0 slower, 1 differs (one run each: noise between runs is unknown)" in alone.out
+    assert "fused_chunked target forward cold differs" in alone.out
+    assert "--first" in alone.out
+    assert alone.code == 0
+
+
+def test_compare_of_two_runs_of_the_same_code_claims_nothing(call, here, stored):
+    second = later(results.proceed_on_gpu(), 2, slower=1.85).save(here / "again.json")
+    answer = call("study", "compare", stored[0], second)
+    assert answer.code == 0
+    assert "runs of the same code" in answer.out
+    assert "0 faster, 0 slower" in answer.out
+    assert "differ" not in answer.out.split("Times: ")[1]
+
+
+def test_compare_refuses_a_repeat_of_other_code_and_names_the_file(call, here, stored):
+    other = later(results.proceed_on_gpu(), 2, commit="e0f1a2b").save(here / "other.json")
+    answer = call("study", "compare", stored[0], stored[0], "--first", other)
+    assert answer.code == 1
+    assert "other.json is not a repeated run of" in answer.err
+    assert "e0f1a2b" in answer.err
+    twice = call("study", "compare", stored[0], other, "--second", other)
+    assert twice.code == 1
+    assert "the same run" in twice.err
+
+
+def test_compare_leaves_out_a_name_that_stands_for_two_sizes(call, here, stored):
+    """A longer sequence under the name of a shorter one was reported as a slowdown."""
+    before = results.proceed_on_gpu()
+    shapes = tuple(
+        shape.model_copy(update={"sizes": shape.sizes | {"T": 4096}}) if shape.name == "target" else shape
+        for shape in before.study.shapes
+    )
+    study = before.study.model_copy(update={"shapes": shapes})
+    after = later(before, 2, slower=2.89).model_copy(update={"study": study, "study_digest": study.digest()})
+    answer = call("study", "compare", stored[0], after.save(here / "longer.json"))
+    assert "not comparable" in answer.out
+    assert "target sizes differ: T=2048 and T=4096" in answer.out
+    assert "0 faster, 0 slower" in answer.out
+    assert "fused_chunked target" not in answer.out
+
+
+def test_compare_prints_names_that_look_like_markup_as_they_are(call, here, stored):
+    before = results.proceed_on_gpu()
+    odd = before.study.shapes[0].model_copy(update={"name": "[/red]"})
+    study = before.study.model_copy(update={"shapes": (*before.study.shapes, odd)})
+    after = before.model_copy(update={"study": study, "study_digest": study.digest()})
+    answer = call("study", "compare", stored[0], after.save(here / "odd.json"))
+    assert "'[/red]' is in the second only" in answer.out
 
 
 def test_compare_of_a_result_with_itself_finds_nothing(call, stored):

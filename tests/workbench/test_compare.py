@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from onelaunch.errors import ResultMismatch
 from onelaunch.workbench.compare import classify, compare
 from onelaunch.workbench.criteria import evaluate
 from onelaunch.workbench.decision import decide
@@ -36,36 +37,173 @@ def test_a_change_is_claimed_only_beyond_the_noise(interval, change):
     assert classify(estimate(*interval), 1.02) == change
 
 
+def test_times_are_the_same_only_within_the_smaller_noise():
+    """Large noise between runs forbids to claim a change; it does not make a difference of 1.2x vanish."""
+    assert classify(estimate(1.19, 1.2, 1.21), 1.5, within=1.02) == "AMBIGUOUS"
+    assert classify(estimate(0.99, 1.0, 1.01), 1.5, within=1.02) == "SAME"
+
+
+def runs(*times, commit="abc1234", floor: float | None = 1.01, spread=0.0, **facts):
+    """Return one run per time of the variant ``one``, each with its own date, all of one commit."""
+    found = []
+    for index, time in enumerate(times):
+        result = measured(study(), ok_cell("one", time, spread=spread), floor=floor)
+        made = {"commit": commit, "date": f"2026-11-2{index}T12:00:00+00:00"} | facts
+        found.append(result.model_copy(update={"provenance": result.provenance.model_copy(update=made)}))
+    return found
+
+
+def changed(before, after):
+    (time,) = compare(before, after).times
+    return time
+
+
 @pytest.mark.parametrize(("before", "after", "change", "ratio"), [
     (10.0, 8.0, "FASTER", 0.8), (8.0, 10.0, "SLOWER", 1.25), (10.0, 10.05, "SAME", 1.005),
 ])  # fmt: skip
-def test_times_are_held_against_each_other(before, after, change, ratio):
-    found = compare(measured(study(), ok_cell("one", before)), measured(study(), ok_cell("one", after)))
+def test_times_of_repeated_runs_are_compared(before, after, change, ratio):
+    found = compare(runs(before, before), runs(after, after, commit="def5678"))
     (time,) = found.times
-    assert (time.change, time.before, time.after, time.variant, time.regime) == (change, before, after, "one", "cold")
+    assert (time.change, time.variant, time.regime, time.runs) == (change, "one", "cold", (2, 2))
+    assert (time.before, time.after) == (pytest.approx(before), pytest.approx(after))
     assert time.ratio.median == pytest.approx(ratio)
     assert found.count(change) == 1
+    assert found.runs == (2, 2)
+
+
+def test_one_run_on_each_side_claims_no_change():
+    """How noisy runs are between each other is unknown then, whatever the A/A noise within them."""
+    for before, after in ((10.0, 8.0), (8.0, 10.0), (10.0, 28.7)):
+        time = changed(runs(before)[0], runs(after, commit="def5678")[0])
+        assert (time.change, time.between, time.runs) == ("UNREPEATED", None, (1, 1))
+    assert changed(runs(10.0)[0], runs(10.05, commit="def5678")[0]).change == "SAME"
+
+
+def test_repeats_whose_times_scatter_carry_no_smaller_change():
+    """Runs of one code took 7 and 13 us: 10 against 18.5 us, as was seen, is no change."""
+    time = changed(runs(7.0, 13.0), runs(18.0, 19.0, commit="def5678"))
+    assert time.change == "AMBIGUOUS"
+    assert time.noise == time.between > 2
+    steady = changed(runs(10.0, 10.1), runs(18.0, 18.5, commit="def5678"))
+    assert steady.change == "SLOWER"
+    assert 1.01 < steady.between < 1.15
+
+
+def test_repeats_of_one_side_speak_for_the_other_but_carry_less():
+    one_sided = changed(runs(10.0, 10.1, 9.9), runs(15.0, commit="def5678")[0])
+    both = changed(runs(10.0, 10.1, 9.9), runs(15.0, 15.1, 14.9, commit="def5678"))
+    assert (one_sided.change, both.change) == ("SLOWER", "SLOWER")
+    assert one_sided.between > both.between
+
+
+def test_runs_of_the_same_code_are_noise_between_runs():
+    """Two runs of one commit: 1.85x is how far runs differ, and no change."""
+    found = compare(runs(10.0)[0], runs(10.0, 18.5)[1])
+    (time,) = found.times
+    assert found.same_code
+    assert time.change == "AMBIGUOUS"
+    assert time.noise == pytest.approx(1.85)
+    assert not compare(runs(10.0)[0], runs(10.0, commit="def5678")[0]).same_code
+
+
+@pytest.mark.parametrize("commit", ["", "abc1234-dirty"])
+def test_a_commit_that_does_not_name_the_code_shows_no_same_code(commit):
+    found = compare(runs(10.0, commit=commit)[0], runs(10.0, 18.5, commit=commit)[1])
+    assert not found.same_code
+    assert found.times[0].change == "UNREPEATED"
+
+
+def test_two_devices_need_repeats_on_both_sides():
+    first = runs(10.0, 10.1, 9.9)
+    other = runs(15.0, 15.1, device="Another GPU")
+    assert changed(first, other[0]).change == "UNREPEATED"
+    found = compare(first, other)
+    assert found.times[0].change == "SLOWER"
+    assert not found.same_device
+    assert compare(first, first).same_device
 
 
 def test_the_interval_holds_what_both_runs_leave_open():
-    wide = compare(measured(study(), ok_cell("one", 10.0, spread=0.2)), measured(study(), ok_cell("one", 9.0, spread=0.2))).times[
-        0
-    ]
+    wide = changed(runs(10.0, 10.0, spread=0.2), runs(9.0, 9.0, spread=0.2, commit="def5678"))
     assert wide.change == "AMBIGUOUS"
     assert wide.ratio.low < 0.8 < 1.2 < wide.ratio.high
 
 
 def test_the_noisier_run_decides_what_may_be_claimed():
-    quiet, noisy = measured(study(), ok_cell("one", 10.0)), measured(study(), ok_cell("one", 8.0), floor=1.5)
-    assert compare(quiet, noisy).times[0].change != "FASTER"
-    assert compare(quiet, noisy).times[0].noise == 1.5
-    assert compare(noisy, quiet).times[0].noise == 1.5
+    quiet, noisy = runs(10.0, 10.0), runs(8.0, 8.0, floor=1.5, commit="def5678")
+    for time in (changed(quiet, noisy), changed(noisy, quiet)):
+        assert time.noise == 1.5
+        assert time.change == "SAME"  # 1.25x, within the noise
 
 
 def test_without_an_a_a_run_nothing_is_claimed():
-    found = compare(measured(study(), ok_cell("one", 10.0), floor=None), measured(study(), ok_cell("one", 1.0)))
-    assert found.times[0].change == "AMBIGUOUS"
-    assert math.isinf(found.times[0].noise)
+    time = changed(runs(10.0, 10.0, floor=None), runs(1.0, 1.0, commit="def5678"))
+    assert time.change == "AMBIGUOUS"
+    assert math.isinf(time.noise)
+
+
+def test_a_run_that_lacks_a_time_is_left_out_of_it():
+    first = runs(10.0, 10.1)
+    failed = first[1].model_copy(update={"cells": (bad_cell("one", "error", "it fell"),)})
+    assert changed([first[0], failed], runs(15.0, 15.1, commit="def5678")).runs == (1, 2)
+    assert compare([failed, first[0]], runs(15.0, commit="def5678")).times == ()
+
+
+@pytest.mark.parametrize("facts", [{"commit": "def5678"}, {"versions": {"torch": "2.13.0"}}, {"device": "Another GPU"}])
+def test_runs_of_other_code_are_no_repeats(facts):
+    (other,) = runs(10.0, **facts)
+    with pytest.raises(ResultMismatch, match="not a repeated run") as refused:
+        compare([runs(10.0)[0], other], runs(12.0)[0])
+    assert str(next(iter(facts.values()))).strip("{}")[-4:].strip("'") in str(refused.value)
+    (wider,) = runs(10.0)
+    wider = wider.model_copy(update={"study_digest": "0" * 64})
+    with pytest.raises(ResultMismatch, match="declaration"):
+        compare([runs(10.0)[0], wider], runs(12.0)[0])
+
+
+def test_one_run_given_twice_is_no_repeat():
+    (one,) = runs(10.0)
+    with pytest.raises(ResultMismatch, match="the same run"):
+        compare([one, one], runs(12.0)[0])
+    with pytest.raises(ResultMismatch, match="no result"):
+        compare([], one)
+
+
+BIG = MEGA.model_copy(update={"sizes": {"N": 2000, "V": 1000}})
+
+
+@pytest.mark.parametrize(("shape", "reason"), [
+    (BIG, "sizes differ: N=1000 and N=2000"),
+    (MEGA.model_copy(update={"dtype": "bfloat16"}), "dtypes differ: float16 and bfloat16"),
+    (MEGA.model_copy(update={"options": {"masked": True}}), "options differ: no masked and masked=True"),
+])  # fmt: skip
+def test_one_name_for_two_cases_is_not_compared(shape, reason):
+    """What differs is the question, so a longer time is no slowdown."""
+    first = measured(study(), ok_cell("one", 10.0, peak=1000), ok_cell("one", 1.0, of=TINY))
+    second = measured(study(shapes=(shape, TINY)), ok_cell("one", 28.9, of=shape, peak=3000), ok_cell("one", 1.0, of=TINY))
+    found = compare(first, second)
+    assert [(each.shape, each.reason) for each in found.incomparable] == [("mega", reason)]
+    assert [time.shape for time in found.times] == ["tiny"]
+    assert (found.memory, found.only_first, found.only_second) == ((), (), ())
+
+
+def test_shapes_of_two_operations_are_not_compared():
+    first = measured(study(), ok_cell("one", 10.0))
+    second = first.model_copy(update={"study": first.study.model_copy(update={"operation": "other"})})
+    (each,) = [each for each in compare(first, second).incomparable if each.shape == "mega"]
+    assert "ladder" in each.reason
+    assert compare(first, second).times == ()
+
+
+@pytest.mark.parametrize("which", ["low", "median", "high"])
+@pytest.mark.parametrize("time", [0.0, math.nan, math.inf, -1.0])
+def test_times_that_are_none_are_not_compared(time, which):
+    (result,) = runs(10.0)
+    (cell,) = result.cells
+    (timing,) = cell.timings
+    broken = timing.model_copy(update={"microseconds": timing.microseconds.model_copy(update={which: time})})
+    bad = result.model_copy(update={"cells": (cell.model_copy(update={"timings": (broken,)}),)})
+    assert compare(bad, result).times == ()
 
 
 def test_the_same_result_has_not_changed():

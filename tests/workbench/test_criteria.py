@@ -34,7 +34,9 @@ def ratio(at_most: float, **more: Any) -> Criterion:
         (11.5, 0.0, "inconclusive"),  # 1.304x: beyond the bound, but by less than the noise
         (11.5, 0.1, "inconclusive"),
         (11.8, 0.0, "missed"),  # 1.27x
-        (13.0, 0.15, "missed"),  # wide, but its median lies on the other side by more than the noise
+        (13.0, 0.15, "inconclusive"),  # 1.18x in the median, but the interval reaches to 1.36x
+        (13.0, 0.05, "missed"),  # 1.1x to 1.21x
+        (11.6, 0.0, "inconclusive"),  # 1.293x: on the wrong side, but by less than the noise
         (11.56, 0.1, "inconclusive"),  # 1.2976x, both sides of the bound
     ],
 )
@@ -43,7 +45,7 @@ def test_a_speedup_is_met_missed_or_inconclusive(time, spread, status):
     assert found.status == status, found.evidence
 
 
-@pytest.mark.parametrize(("time", "status"), [(5.0, "met"), (5.99, "inconclusive"), (6.1, "missed")])
+@pytest.mark.parametrize(("time", "status"), [(5.0, "met"), (5.99, "inconclusive"), (6.1, "inconclusive"), (6.2, "missed")])
 def test_a_time_ratio_is_judged_from_above(time, status):
     found = outcome(ratio(3.0), ok_cell("product", 2.0), ok_cell("one", time), floor=1.02)
     assert found.status == status, found.evidence
@@ -73,6 +75,25 @@ def test_noise_alone_forbids_a_claim():
     noisy = outcome(faster(), *cells, floor=1.61 / 0.97)
     assert noisy.status == "inconclusive"
     assert "1.66" in noisy.evidence
+
+
+@pytest.mark.parametrize(("spread", "reason"), [(0.0, "noise"), (0.3, "interval")])
+def test_a_miss_within_the_noise_is_inconclusive_and_says_why(spread, reason):
+    """A study on a busy machine: medians on the wrong side of the bound, under an A/A noise of 27.7."""
+    found = outcome(faster(1.01), ok_cell("three", 5.0), ok_cell("one", 5.2, spread=spread), floor=27.7)
+    assert found.status == "inconclusive", found.evidence
+    assert reason in found.evidence.split("was asked: ")[1]
+    slow = outcome(faster(1.01), ok_cell("three", 5.0), ok_cell("one", 25.0), floor=27.7)
+    assert slow.status == "inconclusive", slow.evidence
+    assert outcome(faster(1.01), ok_cell("three", 5.0), ok_cell("one", 25.0), floor=1.5).status == "missed"
+
+
+def test_nothing_is_infeasible_by_a_baseline_whose_time_is_noise():
+    cells = ok_cell("three", 6.0), ok_cell("one", 5.0)
+    assert outcome(faster(2.0), *cells, floor=1.2).status == "infeasible"
+    assert outcome(faster(2.0), *cells, floor=1.4).status == "missed"  # 6 us could be 8.4, and 4 is the bound
+    assert outcome(faster(2.0), *cells, floor=1.8).status == "inconclusive"
+    assert outcome(faster(2.0), *cells, floor=None).status == "inconclusive"
 
 
 def test_no_noise_floor_or_too_few_rounds_decide_nothing():
@@ -297,6 +318,7 @@ def mean(times, bound=1.5, over=15.0, floor=1.01, **more):
         ((5, 15, 7.5, 10, 10), 1.2, "inconclusive"),  # beyond it by less than the noise
         ((5, 15, 7.5, 10, 10), None, "inconclusive"),
         ((15, 15, 7.5, 10, 10), 1.01, "missed"),
+        ((15, 15, 7.5, 10, 10), 1.2, "inconclusive"),  # 1.35: on the wrong side by less than the noise
         ((5, 15, 7.5, 10, None), 1.01, "not_measured"),
     ],
 )
@@ -338,6 +360,10 @@ def test_a_mean_beyond_all_floors_is_infeasible():
     assert found.status == "infeasible"
     assert "at most 1.25x the speed is possible, as the floors are" in found.evidence
     assert mean((4.5,) * 5, over=5.0, bound=1.2).status == "missed"
+
+
+def test_a_mean_whose_baseline_is_noise_is_not_infeasible():
+    assert mean((4.5,) * 5, over=5.0, floor=1.4).status == "inconclusive"
 
 
 def test_a_mean_of_exact_numbers_needs_no_noise():

@@ -73,6 +73,7 @@ def test_a_time_is_held_against_its_floor():
     assert f"20 rounds, cold: 10 us against {floor:.3g} us, A/A noise 1.01)" in met.evidence
     assert outcome(over_floor(10.05 / floor), cell).status == "inconclusive"  # by less than the noise
     assert outcome(over_floor(9 / floor), cell).status == "missed"
+    assert outcome(over_floor(9 / floor), cell, floor=1.2).status == "inconclusive"
     assert outcome(over_floor(11 / floor), cell, floor=None).status == "inconclusive"
 
 
@@ -83,6 +84,8 @@ def test_a_time_is_held_against_microseconds():
     assert met.evidence == "one takes 10 us at mega (10 to 10 in 20 rounds, cold, A/A noise 1.01), at most 11 was asked."
     assert outcome(asked, ok_cell("one", 10.95)).status == "inconclusive"
     assert outcome(asked, ok_cell("one", 12.0)).status == "missed"
+    assert outcome(asked, ok_cell("one", 12.0), floor=1.2).status == "inconclusive"
+    assert outcome(asked, ok_cell("one", 12.0, spread=0.1)).status == "inconclusive"  # 10.8 to 13.2
     assert outcome(asked, ok_cell("one", 10.0).model_copy(update={"plan": None})).status == "met", "no floor is needed"
 
 

@@ -89,6 +89,26 @@ def test_debug_names_the_bottleneck_when_missed_with_headroom():
     )
 
 
+def test_a_miss_within_the_noise_is_no_reason_to_debug():
+    """Seen on a busy machine: 0.214x under an A/A noise of 27.7 was called missed, and the decision was to debug."""
+    noisy = decided(study(FASTER), ok_cell("three", 21.4), ok_cell("one", 100.0, spread=0.7), floor=27.7)
+    assert noisy.kind == "measure_more"
+    assert "inconclusive" in all_of(noisy)
+    assert decided(study(FASTER), ok_cell("three", 21.4), ok_cell("one", 100.0)).kind == "debug"
+
+
+def test_no_study_is_abandoned_on_noise():
+    cells = ok_cell("three", 5.0), ok_cell("one", 4.5)
+    assert decided(study(FASTER), *cells, floor=1.2).kind == "measure_more"
+
+
+def test_a_stored_time_of_zero_explains_no_saving():
+    (cell, other) = ok_cell("one", 5.0), ok_cell("three", 10.0)
+    none = cell.timings[0].microseconds.model_copy(update={"median": 0.0})
+    broken = cell.model_copy(update={"timings": (cell.timings[0].model_copy(update={"microseconds": none}),)})
+    assert explain_savings(measured(study(), other, broken)) == ()
+
+
 def test_the_bottleneck_is_the_largest_need_when_it_fills_the_time():
     one = ok_cell("one", 5.0)
     assert bottleneck(measured(study(), one), one).startswith("most likely memory traffic")

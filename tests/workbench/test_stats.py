@@ -76,7 +76,33 @@ def test_a_ratio_without_shared_rounds_leaves_open_what_both_intervals_do():
 
 
 def test_the_mean_of_ratios_errs_as_if_all_erred_alike():
-    found = stats.mean_ratio([stats.estimate([1.9, 2.0, 2.1]), stats.estimate([7.6, 8.0, 8.4, 8.0])])
+    found = stats.mean_estimate([stats.estimate([1.9, 2.0, 2.1]), stats.estimate([7.6, 8.0, 8.4, 8.0])])
     assert found.median == pytest.approx(4.0)
     assert (found.low, found.high) == pytest.approx((0.95 * 4, 1.05 * 4), rel=0.01)
     assert found.samples == 3
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (2, 2), (3, 3), (5, 4), (6, 6)])
+def test_the_noise_between_runs_covers_runs_of_the_same_code_95_times_in_100(counts):
+    """Drawn medians of runs that scatter by 3 %: how often their means differ by more than the noise says."""
+    generator = np.random.default_rng(2)
+    beyond, tries = 0, 4000
+    for _ in range(tries):
+        sides = [np.exp(generator.normal(2.0, 0.03, count)) for count in counts]
+        noise = stats.noise_between_runs(*(side.tolist() for side in sides))
+        assert noise is not None
+        gain = stats.geometric_mean(sides[0].tolist()) / stats.geometric_mean(sides[1].tolist())
+        beyond += max(gain, 1 / gain) > noise
+    assert 0.035 <= beyond / tries <= 0.065
+
+
+def test_the_noise_between_runs_is_that_of_a_two_sample_t_interval():
+    """Logarithms 0 and 0.02 against 1 and 1.02: a pooled standard deviation of 0.0141, two degrees of freedom."""
+    found = stats.noise_between_runs(np.exp([0.0, 0.02]).tolist(), np.exp([1.0, 1.02]).tolist())
+    assert found == pytest.approx(np.exp(4.303 * 0.0002**0.5))
+
+
+def test_without_repeats_the_noise_between_runs_is_unknown():
+    assert stats.noise_between_runs([1.0], [2.0]) is None
+    assert stats.noise_between_runs([1.0, 1.0], [2.0]) == 1.0
+    assert stats.noise_between_runs([1e-300, 1e300], [2.0]) == float("inf")

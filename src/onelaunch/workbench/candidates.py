@@ -1,4 +1,4 @@
-"""Which measured cells a criterion is asked of, and which these are held against: a named one, or the fastest with some tags."""
+"""Choose the measurements that a criterion compares: those of a named variant, or of the fastest variant with some tags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onelaunch.errors import listing
-from onelaunch.workbench.result import Cell, Noise, Result, Timing
+from onelaunch.workbench.result import Cell, Result, Timing
 from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape
 
 STATUS_WORDS = {
@@ -22,17 +22,17 @@ STATUS_WORDS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """The cell that a selector stands for at one shape."""
+    """Measurement that a selector stands for at one shape."""
 
     cell: Cell | None
     among: int = 1
-    """From how many measured cells it was chosen as the fastest."""
+    """Number of measurements from which it was chosen as the fastest."""
     reason: str = ""
-    """Why there is none."""
+    """The reason if there is no measurement."""
 
 
 def candidate(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Candidate:
-    """The named variant's (or control's) cell, or the fastest correct one of those that a tag filter selects, ``but`` one."""
+    """Return the named variant's (or control's) cell, or the fastest correct one that a tag filter selects, except ``but``."""
     names = [name for name in result.study.select(selector) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
@@ -44,9 +44,10 @@ def candidate(result: Result, criterion: Criterion, selector: Selector, shape: s
 
 
 def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candidate]:
-    """What the criterion is asked of, and what that is held against, if it is.
+    """Return the candidate for ``of`` and, if the measure compares two, the candidate for ``over``.
 
-    The fastest is held against the fastest of the others: of its own time, noise would allow to claim anything or nothing.
+    If both selectors stand for the same fastest variant, it is compared with the fastest of the others. Against itself, noise
+    alone would decide.
     """
     asked = zip((criterion, asked_of_over(criterion)), result.study.sides(criterion, shape), strict=False)
     sides = [candidate(result, asking, selector, where.name) for asking, (selector, where) in asked]
@@ -59,18 +60,12 @@ def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candida
 
 
 def asked_of_over(criterion: Criterion) -> Criterion:
-    """The same as it is asked of ``over``, in its own regime."""
+    """Return the criterion with the regime in which ``over`` is timed."""
     return criterion if criterion.over_regime is None else criterion.model_copy(update={"regime": criterion.over_regime})
 
 
-def noise_at(result: Result, criterion: Criterion, shape: str) -> Noise | None:
-    """The A/A run that a criterion's times at a shape are held against."""
-    wanted = (shape, criterion.direction, criterion.regime)
-    return next((noise for noise in result.noise if (noise.shape, noise.direction, noise.regime) == wanted), None)
-
-
 def timing_of(cell: Cell, criterion: Criterion) -> Timing:
-    """In the criterion's regime; :class:`LookupError` where there is none, which no chosen cell lacks."""
+    """Return a cell's timing in the criterion's regime. A chosen cell always has one; :class:`LookupError` for any other."""
     timing = cell.timing(criterion.regime)
     if timing is None:
         raise LookupError(f"{cell.variant} has no {criterion.regime} time")
@@ -83,7 +78,7 @@ def _median(cell: Cell, criterion: Criterion) -> float:
 
 
 def why_none(names: Sequence[str], cells: Sequence[Cell], shape: str, criterion: Criterion) -> str:
-    """What became of variants of which a criterion has no cell to look at."""
+    """Explain why none of a criterion's variants has a usable measurement."""
     if not cells:
         return f"{listing(names)} did not run at {shape}"
     if len(cells) > 1 and {cell.status for cell in cells} - {"unsupported", "not_installed"} == {"interrupted"}:

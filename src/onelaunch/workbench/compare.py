@@ -1,31 +1,51 @@
-"""Two results of one study held against each other: what changed beyond the noise of both.
+"""Compare two results: which times changed beyond the noise within runs and between them, and what else differs.
 
-Rounds of different runs cannot be paired, so a ratio's interval is made of both runs' intervals: from one's low over the other's
-high to the reverse. A difference is claimed only when that whole interval lies beyond both runs' A/A noise floors.
+Rounds of different runs cannot be paired, so the interval of a ratio covers everything that both runs' intervals allow: from
+one's low over the other's high to the reverse. Two kinds of noise limit what may be claimed of it:
+
+- Noise within a run, from the A/A runs: the largest noise floor of the results that are compared.
+- Noise between runs of the same code (other clocks, other addresses, another process), which is often larger and which no single
+  run can show. It is estimated from repeated runs by :func:`onelaunch.workbench.stats.noise_between_runs`. Where both sides are
+  of the same code, all their runs are repeats, and the noise is the largest median over the smallest.
+
+A time is *faster* or *slower* only if the whole interval lies beyond both. With one run on each side the noise between runs is
+unknown: a difference beyond the noise within a run is then listed as *unrepeated*, and no change is claimed. Between two devices
+a claim needs repeats on both sides, because each has a noise of its own. It then says which device is faster, not what the code
+changed.
+
+Shapes of one name whose sizes, dtype or options differ are not compared.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from onelaunch.errors import ResultMismatch, listing
 from onelaunch.operation import Direction
+from onelaunch.workbench import stats
 from onelaunch.workbench.result import Cell, CriterionStatus, DecisionKind, Estimate, Regime, Result
-from onelaunch.workbench.stats import unpaired_ratio
+from onelaunch.workbench.study import Shape, Study
 
-Change = Literal["SAME", "FASTER", "SLOWER", "AMBIGUOUS"]
-"""Of the second result against the first. AMBIGUOUS: the interval is too wide for any of the others."""
+Change = Literal["SAME", "FASTER", "SLOWER", "UNREPEATED", "AMBIGUOUS"]
+"""Change of a time from the first side to the second.
+
+UNREPEATED: it differs by more than the noise within a run, and the noise between runs is unknown. AMBIGUOUS: the interval is too
+wide for any of the others, or the difference is within the noise between runs.
+"""
 
 LEAST_MEMORY = 1.01
-"""Peak memory is counted, not timed: it has no noise but the rounding of the allocator."""
+"""Smallest factor of peak memory that is listed. Memory is counted, so the allocator's rounding is its only noise."""
 
 LEAST_NOISE = 1.01
-"""Where a result has no A/A run of a shape, differences below this are noise all the same, and nothing is claimed as changed."""
+"""Smallest noise floor of a comparison, even if A/A runs agree better."""
 
 
 @dataclass(frozen=True)
 class TimeChange:
-    """One variant's time in one regime, in both results."""
+    """Times of one variant in one regime on both sides."""
 
     shape: str
     direction: Direction
@@ -33,17 +53,21 @@ class TimeChange:
     regime: Regime
     change: Change
     ratio: Estimate
-    """Time in the second result over time in the first, with the interval that both leave; ``samples`` of the smaller."""
+    """Time on the second side over time on the first, with the interval that both leave; ``samples`` of the smaller."""
     noise: float
-    """The larger of both noise floors; infinite where one of them has no A/A run there."""
+    """The largest factor that noise explains, within runs and between them; infinite where a result has no A/A run."""
     before: float
-    """Microseconds in the first result."""
+    """Microseconds on the first side: the median, or the geometric mean of several runs' medians."""
     after: float
+    runs: tuple[int, int] = (1, 1)
+    """Number of runs with this time on each side."""
+    between: float | None = None
+    """The largest factor that noise between runs explains, or ``None`` where it is unknown."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """One variant's peak memory in both results, where it differs by more than the allocator's rounding."""
+    """Peak memory of one variant in both results, where it differs by more than the allocator's rounding."""
 
     shape: str
     direction: Direction
@@ -55,7 +79,7 @@ class MemoryChange:
 
 @dataclass(frozen=True)
 class StatusChange:
-    """A cell whose status is another one now."""
+    """A measurement whose status differs between the results."""
 
     shape: str
     direction: Direction
@@ -63,12 +87,12 @@ class StatusChange:
     before: str
     after: str
     reason: str
-    """Why it is not ``ok``, in the result where it is not."""
+    """The reason that the result gives whose status is not ``ok``."""
 
 
 @dataclass(frozen=True)
 class OutcomeChange:
-    """A criterion whose status is another one now; ``None`` where a result does not have it."""
+    """A criterion whose status differs; ``None`` where a result does not declare it."""
 
     criterion: str
     before: CriterionStatus | None
@@ -76,52 +100,123 @@ class OutcomeChange:
 
 
 @dataclass(frozen=True)
+class Incomparable:
+    """A shape name under which the two studies declare different cases."""
+
+    shape: str
+    reason: str
+    """The difference, such as ``sizes differ: T=64 and T=128``."""
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """What changed from the first result to the second."""
+    """Everything that differs between two sides. All but times is read from the first result of each side."""
 
     times: tuple[TimeChange, ...]
     memory: tuple[MemoryChange, ...]
     statuses: tuple[StatusChange, ...]
     outcomes: tuple[OutcomeChange, ...]
     decision: tuple[DecisionKind | None, DecisionKind | None] | None
-    """Both decisions where they differ, else ``None``."""
+    """The first and the second decision if they differ, else ``None``."""
     provenance: dict[str, tuple[str, str]]
-    """Device, driver, versions, commit... where they differ; the date and the command aside."""
+    """Device, driver, versions, commit and other facts that differ; the date and the command are left out."""
     only_first: tuple[str, ...]
-    """Cells of the first result alone, as ``variant at shape, direction``."""
+    """Measurements of the first result alone, as ``variant at shape, direction``."""
     only_second: tuple[str, ...]
     declarations: tuple[str, ...]
-    """What the two declarations disagree on, in sentences; empty when both results are of one and the same declaration."""
+    """Differences between the two declarations, in sentences; empty when both results are of the same declaration."""
+    incomparable: tuple[Incomparable, ...] = ()
+    """Shapes that are left out because one name stands for two cases."""
+    runs: tuple[int, int] = (1, 1)
+    """Number of results on each side."""
+    same_code: bool = False
+    """True if both sides are runs of the same code, so that their differences are noise between runs."""
+    same_device: bool = True
+    """True if both sides ran on devices of the same name."""
 
     def count(self, change: Change) -> int:
-        """How many times changed that way."""
+        """Return the number of times that changed in this way."""
         return sum(time.change == change for time in self.times)
 
 
-def compare(a: Result, b: Result) -> Comparison:
-    """What changed from ``a`` to ``b``. Results of different studies or devices may be compared; the differences are named."""
-    first, second = _by_place(a), _by_place(b)
-    shared = [place for place in first if place in second]
+def compare(a: Result | Sequence[Result], b: Result | Sequence[Result]) -> Comparison:
+    """Compare two sides, each one result or several repeated runs of the same code.
+
+    Results of different studies or devices may be compared; the differences are named.
+
+    Args:
+        a: The first side: a result, or repeated runs of the same declaration, device, driver, versions and commit.
+        b: The second side, likewise. Two or more runs on a side show the noise between runs, without which no change of a time is
+            claimed; alternate the runs of both sides, so that a machine that warms up or gets busy hits both.
+
+    Returns:
+        The comparison. Times are those of all runs; statuses, memory, criteria and decisions those of the first run of each side.
+
+    Raises:
+        ResultMismatch: Runs of one side are not of the same code, or one run is given twice on a side.
+    """
+    firsts, seconds = _side(a, "first"), _side(b, "second")
+    one, other = firsts[0], seconds[0]
+    incomparable = _incomparable(one.study, other.study)
+    first, second = _by_place(one), _by_place(other)
+    apart = {each.shape for each in incomparable}
+    shared = [place for place in first if place in second and place[0] not in apart]
+    times = _Times(firsts, seconds)
     return Comparison(
-        times=tuple(change for place in shared for change in _times(a, b, first[place], second[place])),
+        times=tuple(change for place in shared for change in times.at(place)),
         memory=tuple(change for place in shared if (change := _memory(first[place], second[place])) is not None),
         statuses=tuple(_status(first[place], second[place]) for place in shared if first[place].status != second[place].status),
-        outcomes=_outcomes(a, b),
-        decision=_decision(a, b),
-        provenance=_provenance(a, b),
+        outcomes=_outcomes(one, other),
+        decision=_decision(one, other),
+        provenance=_provenance(one, other),
         only_first=tuple(_name(cell) for place, cell in first.items() if place not in second),
         only_second=tuple(_name(cell) for place, cell in second.items() if place not in first),
-        declarations=tuple(_declarations(a, b)),
+        declarations=tuple(_declarations(one, other)),
+        incomparable=incomparable,
+        runs=(len(firsts), len(seconds)),
+        same_code=times.same_code,
+        same_device=times.same_device,
     )
 
 
-def classify(ratio: Estimate, noise: float) -> Change:
-    """A ratio (second over first) against the noise floor: never forced where the interval does not decide."""
+def require_repeat(run: Result, of: Result, names: tuple[str, str]) -> None:
+    """Check that a result is another run of the code that made a first one.
+
+    Args:
+        run: The result that may serve as a repeat.
+        of: The result that it would repeat.
+        names: What messages call the two, such as their files.
+
+    Raises:
+        ResultMismatch: The declaration, device, driver, versions or commit differ, or both are the same run.
+    """
+    if differing := _code_differences(run, of):
+        facts = "; ".join(f"{name}: {mine or 'none'} against {theirs or 'none'}" for name, (mine, theirs) in differing.items())
+        raise ResultMismatch(
+            f"{names[0]} is not a repeated run of {names[1]}: they differ in {facts}. A repeat has the same declaration, device, "
+            "driver, versions and commit; leave this result out, or compare it as the other side."
+        )
+    if run.provenance.date == of.provenance.date and run.cells == of.cells:
+        raise ResultMismatch(
+            f"{names[0]} is the same run as {names[1]}, which says nothing about noise between runs. Run the study again, into "
+            "another file, and give that."
+        )
+
+
+def classify(ratio: Estimate, noise: float, within: float | None = None) -> Change:
+    """Classify a ratio (second side over first); an interval that does not decide is AMBIGUOUS.
+
+    Args:
+        ratio: The ratio of times with its interval.
+        noise: The factor beyond which a change is claimed.
+        within: The factor within which two times are the same; ``noise`` if not given.
+    """
+    within = noise if within is None else within
     if ratio.high < 1 / noise:
         return "FASTER"
     if ratio.low > noise:
         return "SLOWER"
-    if 1 / noise <= ratio.low and ratio.high <= noise:
+    if 1 / within <= ratio.low and ratio.high <= within:
         return "SAME"
     return "AMBIGUOUS"
 
@@ -129,36 +224,149 @@ def classify(ratio: Estimate, noise: float) -> Change:
 Place = tuple[str, Direction, str]
 
 
+class _Times:
+    """Times of two sides at each place, with the noise that their runs share."""
+
+    def __init__(self, firsts: Sequence[Result], seconds: Sequence[Result]) -> None:
+        self.sides = (firsts, seconds)
+        one, other = firsts[0], seconds[0]
+        self.same_device = one.provenance.device == other.provenance.device
+        commit = one.provenance.commit
+        known = bool(commit) and not commit.endswith("-dirty")  # two changed checkouts of one commit may hold different code
+        self.same_code = known and not _code_differences(one, other)
+
+    def at(self, place: Place) -> list[TimeChange]:
+        """Compare the times of one variant at one shape and direction, regime by regime."""
+        shape, direction, variant = place
+        found = [_ok_cells(runs, place) for runs in self.sides]
+        if not all(cells and cells[0][0] is runs[0] for cells, runs in zip(found, self.sides, strict=True)):
+            return []  # a side's first result lacks the time
+        changes = []
+        for regime in (timing.regime for timing in found[0][0][1].timings):
+            timed = [_timed(cells, regime) for cells in found]
+            if not all(timed):
+                continue
+            before, after = (stats.mean_estimate([time for _, time in side]) for side in timed)
+            ratio = stats.unpaired_ratio(after, before)
+            within = _noise_within((run for side in timed for run, _ in side), shape, direction, regime)
+            between = self._between(*([time.median for _, time in side] for side in timed))
+            noise = max(within, between or 1.0)
+            changes.append(
+                TimeChange(
+                    shape=shape,
+                    direction=direction,
+                    variant=variant,
+                    regime=regime,
+                    change=self._change(ratio, within, between),
+                    ratio=ratio,
+                    noise=noise,
+                    before=before.median,
+                    after=after.median,
+                    runs=(len(timed[0]), len(timed[1])),
+                    between=between,
+                )
+            )
+        return changes
+
+    def _between(self, before: Sequence[float], after: Sequence[float]) -> float | None:
+        """Return the noise between runs, from the medians of the runs of each side."""
+        if self.same_code:
+            return max(*before, *after) / min(*before, *after)
+        if not self.same_device and min(len(before), len(after)) < 2:
+            return None
+        return stats.noise_between_runs(before, after)
+
+    def _change(self, ratio: Estimate, within: float, between: float | None) -> Change:
+        if math.isinf(within):
+            return "AMBIGUOUS"
+        change = classify(ratio, max(within, between or 1.0), within)
+        if change not in ("FASTER", "SLOWER"):
+            return change
+        if self.same_code:
+            return "AMBIGUOUS"  # the difference is itself the noise between runs, but for rounding
+        return "UNREPEATED" if between is None else change
+
+
+def _ok_cells(runs: Sequence[Result], place: Place) -> list[tuple[Result, Cell]]:
+    shape, direction, variant = place
+    found = ((run, run.cell(shape, variant, direction)) for run in runs)
+    return [(run, cell) for run, cell in found if cell is not None and cell.status == "ok"]
+
+
+def _timed(cells: Iterable[tuple[Result, Cell]], regime: Regime) -> list[tuple[Result, Estimate]]:
+    found = ((run, cell.timing(regime)) for run, cell in cells)
+    times = [(run, timing.microseconds) for run, timing in found if timing is not None]
+    return [(run, time) for run, time in times if _is_time(time)]
+
+
+def _is_time(time: Estimate) -> bool:
+    """Return whether all numbers of a stored time are positive and finite, so that ratios of them exist."""
+    return all(0 < value < math.inf for value in (time.low, time.median, time.high))
+
+
+def _noise_within(runs: Iterable[Result], shape: str, direction: Direction, regime: Regime) -> float:
+    """Return the largest A/A noise floor of the runs, infinite if one of them has none."""
+    found = [run.noise_at(shape, direction, regime) for run in runs]
+    return max(LEAST_NOISE, *(noise.floor if noise is not None and noise.floor > 0 else math.inf for noise in found))
+
+
+def _side(results: Result | Sequence[Result], which: str) -> list[Result]:
+    """Return a side's results as a list, after checking that they are repeats of the first."""
+    runs = [results] if isinstance(results, Result) else list(results)
+    if not runs:
+        raise ResultMismatch(f"The {which} side has no result; give it one or more.")
+    for index, run in enumerate(runs):
+        for earlier, other in enumerate(runs[:index]):
+            require_repeat(run, other, (f"Result {index + 1} of the {which} side", f"its result {earlier + 1}"))
+    return runs
+
+
+def _code_differences(one: Result, other: Result) -> dict[str, tuple[str, str]]:
+    """Return the facts that keep two results from being runs of the same code on the same kind of device."""
+    facts = {
+        name: (str(getattr(one.provenance, name)), str(getattr(other.provenance, name)))
+        for name in ("device", "architecture", "driver", "commit")
+    }
+    facts["declaration"] = (one.study_digest[:12], other.study_digest[:12])
+    facts |= _versions(one, other)
+    return {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
+
+
+def _versions(one: Result, other: Result) -> dict[str, tuple[str, str]]:
+    mine, theirs = one.provenance.versions, other.provenance.versions
+    return {name: (mine.get(name, "none"), theirs.get(name, "none")) for name in dict.fromkeys((*mine, *theirs))}
+
+
+def _incomparable(one: Study, other: Study) -> tuple[Incomparable, ...]:
+    """Return the shapes that both studies name, but declare as different cases."""
+    theirs = {shape.name: shape for shape in other.shapes}
+    found = []
+    for shape in one.shapes:
+        if shape.name not in theirs:
+            continue
+        reasons = _case_differences(shape, theirs[shape.name])
+        if one.operation != other.operation:
+            reasons = [f"operations differ: {one.operation} and {other.operation}"]
+        if reasons:
+            found.append(Incomparable(shape.name, "; ".join(reasons)))
+    return tuple(found)
+
+
+def _case_differences(one: Shape, other: Shape) -> list[str]:
+    reasons = [f"dtypes differ: {one.dtype} and {other.dtype}"] if one.dtype != other.dtype else []
+    for what, mine, theirs in (("sizes", one.sizes, other.sizes), ("options", one.options, other.options)):
+        names = [name for name in dict.fromkeys((*mine, *theirs)) if mine.get(name) != theirs.get(name)]
+        if names:
+            reasons.append(f"{what} differ: {_values(mine, names)} and {_values(theirs, names)}")
+    return reasons
+
+
+def _values(given: dict[str, Any], names: Iterable[str]) -> str:
+    return listing(f"{name}={given[name]}" if name in given else f"no {name}" for name in names)
+
+
 def _by_place(result: Result) -> dict[Place, Cell]:
     return {(cell.shape, cell.direction, cell.variant): cell for cell in result.cells}
-
-
-def _times(a: Result, b: Result, before: Cell, after: Cell) -> list[TimeChange]:
-    if before.status != "ok" or after.status != "ok":
-        return []
-    changes = []
-    for earlier in before.timings:
-        later = after.timing(earlier.regime)
-        if later is None:
-            continue
-        ratio = unpaired_ratio(later.microseconds, earlier.microseconds)
-        floors = [_noise(result, before, earlier.regime) for result in (a, b)]
-        known = [floor for floor in floors if floor is not None]
-        noise = max(LEAST_NOISE, *known) if len(known) == len(floors) else float("inf")
-        changes.append(
-            TimeChange(
-                shape=before.shape,
-                direction=before.direction,
-                variant=before.variant,
-                regime=earlier.regime,
-                change=classify(ratio, noise) if known == floors else "AMBIGUOUS",
-                ratio=ratio,
-                noise=noise,
-                before=earlier.microseconds.median,
-                after=later.microseconds.median,
-            )
-        )
-    return changes
 
 
 def _memory(before: Cell, after: Cell) -> MemoryChange | None:
@@ -167,11 +375,6 @@ def _memory(before: Cell, after: Cell) -> MemoryChange | None:
     if 1 / LEAST_MEMORY <= after.peak_bytes / before.peak_bytes <= LEAST_MEMORY:
         return None
     return MemoryChange(before.shape, before.direction, before.variant, before.peak_bytes, after.peak_bytes)
-
-
-def _noise(result: Result, cell: Cell, regime: Regime) -> float | None:
-    place = (cell.shape, cell.direction, regime)
-    return next((noise.floor for noise in result.noise if (noise.shape, noise.direction, noise.regime) == place), None)
 
 
 def _status(before: Cell, after: Cell) -> StatusChange:
@@ -206,8 +409,7 @@ def _provenance(a: Result, b: Result) -> dict[str, tuple[str, str]]:
         name: (str(getattr(one, name)), str(getattr(other, name)))
         for name in ("device", "architecture", "driver", "commit", "scale", "rounds")
     }
-    for name in dict.fromkeys((*one.versions, *other.versions)):
-        facts[name] = (one.versions.get(name, "none"), other.versions.get(name, "none"))
+    facts |= _versions(a, b)
     return {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
 
 

@@ -1,14 +1,17 @@
-"""What became of each declared criterion: met, missed, inconclusive, not measured or infeasible, in one sentence with numbers.
+"""Judge each declared criterion: met, missed, inconclusive, not measured or infeasible, in one sentence with numbers.
 
-Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies beyond the bound and
-its median does so by more than the A/A noise of that shape; *missed* when the whole interval lies on the other side, or the
-median does by more than the noise; else *inconclusive*. It is *infeasible* when it would take a run below the floor, seen from
-the measured time it compares with. What is the fastest of all is held against the fastest of the others. Bytes count as measured
-only if the hardware counted them.
+Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies on the right side of
+the bound and its median does so by more than the A/A noise of that shape. It is *missed* when the whole interval lies on the
+wrong side and the median does so by more than the noise. Everything else is *inconclusive*, with the reason: the interval
+contains the bound, or the noise is larger than the distance to it. A criterion that is not met is *infeasible* when meeting it
+would take a run below the roofline bound by more than the noise, given the measured time of the other side.
 
-Times at two shapes share no rounds: their interval is what both leave open, their noise the larger of both. A geometric mean over
-shapes is judged in the same way, its interval and its noise taken as if all shapes erred in the same direction; it is measured
-only where every shape is. Memory, bytes and counts are exact numbers, held against the bound as they are.
+A variant that is itself the fastest is compared with the fastest of the others. Bytes count as measured only if the hardware
+counted them. Memory, bytes and counts are exact numbers and are compared with the bound directly.
+
+Times at two shapes share no rounds: the ratio's interval covers everything that both intervals allow, and the larger noise of the
+two applies. A geometric mean over shapes is judged in the same way, with an interval and a noise as if every shape erred in the
+same direction. It is measured only if every shape is.
 """
 
 from __future__ import annotations
@@ -19,48 +22,51 @@ from dataclasses import dataclass
 
 from onelaunch.errors import listing
 from onelaunch.workbench import stats
-from onelaunch.workbench.candidates import asked_of_over, compared, noise_at, timing_of, why_none
+from onelaunch.workbench.candidates import asked_of_over, compared, timing_of, why_none
 from onelaunch.workbench.plan import mebibytes, microseconds
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Outcome, Result
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
 
 FEWEST_ROUNDS = 3
-"""With fewer rounds there is no interval to believe."""
+"""Smallest number of rounds whose interval is believed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A criterion at one of its shapes."""
+    """Status of a criterion at one of its shapes, with the words for it."""
 
     shape: str
     status: CriterionStatus
     text: str
     """A clause with the numbers, for a criterion of one shape."""
     brief: str
-    """The same in a word or two, for a row of shapes."""
+    """The status in a word or two, for a row of shapes."""
     value: Estimate | None = None
     best_of: int = 1
     noise: float | None = None
-    """The smallest factor that may be claimed of a time, where an A/A run tells it."""
+    """The smallest factor that may be claimed of a time, or ``None`` without an A/A run."""
     gain: float | None = None
-    """What :func:`possible_gain` says of a time."""
+    """The value of :func:`possible_gain` for a time."""
 
 
 def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ...]:
-    """Every criterion of the study held against the result's cells and noise.
+    """Judge every criterion of the study by the result's measurements and noise.
 
     Args:
-        result: what was measured; its outcomes and decision are not looked at.
-        infeasible: criteria that arithmetic alone refutes, with the reason: ``StudyPlan.infeasible``.
+        result: The measurements. Outcomes and a decision that it already has are ignored.
+        infeasible: Criteria that arithmetic alone refutes, with the reason: ``StudyPlan.infeasible``.
+
+    Returns:
+        One outcome for each criterion, in declared order.
     """
     return tuple(_outcome(result, criterion, infeasible.get(criterion.name)) for criterion in result.study.criteria)
 
 
 def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | None:
-    """The most that time of ``over`` / time of ``of`` can be at a shape: the measured time of ``over`` over the floor of ``of``.
+    """Return the largest possible speed-up at a shape: the measured time of ``over`` / the roofline bound of ``of``.
 
-    Each for its share of the work where the criterion asks so. ``None`` where that is not known, and outside the cold regime, for
-    which floors are computed.
+    Both are divided by their share of the work if the criterion asks for that. ``None`` if either is unknown, and outside the
+    cold regime, because roofline bounds are computed for cold memory.
     """
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
@@ -92,7 +98,7 @@ def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outco
 
 
 def _combine(statuses: Sequence[CriterionStatus], needed: int) -> CriterionStatus:
-    """The criterion's status from those at its shapes, of which ``needed`` must be met."""
+    """Return a criterion's status from its statuses at each shape, of which ``needed`` must be met."""
     count = {status: statuses.count(status) for status in ("met", "missed", "inconclusive", "infeasible")}
     if count["met"] >= needed:
         return "met"
@@ -104,7 +110,7 @@ def _combine(statuses: Sequence[CriterionStatus], needed: int) -> CriterionStatu
 
 
 def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
-    """A criterion on the geometric mean over its shapes."""
+    """Judge a criterion on the geometric mean over its shapes."""
     if said_of_all := _said_of_all(findings):
         return Finding("", "not_measured", said_of_all, "")
     row = ", ".join(f"{one.shape} {one.value.median:.3g}" if one.value else f"{one.shape} {one.brief}" for one in findings)
@@ -112,14 +118,15 @@ def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
     if len(values) < len(findings):
         measured = f"{len(values)} of {len(findings)} shapes"
         return Finding("", "not_measured", f"{_asked(criterion)} measured at {measured}, which give no mean: {row}", "")
-    ratio = stats.mean_ratio(values)
+    ratio = stats.mean_estimate(values)
     noises = [one.noise for one in findings if one.noise is not None]
     noise = stats.geometric_mean(noises) if len(noises) == len(findings) else None
     details = ""
     if criterion.measure in TIMES:
         status, why = _judge(ratio, criterion, noise)
         gains = [one.gain for one in findings if one.gain is not None]
-        if status != "met" and len(gains) == len(findings) and _out_of_reach(criterion, gain := stats.geometric_mean(gains)):
+        gain = stats.geometric_mean(gains) if len(gains) == len(findings) else None
+        if status != "met" and gain is not None and _out_of_reach(criterion, gain, noise):
             status = "infeasible"
             most = f"at most {gain:.2f}x the speed" if criterion.measure == "speedup" else f"at least {1 / gain:.2f}x the time"
             why = f"{most} is possible, as the floors are"
@@ -138,7 +145,7 @@ def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
 
 
 def _said_of_all(findings: Sequence[Finding]) -> str:
-    """What keeps every shape from being measured, where it is the same for all; else nothing."""
+    """Return the reason why no shape was measured if all shapes share it, else an empty string."""
     same = all(finding.value is None for finding in findings) and len({finding.text for finding in findings}) == 1
     return findings[0].text if same else ""
 
@@ -220,7 +227,7 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
     noise = _noise(result, criterion, (of.shape, over.shape))
     status, why = _judge(ratio, criterion, noise)
     gain = possible_gain(result, criterion, of.shape)
-    if status != "met" and gain is not None and _out_of_reach(criterion, gain):
+    if status != "met" and gain is not None and _out_of_reach(criterion, gain, noise):
         status = "infeasible"
         floor = _floor(result, criterion, of.shape) or 0.0
         most = f"at most {gain:.2f}x the speed" if faster else f"at least {1 / gain:.2f}x the time"
@@ -244,7 +251,7 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
 
 
 def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
-    """A time of one variant, in microseconds or in floors."""
+    """Judge the time of one variant, in microseconds or as a multiple of its roofline bound."""
     floor, time = 1.0, timing_of(cell, criterion).microseconds
     took = f"{time.median:.4g} us"
     if criterion.measure == "time_over_floor":
@@ -270,13 +277,13 @@ def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Findi
 
 
 def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    """The estimate in another unit."""
+    """Return the estimate multiplied by a factor, such as one for another unit."""
     scaled = {side: factor * getattr(estimate, side) for side in ("median", "low", "high")}
     return estimate.model_copy(update=scaled)
 
 
 def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
-    """Of the two cells' times, as the measure has it: round by round where they share rounds, each for its share of the work."""
+    """Return the ratio of two times, round by round if they share rounds, each divided by its share of the work."""
     of_time, over_time = timing_of(of, criterion), timing_of(over, asked_of_over(criterion))
     share = _share(study, criterion, of.shape)
     a, b, scale = (over_time, of_time, 1 / share) if criterion.measure == "speedup" else (of_time, over_time, share)
@@ -286,21 +293,26 @@ def _ratio(study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate
 
 
 def _share(study: Study, criterion: Criterion, shape: str) -> float:
-    """How much more work the criterion's other shape is, in the sizes that it counts ``per``: 1 where it names none."""
+    """Return the work at ``over_at`` over the work at ``shape``, as the product of the sizes in ``per``; 1 without ``per``."""
     (_, own), (_, other) = study.sides(criterion, study.shape(shape))
     work = [math.prod(side.sizes[name] for name in criterion.per) for side in (own, other)]
     return work[1] / work[0] if work[0] else 1.0
 
 
 def _noise(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
-    """The larger noise of the shapes and regimes that times are taken at; ``None`` where one of them has no A/A run."""
-    found = [noise_at(result, asking, shape) for shape in shapes for asking in (criterion, asked_of_over(criterion))]
+    """Return the largest noise floor of the shapes and regimes that are timed, or ``None`` if one of them has no A/A run."""
+    regimes = (criterion.regime, asked_of_over(criterion).regime)
+    found = [result.noise_at(shape, criterion.direction, regime) for shape in shapes for regime in regimes]
     known = [noise.floor for noise in found if noise is not None]
     return max(known) if len(known) == len(found) else None
 
 
 def _judge(ratio: Estimate, criterion: Criterion, noise: float | None) -> tuple[CriterionStatus, str]:
-    """Met, missed or inconclusive, and in the last case why."""
+    """Judge a ratio of times against the bound: return the status, and the reason if it is inconclusive.
+
+    *Met* and *missed* ask for the same: the whole interval on one side of the bound, and the median beyond it by more than the
+    A/A noise.
+    """
     if ratio.samples < FEWEST_ROUNDS:
         return "inconclusive", f"{ratio.samples} round{'s' * (ratio.samples != 1)} give no interval"
     if noise is None:
@@ -308,23 +320,29 @@ def _judge(ratio: Estimate, criterion: Criterion, noise: float | None) -> tuple[
     bound, low, high, median = _turned(criterion, ratio)
     if low >= bound and median >= bound * noise:
         return "met", ""
-    if high < bound or median < bound / noise:
+    if high < bound and median < bound / noise:
         return "missed", ""
-    if low >= bound:
-        return "inconclusive", f"the A/A noise of {noise:.3g} is larger than the distance to the bound"
-    return "inconclusive", "the interval holds the bound"
+    if low < bound <= high:
+        return "inconclusive", "the interval contains the bound"
+    return "inconclusive", f"the A/A noise of {noise:.3g} is larger than the distance to the bound"
 
 
 def _turned(criterion: Criterion, ratio: Estimate) -> tuple[float, float, float, float]:
-    """Bound, low, high and median such that larger is better."""
+    """Return bound, low, high and median, inverted if the bound is an upper one, so that larger is better."""
     if criterion.at_least is not None:
         return criterion.at_least, ratio.low, ratio.high, ratio.median
     bound = criterion.at_most or 1.0
     return 1 / bound, 1 / ratio.high, 1 / ratio.low, 1 / ratio.median
 
 
-def _out_of_reach(criterion: Criterion, gain: float) -> bool:
-    """Whether the bound lies beyond the most that the floor allows."""
+def _out_of_reach(criterion: Criterion, gain: float, noise: float | None) -> bool:
+    """Return whether the bound lies beyond the largest possible gain by more than the A/A noise.
+
+    The gain is computed from a measured time. Without an A/A run its noise is unknown, and nothing is out of reach.
+    """
+    if noise is None:
+        return False
+    gain *= noise
     if criterion.measure == "speedup":
         return criterion.at_least is not None and gain < criterion.at_least
     return criterion.at_most is not None and 1 / gain > criterion.at_most
@@ -385,14 +403,14 @@ def _count(criterion: Criterion, cell: Cell, among: int) -> Finding:
 
 
 def _exactly(criterion: Criterion, shape: str, value: float, text: str, brief: str, among: int = 1) -> Finding:
-    """A finding of a number without an interval."""
+    """Judge a number that is exact, without an interval or noise."""
     status = _held(criterion, value)
     exact = Estimate(median=value, low=value, high=value, samples=1)
     return Finding(shape, status, text, brief if status == "met" else f"{brief} (missed)", exact, among)
 
 
 def _held(criterion: Criterion, value: float) -> CriterionStatus:
-    """Whether an exact number is on the right side of the bound."""
+    """Return whether an exact number is on the right side of the bound, as a status."""
     if criterion.equals is not None:
         return "met" if value == criterion.equals else "missed"
     enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)
@@ -400,7 +418,7 @@ def _held(criterion: Criterion, value: float) -> CriterionStatus:
 
 
 def _error(result: Result, criterion: Criterion, shape: str) -> Finding:
-    """The largest error of all selected variants: accuracy is not a matter of the best."""
+    """Judge the largest error of all selected variants. The fastest alone would not do: every variant has to be accurate."""
     names = result.study.select(criterion.of)
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     judged = [cell for cell in cells if cell.verdict is not None and (cell.verdict.components or not cell.verdict.ok)]
@@ -417,7 +435,7 @@ def _error(result: Result, criterion: Criterion, shape: str) -> Finding:
 
 
 def _floor(result: Result, criterion: Criterion, shape: str) -> float | None:
-    """The floor of what ``of`` stands for at a shape, in microseconds."""
+    """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds."""
     names = result.study.select(criterion.of)
     cells = (result.cell(shape, name, criterion.direction) for name in names)
     return min((cell.plan.floor_microseconds for cell in cells if cell is not None and cell.plan is not None), default=None)

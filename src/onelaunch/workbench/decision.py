@@ -1,19 +1,22 @@
-"""What to do, and on which evidence.
+"""Decide what to do next from the outcomes of a study's criteria, and say on which evidence.
 
-In this order, the first that applies:
+The first of these rules that applies decides:
 
-1. A variant that a criterion rests on is incorrect, failed, or was faster than its floor: *debug*.
-2. The measured baseline stands so near the floor that a criterion's gain is out of reach of anything: *abandon*.
-3. A criterion is missed although the floor leaves room: *debug*, with the likely bottleneck named.
-4. A criterion is inconclusive or not measured, or refuted by arithmetic without a measurement beside it: *measure more*.
+1. A variant that a criterion depends on is incorrect, failed, or was faster than its roofline bound: *debug*.
+2. The measured baseline is so near the roofline bound that no variant can reach a criterion's gain: *abandon*.
+3. A criterion is missed although the roofline bound leaves room for it: *debug*, with the likely bottleneck named.
+4. A criterion is inconclusive or not measured, or is refuted by arithmetic and was not measured either: *measure more*.
 5. A met speed-up is mostly explained by neither saved bytes nor saved launches, and no measured pair of variants differs in one
-   factor only, so that it cannot be said what brought it: *measure more*.
+   factor only, so that its cause is unknown: *measure more*.
 6. Otherwise, and if at least one criterion is met: *proceed*.
 
-Three kinds of criteria are set aside, with a sentence, and never count as met: those that arithmetic refutes, once what they ask
-about was measured (the number then says how near one comes; without it a study would be decided on a question that it neither
-asked well nor looked at), in a full-scale run those that are declared for small-scale shapes alone, and those that are declared
-not to decide. A small-scale run sets no criterion of full-scale shapes aside: the question of a study is asked at full scale.
+Three kinds of criteria are excluded, with the reason, and never count as met:
+
+- Criteria that arithmetic refutes, once they were measured all the same. The measured number says how near one comes. Without it
+  the criterion is not excluded, because a study must not be decided on a question that it neither asked well nor measured.
+- Criteria declared for small-scale shapes alone, in a full-scale run. A small-scale run excludes no criterion of full-scale
+  shapes, because a study asks its question at full scale.
+- Criteria that are declared not to decide.
 """
 
 from __future__ import annotations
@@ -26,30 +29,30 @@ from typing import Any
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared, noise_at
+from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared
 from onelaunch.workbench.criteria import evaluate
 from onelaunch.workbench.plan import bandwidth, infeasibilities, matrix_dtype, microseconds
-from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
+from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
 
 MOSTLY = 0.5
-"""A share of the time above this is most of it."""
+"""Share of a time above which it counts as most of that time."""
 
 FUSION = ("launches", "backward_launches", "fuses")
-"""Tags that together are one factor: how the steps are spread over launches."""
+"""Tags that together are one factor: the way the steps are spread over launches."""
 
 NO_FACTORS = ("requires", "backward", "yardstick")
 """Tags that say nothing about how a variant computes."""
 
 
 def concluded(result: Result) -> Result:
-    """The result with the criteria of its own study evaluated, and a decision; those that it had are not looked at."""
+    """Return the result with its study's criteria judged again and a new decision; earlier ones are ignored."""
     evaluated = result.model_copy(update={"outcomes": evaluate(result, infeasibilities(result.study))})
     return evaluated.model_copy(update={"decision": decide(evaluated)})
 
 
 def decide(result: Result) -> Decision:
-    """The decision on a result whose outcomes are evaluated; its own ``decision`` is not looked at."""
+    """Decide on a result whose criteria have been judged; a ``decision`` that it already has is ignored."""
     aside = {outcome.criterion.name: why for outcome in result.outcomes if (why := _set_aside(result, outcome)) is not None}
     judged = [outcome for outcome in result.outcomes if outcome.criterion.name not in aside]
     kind, grounds = _grounds(result, judged)
@@ -66,7 +69,7 @@ def decide(result: Result) -> Decision:
 
 
 def explain_savings(result: Result) -> tuple[Saving, ...]:
-    """At each shape and direction: the time that the fastest variant saves over the baseline, and what explains it."""
+    """Explain the time that the fastest variant saves over the baseline, at each shape and direction."""
     savings = []
     for shape in result.study.shapes:
         for direction in result.study.directions:
@@ -83,7 +86,7 @@ def explain_savings(result: Result) -> tuple[Saving, ...]:
 
 
 def explain(result: Result, cell: Cell, over: Cell) -> Saving | None:
-    """The time that one cell saves over another by saved bytes, by saved launches and by neither; ``None`` if it saves none."""
+    """Split the time that a cell saves over another into saved bytes, saved launches and the rest; ``None`` if it saves none."""
     mine, theirs = _cold(cell), _cold(over)
     if mine is None or theirs is None or theirs <= mine:
         return None
@@ -107,7 +110,7 @@ def explain(result: Result, cell: Cell, over: Cell) -> Saving | None:
 
 
 def bottleneck(result: Result, cell: Cell) -> str:
-    """What most likely limits a cell's cold time, with the numbers it is seen from."""
+    """Name the most likely limit of a cell's cold time, with the numbers that show it."""
     time, plan = _cold(cell), cell.plan
     if time is None or plan is None:
         return "nothing is known of its time"
@@ -127,7 +130,7 @@ def bottleneck(result: Result, cell: Cell) -> str:
 
 
 def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[str]]:
-    """The decision and what forced it, by the order of the module's text."""
+    """Return the decision and the sentences that force it, by the rules of the module's docstring."""
     if broken := _broken(result, judged):
         return "debug", broken
     if unreachable := [outcome for outcome in judged if outcome.status == "infeasible" and not _refuted(outcome)]:
@@ -144,7 +147,7 @@ def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[
 
 
 def _set_aside(result: Result, outcome: Outcome) -> str | None:
-    """Why a criterion takes no part in the decision, or ``None`` when it does."""
+    """Return the reason why a criterion is excluded from the decision, or ``None`` if it takes part."""
     criterion = outcome.criterion
     if not criterion.decides:
         return f"is {outcome.status.replace('_', ' ')} and declared not to decide: {outcome.evidence}"
@@ -157,12 +160,12 @@ def _set_aside(result: Result, outcome: Outcome) -> str | None:
 
 
 def _refuted(outcome: Outcome) -> bool:
-    """Whether arithmetic alone makes the criterion infeasible: for times it takes a measured baseline."""
+    """Return whether arithmetic alone makes the criterion infeasible. For times it takes a measured baseline too."""
     return outcome.status == "infeasible" and outcome.criterion.measure not in TIMES
 
 
 def _broken(result: Result, judged: list[Outcome]) -> list[str]:
-    """Incorrect, unbelievable or failing cells on which a criterion rests."""
+    """Describe the incorrect, invalid or failed cells that a criterion depends on, one sentence each."""
     sentences = []
     for outcome in judged:
         criterion = outcome.criterion
@@ -206,14 +209,14 @@ def _missed(result: Result, outcome: Outcome) -> str:
 
 
 def _worst_first(result: Result, outcome: Outcome) -> list[Shape]:
-    """The shapes of a criterion, the one that is farthest from its bound first."""
+    """Return the shapes of a criterion, beginning with the value that is worst against the bound."""
     sign = 1 if outcome.criterion.at_least is not None else -1
     worst = {name: sign * value.median for name, value in outcome.values.items()}
     return sorted(result.study.shapes_of(outcome.criterion), key=lambda shape: worst.get(shape.name, math.inf))
 
 
 def _unsettled(outcomes: list[Outcome]) -> list[str]:
-    """One sentence each; criteria that wait for the same thing are named together."""
+    """Describe inconclusive and unmeasured criteria. Those with the same status and evidence share a sentence."""
     grouped: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         status = "infeasible, and what it asks about was not measured" if _refuted(outcome) else outcome.status.replace("_", " ")
@@ -229,7 +232,7 @@ def _quoted(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
-    """Sentences on the savings that a met speed-up rests on and that nothing explains or isolates.
+    """Describe the savings behind a met speed-up that neither bytes, launches nor a control explain.
 
     Only claims between variants of known launches are claims about fusion; being faster than a peer's library is a fact.
     """
@@ -242,7 +245,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
         if of is None or over is None or None in (_launches(result, of.variant), _launches(result, over.variant)):
             continue
         saving = explain(result, of, over)
-        if saving is None or saving.unexplained <= MOSTLY * saving.saved_microseconds or _isolated(result, criterion, of):
+        if saving is None or saving.unexplained <= MOSTLY * saving.saved_microseconds or _isolated(result, of):
             continue
         factors = listing(sorted(_differences(result, of.variant, over.variant))) or "none"
         sentences.append(
@@ -253,9 +256,9 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
     return sentences
 
 
-def _isolated(result: Result, criterion: Criterion, of: Cell) -> str | None:
-    """A measured variant that differs from this one in a single factor and is slower by more than the noise."""
-    noise = noise_at(result, criterion, of.shape)
+def _isolated(result: Result, of: Cell) -> str | None:
+    """Return a measured variant that differs from this one in one factor and is slower by more than the noise, or ``None``."""
+    noise = result.noise_at(of.shape, of.direction, "cold")
     mine = of.timing("cold")
     for cell in result.cells:
         theirs = cell.timing("cold")
@@ -275,7 +278,7 @@ def _launches(result: Result, variant: str) -> int | None:
 
 
 def _differences(result: Result, one: str, other: str) -> set[str]:
-    """The factors in which two variants differ, as their tags declare them."""
+    """Return the factors in which two variants differ, as their tags declare them."""
     owner = find_operation(result.study.operation)
     a, b = _factors(owner.get(one).tags), _factors(owner.get(other).tags)
     return {factor for factor in a.keys() | b.keys() if a.get(factor) != b.get(factor)}
@@ -287,7 +290,7 @@ def _factors(tags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
-    """What the evidence does not settle, in sentences."""
+    """Describe questions that the evidence leaves open, one sentence each."""
     sentences = [
         f"{_saving_words(saving, result.study.baseline)}."
         for saving in savings
@@ -312,16 +315,12 @@ def _left_open(result: Result, savings: Iterable[Saving]) -> list[str]:
 
 def _beyond_noise(result: Result, saving: Saving) -> bool:
     time = next((_cold(cell) for cell in result.cells if _place(cell) == (saving.shape, saving.variant, saving.direction)), None)
-    noise = next((noise for noise in result.noise if _is_cold_at(noise, saving.shape, saving.direction)), None)
+    noise = result.noise_at(saving.shape, saving.direction, "cold")
     return time is None or noise is None or (time + saving.saved_microseconds) / time > noise.floor
 
 
 def _place(cell: Cell) -> tuple[str, str, Direction]:
     return cell.shape, cell.variant, cell.direction
-
-
-def _is_cold_at(noise: Noise, shape: str, direction: Direction) -> bool:
-    return (noise.shape, noise.direction, noise.regime) == (shape, direction, "cold")
 
 
 def _saving_words(saving: Saving, over: str) -> str:
@@ -335,9 +334,11 @@ def _saving_words(saving: Saving, over: str) -> str:
 
 
 def _cold(cell: Cell) -> float | None:
-    """The cold median of a cell that is believed, in microseconds."""
+    """Return the cold median of a cell in microseconds, or ``None`` if it has none, or its status is not ``ok``."""
     timing = cell.timing("cold")
-    return timing.microseconds.median if timing is not None and cell.status == "ok" else None
+    if timing is None or cell.status != "ok" or not 0 < timing.microseconds.median < math.inf:
+        return None
+    return timing.microseconds.median
 
 
 def _bandwidth(result: Result, *cells: Cell) -> float:

@@ -258,6 +258,11 @@ class Result(Stored):
         """The cell of a variant at a shape, if there is one."""
         return next((c for c in self.cells if (c.shape, c.variant, c.direction) == (shape, variant, direction)), None)
 
+    def noise_at(self, shape: str, direction: Direction, regime: Regime) -> Noise | None:
+        """Return the A/A run at a shape in a direction and regime, or ``None`` if there was none."""
+        wanted = (shape, direction, regime)
+        return next((noise for noise in self.noise if (noise.shape, noise.direction, noise.regime) == wanted), None)
+
     def save(self, path: Path, *, force: bool = False) -> Path:
         """Write as JSON; :class:`ResultExists` rather than overwriting unless ``force``."""
         if path.exists() and not force:

@@ -1,7 +1,9 @@
-"""``onelaunch study compare``: two results held against each other."""
+"""``onelaunch study compare``: compare two results, or repeated runs of two versions of the code."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,34 +11,55 @@ from rich.console import Console
 
 from onelaunch.cli import output
 from onelaunch.cli.study.report import ResultPath
-from onelaunch.workbench.compare import Comparison, MemoryChange, TimeChange
-from onelaunch.workbench.compare import compare as hold_against
+from onelaunch.workbench.compare import Change, Comparison, MemoryChange, TimeChange, require_repeat
+from onelaunch.workbench.compare import compare as compare_sides
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.summary import way
-from onelaunch.workbench.report.tables import Table, columns, words
+from onelaunch.workbench.report.tables import ROOMY, Table, columns, words
 from onelaunch.workbench.result import Result
 
 OTHER = columns("variant", "shape", "direction", "first", "second", "reason")
+
+NAMES: dict[Change, str] = {
+    "FASTER": "faster",
+    "SLOWER": "slower",
+    "UNREPEATED": "differs",
+    "SAME": "same",
+    "AMBIGUOUS": "ambiguous",
+}
+"""Words for changes of times, in the order in which they are counted."""
 
 
 def compare(
     first: ResultPath,
     second: ResultPath,
+    more_first: Annotated[
+        list[Path] | None,
+        typer.Option("--first", metavar="RESULT", help="Another run of the first's code. May be repeated.", show_default=False),
+    ] = None,
+    more_second: Annotated[
+        list[Path] | None,
+        typer.Option("--second", metavar="RESULT", help="Another run of the second's code. May be repeated.", show_default=False),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="List also what stayed the same or is ambiguous.")] = False,
 ) -> None:
-    """Say what changed from one result to another, beyond the noise of both.
+    """Say what changed from one result to another, beyond the noise within runs and between them.
 
-    Example: onelaunch study compare before.json after.json
+    One run of each says nothing about the noise between runs, so no change of a time is claimed from it. Run both again, in turn,
+    and give the repeats with --first and --second.
+
+    Example: onelaunch study compare before.json after.json --first before-2.json --second after-2.json
     """
-    a, b = Result.load(first), Result.load(second)
-    found = hold_against(a, b)
+    firsts, seconds = _side(first, more_first or []), _side(second, more_second or [])
+    a, b = firsts[0], seconds[0]
+    found = compare_sides(firsts, seconds)
     console = output.stdout()
     _identity(console, a, b, found)
-    counts = {change: found.count(change) for change in ("FASTER", "SLOWER", "SAME", "AMBIGUOUS")}
-    listed = [time for time in found.times if everything or time.change in ("FASTER", "SLOWER")]
-    console.print("Times: " + ", ".join(f"{count} {change.lower()}" for change, count in counts.items()) + ".")
-    if listed:
-        output.table(console, _times(listed))
+    if found.incomparable:
+        rows = tuple((each.shape, each.reason) for each in found.incomparable)
+        note = "The two results measured different cases under one name, so they are left out below."
+        output.table(console, Table("Shapes that are not comparable", columns("shape", "reason"), rows, note))
+    _print_times(console, found, everything=everything)
     if found.memory:
         rows = tuple(
             (change.variant, change.shape, way(change.direction), q.size(change.before), q.size(change.after), _factor(change))
@@ -58,38 +81,81 @@ def compare(
         output.table(console, Table("Criteria", columns("criterion", "first", "second"), rows))
     for which, names in (("first", found.only_first), ("second", found.only_second)):
         if names:
-            console.print(f"In the {which} alone: {'; '.join(names)}.")
+            console.print(f"In the {which} alone: {'; '.join(names)}.", markup=False)
+
+
+def _side(path: Path, more: list[Path]) -> list[Result]:
+    """Load a result and its repeats; an error names the file that is no repeat."""
+    paths = [path, *more]
+    runs = [Result.load(each) for each in paths]
+    for index, run in enumerate(runs):
+        for earlier in range(index):
+            require_repeat(run, runs[earlier], (str(paths[index]), str(paths[earlier])))
+    return runs
 
 
 def _identity(console: Console, a: Result, b: Result, found: Comparison) -> None:
     output.heading(console, f"{a.study.name} against {b.study.name}", f"{a.provenance.date} and {b.provenance.date}")
     for sentence in found.declarations:
-        console.print(f"! {sentence}")
+        console.print(f"! {sentence}", markup=False)
     if found.provenance:
         rows = tuple((name, *pair) for name, pair in found.provenance.items())
         output.table(console, Table("Made differently", columns("fact", "first", "second"), rows))
+    if found.runs != (1, 1):
+        console.print(
+            f"Times are of {q.plural(found.runs[0], 'run')} of the first and {q.plural(found.runs[1], 'run')} of the second; "
+            "everything else is of the first run of each."
+        )
+    if found.same_code:
+        console.print("Both sides are runs of the same code: differences of times are noise between runs. List them with --all.")
+    if not found.same_device:
+        console.print(
+            "! The devices differ: times say which device is faster, not what the code changed, and only where both sides are "
+            "repeated."
+        )
     before, after = (words(result.decision.kind) if result.decision else "not decided" for result in (a, b))
     console.print(f"Decision: {before}, as before." if before == after else f"Decision: {before}, then {after}.")
+
+
+def _print_times(console: Console, found: Comparison, *, everything: bool) -> None:
+    """Print how many times changed in which way, a table of the changes, and advice where runs have to be repeated."""
+    unrepeated = found.count("UNREPEATED")
+    counts = [f"{found.count(change)} {name}" for change, name in NAMES.items() if change != "UNREPEATED"]
+    if unrepeated:
+        needed = "one run each" if found.same_device else "not repeated on both devices"
+        counts.insert(2, f"{unrepeated} {'differs' if unrepeated == 1 else 'differ'} ({needed}: noise between runs is unknown)")
+    console.print(f"Times: {', '.join(counts)}.")
+    listed = [time for time in found.times if everything or time.change in ("FASTER", "SLOWER", "UNREPEATED")]
+    if listed:
+        output.table(console, _times(listed, console.width))
+    if unrepeated:
+        console.print(
+            "No change is claimed where a time only differs. Run both versions again, in turn, and add the results with --first "
+            "and --second; three runs of each show changes of a few percent."
+        )
 
 
 def _factor(change: MemoryChange) -> str:
     return q.ratio(change.after / change.before)
 
 
-def _times(changes: list[TimeChange]) -> Table:
+def _times(changes: list[TimeChange], width: int) -> Table:
     rows = tuple(
         (
             change.variant,
             change.shape,
             way(change.direction),
             change.regime,
-            change.change.lower(),
+            NAMES[change.change],
             q.time(change.before),
             q.time(change.after),
             q.ratio_interval(change.ratio),
+            "unknown" if math.isinf(change.noise) else q.ratio(change.noise),
         )
         for change in changes
     )
     note = "Ratio: time in the second over time in the first, with the interval that both intervals leave."
-    heads = columns("variant", "shape", "direction", "regime", "change", ">first", ">second", ">ratio")
+    if width >= ROOMY:  # narrower terminals leave the column out
+        note += " Noise: the largest factor that noise explains, within runs and, where runs were repeated, between them."
+    heads = columns("variant", "shape", "direction", "regime", "change", ">first", ">second", ">ratio", "?>noise")
     return Table("", heads, rows, note)

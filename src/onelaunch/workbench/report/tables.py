@@ -32,6 +32,8 @@ TONES: Mapping[str, Tone] = {
     "inconclusive": "open",
     "infeasible": "open",
     "interrupted": "open",
+    "differs": "open",
+    "ambiguous": "open",
     "not decided": "open",
     "out of memory": "open",
     "not measured": "quiet",
