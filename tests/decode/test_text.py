@@ -133,12 +133,19 @@ def test_a_conversation_has_its_special_tokens_once(talking):
     [
         ("chat_template.jinja", "{% for m in messages %}{{m.role}", "the chat template of .* refuses these messages"),
         ("chat_template.jinja", "{{ raise_exception('no way') }}", "refuses these messages: no way"),
-        ("tokenizer_config.json", "{", "the tokenizer of .* cannot be read"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not JSON"),
+        ("tokenizer_config.json", '{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ("tokenizer_config.json", '{"model_max_length": NaN}', "NaN is no number of JSON"),
+        ("tokenizer_config.json", '{"a":' * 10**5, "nested too deeply"),
+        ("tokenizer_config.json", " " * 9_000_000, "has 9,000,000 bytes; such a file may have"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', "the tokenizer of .* cannot be read"),
+        ("special_tokens_map.json", "[", "the tokenizer of .* cannot be read"),
+        ("chat_template.jinja", "\udcff", "is not text in UTF-8"),
     ],
 )  # fmt: skip
 def test_a_conversation_that_cannot_be_put_into_words(file, content, message, talking):
     pytest.importorskip("transformers", reason="needs the extra decode")
-    (talking / file).write_text(content)
+    (talking / file).write_text(content, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=message) as caught:
         TextCodec(talking).chat([{"role": "user", "content": "hi"}])
     assert "\n" not in str(caught.value)
