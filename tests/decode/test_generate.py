@@ -472,5 +472,13 @@ def test_names_of_models(tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(hub, "snapshot_download", refuse)
-    with pytest.raises(CheckpointError, match="the hub does not give it: no network"):
+    with pytest.raises(CheckpointError, match="the hub does not give it: no network") as caught:
         find_model("owner/name")
+    assert "hf download owner/name --local-dir" in str(caught.value), "what to do offline"
+    assert "'tiny'" in str(caught.value)
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(CheckpointError, match="is a file; give the folder that holds it"):
+        find_model(file)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: there is no such file\. A model folder holds"):
+        Model.from_pretrained(tmp_path, device="cpu")
