@@ -264,6 +264,8 @@ def test_absurd_sizes_are_refused_by_the_header(tmp_path, change, shards):
 def test_elements_are_counted_without_a_loop_over_layers():
     for config in CONFIGS.values():
         assert elements(config) == sum(tensor.numel() for tensor in random_weights(config).tensors().values())
+        matrices = [tensor for tensor in random_weights(config).tensors().values() if tensor.dim() == 2]
+        assert elements(config, matrices_only=True) == sum(matrix.numel() for matrix in matrices)
     assert elements(replace(SMALL, num_hidden_layers=10**9)) > 10**9
 
 

@@ -167,10 +167,14 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> We
     return Weights(config, tensors["embed_tokens"], tuple(layers), tensors["norm"], tensors.get("untied_head"))
 
 
-def elements(config: ModelConfig) -> int:
-    """Return how many numbers the weights of a model have, in constant time however many layers it has."""
-    counts = [(name.startswith("layers."), math.prod(shape)) for name, _, shape in parts(replace(config, num_hidden_layers=1))]
-    return sum(count * (config.num_hidden_layers if in_a_layer else 1) for in_a_layer, count in counts)
+def elements(config: ModelConfig, *, matrices_only: bool = False) -> int:
+    """Return how many numbers a model's weights hold, or its matrices alone; the time does not depend on the number of layers."""
+    shapes = [(name, shape) for name, _, shape in parts(replace(config, num_hidden_layers=1))]
+    return sum(
+        math.prod(shape) * (config.num_hidden_layers if name.startswith("layers.") else 1)
+        for name, shape in shapes
+        if len(shape) == 2 or not matrices_only
+    )
 
 
 def check_header(folder: str | Path, config: ModelConfig) -> None:
