@@ -13,7 +13,7 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a step.
 
     Its bytes are every weight but the rows of an untied embedding that are not looked up, the cached rows, the new ones and
-    logits. Activations stay on the chip. A variant adds nothing: what its launches hand on are vectors, a thousandth of the weights.
+    logits. Activations stay on the chip. A variant adds nothing: its launches hand on vectors, a thousandth of the weights.
     """
     del direction  # there is no backward pass
     config, position = config_of(case), case.sizes["position"]
