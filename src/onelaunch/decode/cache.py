@@ -29,7 +29,7 @@ class KVCache(Bundle):
     """
 
     keys: torch.Tensor
-    """``[L, K, C, D]``: layers, key heads, capacity, channels of a head; contiguous."""
+    """Keys, ``[L, K, C, D]``: layers, key heads, capacity, channels of a head; contiguous."""
     values: torch.Tensor
     """Values, of the shape of ``keys``; contiguous."""
     length: int = 0
@@ -58,7 +58,7 @@ class KVCache(Bundle):
         return self.keys.shape[2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the filled rows, which a step must not change; the rows after them are no input."""
+        """Return the filled rows, which a step must not change; the rows behind them are no input."""
         return {name: getattr(self, name)[:, :, : self.length] for name in ("keys", "values")}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:

@@ -44,7 +44,7 @@ Finish = Literal["end", "stop", "length", "context", "closed"]
 """Reason why a text ended: an end token, a stop string, ``max_new_tokens``, the model's context, or that it was closed."""
 
 OPTIONS = ("prompt", "max_new_tokens", "stop", "ignore_end")
-"""Arguments of :meth:`Model.stream` beside the fields of :class:`~onelaunch.decode.sampling.Sampling`."""
+"""Arguments of :meth:`Model.stream` in addition to the fields of :class:`~onelaunch.decode.sampling.Sampling`."""
 
 
 class Streamer(Protocol):

@@ -1,4 +1,4 @@
-"""Model names: the model that ships with the package, a folder, or a repository of Hugging Face's hub."""
+"""Names of models: the model that ships with the package, a folder, or a repository of Hugging Face's hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of tokens and tokens of text: tokenizers, chat templates, and text that is handed out while its tokens still come."""
+"""Tokenizers, chat templates, and text that is handed out while its tokens still come."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class StopStrings:
         """Stop string that ended the text; ``None`` before."""
 
     def push(self, text: str) -> str:
-        """Add text and return what can be handed out now; nothing is after the stop string that begins first."""
+        """Add text and return what can be handed out now: nothing from the stop string that begins first onward."""
         if self.found is not None:
             return ""
         self._held += text

@@ -45,35 +45,35 @@ class LayerWeights(Bundle):
     """
 
     input_layernorm: torch.Tensor
-    """``[H]``"""
+    """Factors of the norm before attention, ``[H]``."""
     q_proj: torch.Tensor
-    """``[Q, H]``"""
+    """Projection to queries, ``[Q, H]``."""
     k_proj: torch.Tensor
-    """``[K, H]``"""
+    """Projection to keys, ``[K, H]``."""
     v_proj: torch.Tensor
-    """``[K, H]``"""
+    """Projection to values, ``[K, H]``."""
     o_proj: torch.Tensor
-    """``[H, Q]``"""
+    """Projection of attention's output, ``[H, Q]``."""
     q_norm: torch.Tensor
-    """``[D]``"""
+    """Factors of the norm of each query head, ``[D]``."""
     k_norm: torch.Tensor
-    """``[D]``"""
+    """Factors of the norm of each key head, ``[D]``."""
     post_attention_layernorm: torch.Tensor
-    """``[H]``"""
+    """Factors of the norm before the MLP, ``[H]``."""
     gate_proj: torch.Tensor
-    """``[I, H]``"""
+    """Projection to the MLP's gate, ``[I, H]``."""
     up_proj: torch.Tensor
-    """``[I, H]``"""
+    """Projection to the MLP's values, ``[I, H]``."""
     down_proj: torch.Tensor
-    """``[H, I]``"""
+    """Projection of the MLP's output, ``[H, I]``."""
     q_bias: torch.Tensor | None = None
-    """``[Q]``; biases only with ``attention_bias``."""
+    """Bias of the queries, ``[Q]``; biases are there only with ``attention_bias``."""
     k_bias: torch.Tensor | None = None
-    """``[K]``"""
+    """Bias of the keys, ``[K]``."""
     v_bias: torch.Tensor | None = None
-    """``[K]``"""
+    """Bias of the values, ``[K]``."""
     o_bias: torch.Tensor | None = None
-    """``[H]``"""
+    """Bias of attention's output, ``[H]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +82,12 @@ class Weights(Bundle):
 
     config: ModelConfig
     embed_tokens: torch.Tensor
-    """``[V, H]``"""
+    """Embedding, one row for each token, ``[V, H]``."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    """``[H]``"""
+    """Factors of the norm before the LM head, ``[H]``."""
     untied_head: torch.Tensor | None = None
-    """``[V, H]``; ``None`` where the head is the embedding's matrix."""
+    """LM head, ``[V, H]``; ``None`` where it is the embedding's matrix."""
 
     def __post_init__(self) -> None:
         count = instance("config", self.config, ModelConfig).num_hidden_layers
@@ -97,7 +97,7 @@ class Weights(Bundle):
 
     @property
     def lm_head(self) -> torch.Tensor:
-        """``[V, H]``: the head's matrix, its own or the embedding's."""
+        """Matrix of the LM head, ``[V, H]``: its own or the embedding's."""
         return self.embed_tokens if self.untied_head is None else self.untied_head
 
     @property
@@ -212,7 +212,7 @@ def load_weights(folder: str | Path, config: ModelConfig, device: torch.device |
 
 
 def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opened: ExitStack) -> dict[str, Any]:
-    """Open a folder's files and return the file of each wanted tensor, all of them checked by the headers."""
+    """Open a folder's files, check the headers, and return the open file of each wanted tensor by its name in the checkpoint."""
     single = entry(folder, SINGLE)
     if single.is_file():
         files = {single: opened.enter_context(_opened(single, device))}
