@@ -30,6 +30,15 @@ def in_a_line(problem: BaseException) -> str:
     return " ".join(str(problem).split())[:300].removesuffix(".") or type(problem).__name__
 
 
+def shown(value: object, most: int = 80) -> str:
+    """Return the ``repr`` of a value for a message: on one line, and at most about ``most`` characters long."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - any object may come here; an integer of 5000 digits has no repr
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 # Arguments of an operation
 
 
@@ -75,6 +84,15 @@ class CostError(ArgumentError):
     def __init__(self, field: str, *, got: object, want: str) -> None:
         super().__init__(f"{field} of the cost is {got!r}; it must be {want}. Look at the operation's cost function.")
         self.field = field
+
+
+class UnknownKeyword(ArgumentError, TypeError):
+    """A keyword argument that the function does not take."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        super().__init__(f"There is no argument {shown(name)}.{did_you_mean(name, known)} Known: {listing(known)}.")
+        self.argument = name
 
 
 class PackingError(ArgumentError):
@@ -167,6 +185,22 @@ class CheckpointError(OneLaunchError, ValueError):
         super().__init__(f"Checkpoint: {problem}.")
 
 
+class UnknownModel(UnknownNameError, CheckpointError):
+    """A model's name that is neither a folder, nor a name on the hub, nor the bundled model's."""
+
+    kind = "model"
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        OneLaunchError.__init__(
+            self,
+            f"There is no model {shown(name)}, and no folder of that name.{did_you_mean(name, known)} Give a folder that holds "
+            "config.json, model.safetensors and tokenizer.json, a name on the hub such as Qwen/Qwen3-0.6B, or a bundled model, "
+            f"which needs no network: {listing(known)}.",
+        )
+        self.name = name
+
+
 # Models
 
 
@@ -174,7 +208,7 @@ class ModelConfigError(OneLaunchError, ValueError):
     """A field of a model's configuration is missing or wrong."""
 
     def __init__(self, field: str, *, got: object, want: str) -> None:
-        said = repr(got) if isinstance(got, str) and got != "missing" else got
+        said = "missing" if got == "missing" else shown(got)
         super().__init__(f"{field} of the model's configuration is {said}; it must be {want}.")
         self.field = field
 

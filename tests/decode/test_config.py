@@ -109,8 +109,19 @@ def test_what_is_wrong_is_named(change, error, message):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ("[" * 10**5, "is not JSON"), ("[]", "holds no JSON object")],
-    ids=["none", "open", "deep", "list"],
+    [
+        (None, "cannot be read"),
+        ("{", "is not JSON"),
+        ("[" * 10**5, "is not JSON .* nested too deeply"),
+        ("[]", "holds no JSON object"),
+        ('{"vocab_size": 1, "vocab_size": 2}', "is not JSON: the key 'vocab_size' stands twice"),
+        ('{"rope_scaling": {"a": 1, "a": 1}}', "is not JSON: the key 'a' stands twice"),
+        ('{"rope_theta": NaN}', "is not JSON: NaN is no number"),
+        ('{"rope_theta": -Infinity}', "is not JSON: -Infinity is no number"),
+        ('{"rope_theta": 1' + "0" * 5000 + "}", "is not JSON: "),
+        (" " * 9_000_000 + "{}", "has 9,000,002 bytes"),
+    ],
+    ids=["none", "open", "deep", "list", "twice", "twice inside", "nan", "infinity", "digits", "huge"],
 )
 def test_a_folder_without_a_readable_configuration(tmp_path, content, message):
     if content is not None:

@@ -35,6 +35,8 @@ from onelaunch.errors import (
     FallbackNotice,
     LogitsNotFinite,
     TokenizerMissing,
+    UnknownKeyword,
+    UnknownModel,
     UnknownVariant,
     ValueRangeError,
     VariantUnsupported,
@@ -384,7 +386,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
         ("hi", {"stop": ["a", ""]}, ArgumentError, "stop is .*none of them empty"),
         ("hi", {"stop": [3]}, ArgumentError, r"stop is \[3\]"),
         ("hi", {"temperature": -1}, ArgumentError, "temperature is -1"),
-        ("hi", {"temprature": 1}, TypeError, "temprature"),
+        ("hi", {"temprature": 1}, UnknownKeyword, "no argument 'temprature'. Did you mean 'temperature'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_before_anything_runs(prompt, options, error, message):
@@ -457,7 +459,7 @@ def test_the_bundled_model_is_meant_by_its_name_beside_a_folder_of_that_name(tmp
 
 def test_names_of_models(tmp_path, monkeypatch):
     assert find_model(tmp_path) == tmp_path
-    with pytest.raises(CheckpointError, match="there is no folder nothing-here, and it is no name of the hub"):
+    with pytest.raises(UnknownModel, match="no model 'nothing-here', and no folder of that name"):
         find_model("nothing-here")
     hub = pytest.importorskip("huggingface_hub", reason="needs the extra decode")
     asked = []
@@ -470,5 +472,13 @@ def test_names_of_models(tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(hub, "snapshot_download", refuse)
-    with pytest.raises(CheckpointError, match="the hub does not give it: no network"):
+    with pytest.raises(CheckpointError, match="the hub does not give it: no network") as caught:
         find_model("owner/name")
+    assert "hf download owner/name --local-dir" in str(caught.value), "what to do offline"
+    assert "'tiny'" in str(caught.value)
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(CheckpointError, match="is a file; give the folder that holds it"):
+        find_model(file)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: there is no such file\. A model folder holds"):
+        Model.from_pretrained(tmp_path, device="cpu")

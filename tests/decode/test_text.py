@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from onelaunch.decode.prompts import tokens_of
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
 from onelaunch.errors import ArgumentError, CheckpointError
+from tests.decode.models import SMALL
 
 pytest.importorskip("tokenizers", reason="needs the extra decode")
 
@@ -133,18 +138,92 @@ def test_a_conversation_has_its_special_tokens_once(talking):
     [
         ("chat_template.jinja", "{% for m in messages %}{{m.role}", "the chat template of .* refuses these messages"),
         ("chat_template.jinja", "{{ raise_exception('no way') }}", "refuses these messages: no way"),
-        ("tokenizer_config.json", "{", "the tokenizer of .* cannot be read"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not JSON"),
+        ("tokenizer_config.json", '{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ("tokenizer_config.json", '{"model_max_length": NaN}', "NaN is no number of JSON"),
+        ("tokenizer_config.json", '{"a":' * 10**5, "nested too deeply"),
+        ("tokenizer_config.json", " " * 9_000_000, "has 9,000,000 bytes; such a file may have"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', "the tokenizer of .* cannot be read"),
+        ("special_tokens_map.json", "[", "the tokenizer of .* cannot be read"),
+        ("chat_template.jinja", "\udcff", "is not text in UTF-8"),
     ],
 )  # fmt: skip
 def test_a_conversation_that_cannot_be_put_into_words(file, content, message, talking):
     pytest.importorskip("transformers", reason="needs the extra decode")
-    (talking / file).write_text(content)
+    (talking / file).write_text(content, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=message) as caught:
         TextCodec(talking).chat([{"role": "user", "content": "hi"}])
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("messages", ["hello", [], ["hello"], None])
+MESSAGES = [{"role": "user", "content": "hi"}]
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+
+
+def describe(folder: Path, template: object) -> TextCodec:
+    """The folder with a chat template as ``tokenizer_config.json`` holds it."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return TextCodec(folder)
+
+
+@pytest.mark.parametrize("template", [NAMED, NAMED[::-1], NAMED[1]["template"]], ids=["last", "first", "text"])
+def test_of_several_chat_templates_the_default_is_taken(talking, template):
+    pytest.importorskip("transformers", reason="needs the extra decode")
+    assert describe(talking, template).chat(MESSAGES) == "hi!"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (["{{ messages }}"], "chat_template of .*json is .*; it must be a text, or a list of objects with name and template"),
+        ([{"name": "default"}], "it must be a text, or a list"),
+        ([{"name": "default", "template": 3}], "it must be a text, or a list"),
+        ({"default": "x"}, "it must be a text, or a list"),
+        (3, "chat_template of .* is 3"),
+        (True, "chat_template of .* is True"),
+        (NAMED[:1], "one of the templates must be named default"),
+    ],
+)
+def test_a_chat_template_of_another_type(talking, template, message):
+    with pytest.raises(CheckpointError, match=message):
+        describe(talking, template).chat(MESSAGES)
+
+
+@pytest.mark.parametrize("template", [None, "", []])
+def test_no_chat_template(talking, template):
+    pytest.importorskip("transformers", reason="needs the extra decode")
+    with pytest.raises(CheckpointError, match="has no chat template; pass the prompt as text"):
+        describe(talking, template).chat(MESSAGES)
+
+
+def test_a_folder_brings_no_code_and_no_files_of_others(talking, tmp_path_factory):
+    pytest.importorskip("transformers", reason="needs the extra decode")
+    marker = tmp_path_factory.mktemp("marker") / "ran"
+    (talking / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    described = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    (talking / "tokenizer_config.json").write_text(json.dumps(described))
+    with contextlib.suppress(CheckpointError):  # transformers may take its own class instead
+        TextCodec(talking).chat(MESSAGES)
+    assert not marker.exists()
+    secret = marker.parent / "secret"
+    secret.write_text("secret")
+    (talking / "chat_template.jinja").unlink()
+    (talking / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is a link to .*secret"):
+        TextCodec(talking).chat(MESSAGES)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "return_dict", "add_generation_prompt", "conversation"])
+def test_choices_that_are_not_the_callers(talking, name):
+    with pytest.raises(ArgumentError, match=f"{name} is True; leave it out"):
+        TextCodec(talking).chat(MESSAGES, **{name: True})
+
+
+@pytest.mark.parametrize(
+    "messages", ["hello", [], ["hello"], None, [{"content": "x"}], [{"role": 3, "content": "x"}], {"role": "user"}]
+)
 def test_messages_that_are_none(messages, talking):
     with pytest.raises(ArgumentError, match=r"messages is .*; it must be mappings with role and content"):
         TextCodec(talking).chat(messages)
@@ -153,6 +232,30 @@ def test_messages_that_are_none(messages, talking):
 def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         TextCodec(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+    for content in ("{}", "[]", "", "[" * 10**6, '{"version": NaN}', "{" * 10, "null", '{"model": {"type": "BPE", "vocab": 3}}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+            TextCodec(tmp_path)
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has 1,099,511,627,776 bytes; such a file may have"):
         TextCodec(tmp_path)
+
+
+def test_a_tokenizer_that_belongs_to_another_model(codec):
+    """The fault is the tokenizer's, and not the prompt's, which has no numbers in it."""
+    config = replace(SMALL, vocab_size=200)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer makes the token 220 .* has only 200 tokens .*belongs to another"
+    ) as caught:
+        tokens_of("a \u00ff", replace(config, eos_token_ids=()), lambda what: codec)
+    assert not isinstance(caught.value, ArgumentError)
+    assert tokens_of("a", config, lambda what: codec) == codec.encode("a")
+
+
+def test_a_tokenizer_that_fails_is_named(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="missing")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .* fails on this prompt"):
+        TextCodec(tmp_path).encode("b")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from onelaunch.decode import ModelConfig, load_weights, random_weights
-from onelaunch.errors import CheckpointError, ShapeError
-from tests.decode.models import CONFIGS, SMALL, write
+from onelaunch.decode import KVCache, Model, ModelConfig, load_weights, random_weights
+from onelaunch.decode.weights import elements
+from onelaunch.errors import ArgumentError, CheckpointError, OneLaunchError
+from tests.decode.models import CONFIGS, SMALL, as_dict, write
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -78,10 +80,19 @@ def test_a_file_of_several_is_missing(tmp_path):
         load_weights(folder, SMALL)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}'])
-def test_an_index_that_is_none(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", "is not an index of weights"),
+        ('{"weight_map": 3}', "is not an index of weights: its weight_map is 3"),
+        ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "the key 'a' stands twice"),
+    ],
+)
+def test_an_index_that_is_none(tmp_path, content, message):
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match="is not an index of weights"):
+    with pytest.raises(CheckpointError, match=message):
         load_weights(tmp_path, SMALL)
 
 
@@ -110,7 +121,7 @@ def test_tensors_that_no_configuration_knows(tmp_path):
     """Else a text would be made by another model than the file's."""
     path = write(tmp_path, random_weights(replace(SMALL, num_hidden_layers=4))) / "model.safetensors"
     with pytest.raises(
-        CheckpointError, match=r"has model\.layers\.2\..* and 21 more tensors, for which the model's configuration"
+        CheckpointError, match=r"has 'model\.layers\.2\..* and 21 more tensors, for which the model's configuration"
     ):
         load_weights(tmp_path, SMALL)
     tensors = load_file(write(tmp_path, random_weights(SMALL)) / "model.safetensors")
@@ -123,7 +134,7 @@ def test_tensors_that_no_configuration_knows(tmp_path):
     save_file(tensors | free, path)
     load_weights(tmp_path, SMALL)
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": ones}, path)
-    with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, for which"):
+    with pytest.raises(CheckpointError, match=r"has 'model\.layers\.0\.self_attn\.q_proj\.bias', for which"):
         load_weights(tmp_path, SMALL)
 
 
@@ -134,9 +145,170 @@ def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path):
     with pytest.raises(CheckpointError, match=rf"model\.safetensors has no tensor '{DOWN}'"):
         load_weights(tmp_path, SMALL)
     save_file(tensors | {DOWN: tensors[DOWN].T.contiguous()}, path)
-    with pytest.raises(ShapeError, match=rf"{DOWN} of .*model\.safetensors has shape \(96, 64\); it must be \[64, 96\]"):
+    with pytest.raises(CheckpointError, match=rf"{DOWN} of .*model\.safetensors has shape \(96, 64\); it must be \[64, 96\]"):
         load_weights(tmp_path, SMALL)
-    with pytest.raises(ShapeError, match=r"embed_tokens.* must be \[400, 64\]"):
+    with pytest.raises(CheckpointError, match=r"embed_tokens.* must be \[400, 64\]"):
         load_weights(tmp_path, replace(SMALL, vocab_size=400))
     with pytest.raises(CheckpointError, match=r"no tensor 'lm_head\.weight'"):
         load_weights(tmp_path, replace(SMALL, tie_word_embeddings=False))
+
+
+# Files that are not the folder's own
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model-0.safetensors", "sub/model-0.safetensors", "./model-0.safetensors", "..\\model-0.safetensors",
+        "C:model.safetensors", "..", ".", "", "model-0.bin", "config.json", "model\x00.safetensors",
+        "model\x1b[2J.safetensors", "x" * 300 + ".safetensors", 3, None, ["model-0.safetensors"], {"a": 1}, True,
+    ],
+)  # fmt: skip
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+    """The file that the entry leads to is there, so that only its name can be what is refused."""
+    folder = write(tmp_path / "sub", random_weights(SMALL), shards=2)
+    for there in (tmp_path, folder / "sub"):
+        there.mkdir(exist_ok=True)
+        (there / "model-0.safetensors").write_bytes((folder / "model-0.safetensors").read_bytes())
+    index = folder / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"][DOWN] = name
+    index.write_text(json.dumps(table))
+    with pytest.raises(CheckpointError, match=r"index\.json names the file ") as caught:
+        load_weights(folder, SMALL)
+    assert "\x1b" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_absolute_path_is_refused_though_it_leads_to_the_right_file(tmp_path):
+    folder = write(tmp_path, random_weights(SMALL), shards=2)
+    index = folder / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": {key: str(folder / name) for key, name in table["weight_map"].items()}}))
+    with pytest.raises(CheckpointError, match=r"names the file .* without separators"):
+        load_weights(folder, SMALL)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path, name):
+    folder = write(tmp_path / "model", random_weights(SMALL))
+    secret = tmp_path / "elsewhere"
+    (folder / name).rename(secret)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=rf"{name} is a link to .*elsewhere, outside its folder"):
+        load_weights(folder, ModelConfig.from_pretrained(folder))
+    (folder / name).unlink()
+    secret.rename(folder / "renamed")
+    (folder / name).symlink_to("renamed")
+    assert load_weights(folder, ModelConfig.from_pretrained(folder)).config == SMALL
+    (tmp_path / "alias").symlink_to(folder)
+    assert load_weights(tmp_path / "alias", SMALL).config == SMALL, "the folder itself may be reached by a link"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_links_of_the_hubs_cache_are_followed(tmp_path, shared):
+    """Its entries lead to blobs of the same model, and these may lead to blobs that several models share."""
+    model = tmp_path / "hub" / "models--owner--name"
+    folder = write(model / "snapshots" / "0123abcd", random_weights(SMALL), shards=2)
+    store = tmp_path / "hub" / "blobs" / "ab"
+    for number, path in enumerate(sorted(folder.iterdir())):
+        blob = model / "blobs" / str(number)
+        blob.parent.mkdir(exist_ok=True)
+        path.rename(blob)
+        path.symlink_to(f"../../blobs/{number}")
+        if shared:
+            store.mkdir(parents=True, exist_ok=True)
+            blob.rename(store / str(number))
+            blob.symlink_to(f"../../blobs/ab/{number}")
+    assert load_weights(folder, ModelConfig.from_pretrained(folder)).config == SMALL
+    other = tmp_path / "hub" / "models--owner--other" / "secret"
+    other.parent.mkdir()
+    other.write_text("{}")
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(other)
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        ModelConfig.from_pretrained(folder)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    folder = write(tmp_path, random_weights(SMALL))
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: it is not a regular file"):
+        ModelConfig.from_pretrained(folder)
+
+
+# Sizes that a checkpoint does not have
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**9}, {"num_hidden_layers": 3}, {"hidden_size": 10**9}, {"vocab_size": 2**31 - 1},
+        {"intermediate_size": 2**31 - 1}, {"num_attention_heads": 2**30}, {"head_dim": 2**31 - 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_absurd_sizes_are_refused_by_the_header(tmp_path, change, shards):
+    folder = write(tmp_path, random_weights(SMALL), shards)
+    (folder / "config.json").write_text(json.dumps(as_dict(SMALL) | change))
+    config = ModelConfig.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match=r"by the model's configuration|num_hidden_layers .* holds tensors of 2 layers"):
+        load_weights(folder, config)
+    with pytest.raises(CheckpointError):
+        Model.from_pretrained(folder, device="cpu")
+
+
+def test_elements_are_counted_without_a_loop_over_layers():
+    for config in CONFIGS.values():
+        assert elements(config) == sum(tensor.numel() for tensor in random_weights(config).tensors().values())
+        matrices = [tensor for tensor in random_weights(config).tensors().values() if tensor.dim() == 2]
+        assert elements(config, matrices_only=True) == sum(matrix.numel() for matrix in matrices)
+    assert elements(replace(SMALL, num_hidden_layers=10**9)) > 10**9
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: load_weights(None, SMALL),  # pyrefly: ignore[bad-argument-type]
+        lambda folder: load_weights(b"folder", SMALL),  # pyrefly: ignore[bad-argument-type]
+        lambda folder: load_weights(folder, None),  # pyrefly: ignore[bad-argument-type]
+        lambda folder: load_weights(folder, as_dict(SMALL)),
+        lambda folder: load_weights(folder, SMALL, "gpu"),
+        lambda folder: load_weights(folder, SMALL, "meta"),
+        lambda folder: load_weights(folder, SMALL, "cuda:99"),
+        lambda folder: load_weights(folder, SMALL, 3),
+        lambda folder: random_weights(None),
+        lambda folder: random_weights(SMALL, "x"),
+        lambda folder: random_weights(SMALL, -1),
+        lambda folder: random_weights(SMALL, 0, "gpu"),
+        lambda folder: random_weights(SMALL, 0, None),
+        lambda folder: KVCache.empty(None),
+        lambda folder: KVCache.empty(SMALL, "256"),
+        lambda folder: KVCache.empty(SMALL, -5),
+        lambda folder: KVCache.empty(SMALL, 256, "gpu"),
+        lambda folder: KVCache.empty(SMALL, 256, "cpu", "float16"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path, call):
+    with pytest.raises(OneLaunchError, match=r"(folder|config|device|seed|capacity|dtype) is |no device"):
+        call(write(tmp_path, random_weights(SMALL)))
+
+
+def test_a_folder_of_pickles_is_refused_by_name(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match=r"neither .* pytorch_model\.bin is a pickle, which is not read"):
+        load_weights(tmp_path, SMALL)
+
+
+def test_shapes_and_truncation_are_the_same_kind_of_error(tmp_path):
+    """Both are the checkpoint's fault and none is the caller's, so that the command line ends with the same exit code."""
+    path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
+    save_file(load_file(path) | {DOWN: torch.ones(2, 2)}, path)
+    for message in ("has shape", "truncated"):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            load_weights(tmp_path, SMALL)
+        assert not isinstance(caught.value, ArgumentError)
+        path.write_bytes(path.read_bytes()[:-3])

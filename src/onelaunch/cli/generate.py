@@ -22,33 +22,45 @@ OWN = "the model's"
 
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to continue; - reads it from stdin.", show_default=False)],
-    model: Annotated[str, typer.Option("--model", help="A folder, owner/name on the hub, or tiny.")] = BUNDLED,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="At most so many.")] = 256,
+    model: Annotated[
+        str, typer.Option("--model", help="A model folder, owner/name on the hub, or tiny, which is in the package.")
+    ] = BUNDLED,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Largest number of new tokens.")] = 256,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="0 takes the likeliest.", show_default=OWN)
+        float | None,
+        typer.Option("--temperature", "-t", help="Divisor of the logits; 0 takes the likeliest token.", show_default=OWN),
     ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="Draw from so many; 0 for all.", show_default=OWN)] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Draw from this many of the likeliest tokens; 0 for all.", show_default=OWN)
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option("--top-p", help="Draw from the likeliest with this share.", show_default=OWN)
+        float | None,
+        typer.Option("--top-p", help="Draw from the fewest likeliest tokens with this probability together.", show_default=OWN),
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option("--min-p", help="Least part of the likeliest's chance.", show_default=OWN)
+        float | None,
+        typer.Option("--min-p", help="Keep tokens whose probability is at least min_p times the largest.", show_default=OWN),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option("--repetition-penalty", help="Above 1 avoids repetition.", show_default=OWN)
+        float | None,
+        typer.Option("--repetition-penalty", help="Above 1 makes tokens that occurred less likely.", show_default=OWN),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="The same seed draws the same text.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Ends the text; several times for several.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message: use the chat template.")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="String that ends the text; repeat the option for several.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as a user's message: use the chat template.")] = False,
     echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Print the prompt first, unless --chat.")] = True,
     ignore_end: Annotated[bool, typer.Option("--ignore-end", help="Go on after an end token.")] = False,
     device: DeviceName = "auto",
-    dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16, float16 or float32.", show_default=OWN)] = None,
-    variant: Annotated[str, typer.Option("--variant", help="Of decode_step, see onelaunch explain.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Dtype of weights and cache: bfloat16, float16 or float32.", show_default=OWN)
+    ] = None,
+    variant: Annotated[str, typer.Option("--variant", help="Variant of decode_step; onelaunch explain lists them.")] = "auto",
 ) -> None:
-    """Continue a text with a model of the Qwen3 family; text to stdout as it comes, what it took to stderr.
+    """Continue a text with a model of the Qwen3 family. The text goes to stdout as it comes, times go to stderr.
 
-    The default model is in the package: it has learnt Python's standard library, and answers at once on any machine.
+    The default model is in the package: it was trained on Python's standard library, and runs on any machine without a network.
 
     Example: onelaunch generate "def main(" --temperature 0.8 --seed 1
     """
@@ -81,14 +93,14 @@ def generate(
 
 
 def _stdin() -> str:
-    """The prompt that comes from there; bytes that are no UTF-8 are refused with the text."""
+    """Return the prompt from stdin; bytes that are no UTF-8 are refused later, with the prompt."""
     if sys.stdin is None:
         raise ArgumentError("prompt is -, for stdin, which is closed.")
     return sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
 
 
 def _prepare_stdout() -> None:
-    """What its encoding lacks is written as a question mark: a text must not end for that."""
+    """Make stdout write a question mark for a character that its encoding lacks, so that the text goes on."""
     if sys.stdout is None:
         raise OneLaunchError("stdout is closed; the text is written there.")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -101,7 +113,7 @@ def _write(text: str) -> None:
 
 
 def _report(tokens: int, finish: str, loading: float, ready: float, first: float | None) -> None:
-    """One line on what it took."""
+    """Print one line with the number of tokens and the times to stderr."""
     if first is None:
         return
     rest = time.perf_counter() - first

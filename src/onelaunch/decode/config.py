@@ -1,51 +1,57 @@
-"""What a model is, apart from its weights: the Qwen3 dense family as Hugging Face's ``config.json`` describes it."""
+"""Configurations of models: the Qwen3 dense family as Hugging Face's ``config.json`` describes it."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
-from onelaunch.errors import CheckpointError, ModelConfigError, UnsupportedModel, listing
+from onelaunch.decode.files import entry, folder_path, read_json
+from onelaunch.errors import ArgumentError, CheckpointError, ModelConfigError, UnsupportedModel, listing, shown
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3"}
-"""Architectures that are supported, and what ``model_type`` calls each."""
+"""Supported architectures, with the ``model_type`` of each."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 CONTEXT = 32_768
-"""Positions of a model whose file does not say."""
+"""Context, in positions, of a model whose file does not give one."""
+
+LARGEST_SIZE = 2**31 - 1
+"""Largest size and longest context: kernels count rows, channels and positions in 32-bit integers."""
+
+SCALES = (1e-6, float(LARGEST_SIZE))
+"""Smallest and largest number in a scaling of positions. Between them no frequency overflows, and none is NaN."""
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Angles of position ``p`` become those of ``p / factor``. Source: Chen et al. (2023), position interpolation."""
+    """Position interpolation: position ``p`` gets the angles of ``p / factor``. Source: Chen et al. (2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Low frequencies are interpolated, high ones kept, those between blended. Source: Peng et al. (2023), YaRN."""
+    """YaRN: low frequencies are interpolated, high ones kept, those between blended. Source: Peng et al. (2023)."""
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """What cosine and sine are multiplied with; ``None`` for ``0.1 ln(factor) + 1``."""
+    """Factor of cosine and sine; ``None`` for ``0.1 ln(factor) + 1``."""
     truncate: bool = True
-    """Whether the ends of the blend are rounded to whole channels."""
+    """Flag to round the ends of the blend to whole channels."""
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Wavelengths beyond the original context are divided by ``factor``, short ones kept, with a smooth passage."""
+    """Llama 3's scaling: low frequencies are divided by ``factor``, high ones kept, with a smooth passage between."""
 
     factor: float
     original_max_position_embeddings: int
@@ -76,22 +82,22 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = CONTEXT
-    """The context: positions that the cache may grow to."""
+    """Context: the number of positions that the cache may grow to."""
     tie_word_embeddings: bool = False
-    """Whether the head multiplies with the embedding's matrix."""
+    """Flag of a model whose LM head is the embedding's matrix."""
     attention_bias: bool = False
-    """Whether the projections of attention add a bias."""
+    """Flag of a model whose projections of attention add a bias."""
     dtype: torch.dtype = torch.bfloat16
-    """Of weights, cache and activations: bfloat16, float16 or float32."""
+    """Dtype of weights, cache and activations: bfloat16, float16 or float32."""
     eos_token_ids: tuple[int, ...] = ()
-    """Each ends a text."""
+    """End tokens: a text ends after each of them."""
     bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
-            _check(name, getattr(self, name), int, at_least=1)
-        for name in ("rms_norm_eps", "rope_theta"):
-            _check(name, getattr(self, name), float, at_least=float(name == "rope_theta"), without_end=name == "rope_theta")
+            _check_size(name, getattr(self, name))
+        _check_number("rms_norm_eps", self.rms_norm_eps, "a number of at least 0", lambda eps: eps >= 0)
+        _check_number("rope_theta", self.rope_theta, "a number above 1", lambda theta: theta > 1)
         if self.num_attention_heads % self.num_key_value_heads:
             want = f"a divisor of num_attention_heads = {self.num_attention_heads}"
             raise ModelConfigError("num_key_value_heads", got=self.num_key_value_heads, want=want)
@@ -102,6 +108,10 @@ class ModelConfig:
                 raise ModelConfigError(name, got=getattr(self, name), want="true or false")
         if self.dtype not in DTYPES.values():
             raise ModelConfigError("dtype", got=self.dtype, want=f"one of {listing(DTYPES)}")
+        if self.rope_scaling is not None:
+            _check_scaling(self.rope_scaling)
+        if not isinstance(self.eos_token_ids, tuple):
+            raise ModelConfigError("eos_token_ids", got=self.eos_token_ids, want="a tuple of integers")
         for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 want = f"within 0..{self.vocab_size - 1}, an integer"
@@ -109,28 +119,31 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Channels of all query heads."""
+        """Number of channels of all query heads together."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Channels of all key heads, or of all value heads."""
+        """Number of channels of all key heads together, which is also that of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def queries_per_key(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads that share a key head."""
         return self.num_attention_heads // self.num_key_value_heads
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """From the contents of a ``config.json``, of the older layout (``rope_scaling``, ``torch_dtype``) or the newer
-        (``rope_parameters``, ``dtype``).
+        """Return the configuration that a ``config.json`` holds, in the older layout (``rope_scaling``, ``torch_dtype``) or the
+        newer one (``rope_parameters``, ``dtype``).
 
         Raises:
-            UnsupportedModel: for another architecture, or a feature of it that is not here; says what is supported.
-            ModelConfigError: naming the field.
+            ArgumentError: ``values`` is no mapping.
+            UnsupportedModel: the architecture, or a feature of the model, is not supported; the message says what is.
+            ModelConfigError: a field is missing or wrong; the message names it.
         """
+        if not isinstance(values, Mapping):
+            raise ArgumentError(f"values is {shown(values)}; it must be a mapping, such as the contents of a config.json.")
         _check_architecture(values)
         known: dict[str, Any] = {name: values[name] for name in (*SIZES, *PLAIN) if values.get(name) is not None}
         known.setdefault("head_dim", 128)  # the family's, for files that leave it out
@@ -144,23 +157,34 @@ class ModelConfig:
         if (theta := rope.pop("rope_theta", None)) is not None:
             known["rope_theta"] = theta
         for name in ("rms_norm_eps", "rope_theta"):
-            if isinstance(known.get(name), int):
-                known[name] = float(known[name])
+            if type(value := known.get(name)) is int and abs(value) <= LARGEST_SIZE:
+                known[name] = float(value)
         known["rope_scaling"] = _scaling(rope, known.get("max_position_embeddings", CONTEXT))
-        dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
-        if dtype not in DTYPES:
+        dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+        dtype = str(dtype) if isinstance(dtype, torch.dtype) else dtype
+        if not isinstance(dtype, str) or (dtype := dtype.removeprefix("torch.")) not in DTYPES:
             raise ModelConfigError("dtype", got=dtype, want=f"one of {listing(DTYPES)}")
         return cls(**known, dtype=DTYPES[dtype], eos_token_ids=_tokens(values.get("eos_token_id")))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
-        """From a folder's ``config.json``; the ends of a text also from its ``generation_config.json``, where there is one.
+        """Return the configuration of a model folder, by its ``config.json``.
+
+        End tokens come from ``generation_config.json`` instead, where that file names any.
 
         Raises:
-            CheckpointError: when there is no such file, or it is no JSON.
+            ArgumentError: ``folder`` is neither a string nor a path.
+            CheckpointError: a file is missing, too large or no JSON object.
             UnsupportedModel, ModelConfigError: as :meth:`from_dict`.
         """
-        values = read_json(Path(folder) / "config.json")
+        folder = folder_path("folder", folder)
+        path = entry(folder, "config.json")
+        if not path.exists():
+            raise CheckpointError(
+                f"{path} cannot be read: there is no such file. A model folder holds config.json, model.safetensors and "
+                "tokenizer.json, as save_pretrained of transformers writes them"
+            )
+        values = read_json(path)
         if (ends := read_generation(folder).get("eos_token_id")) is not None:
             values["eos_token_id"] = ends
         return cls.from_dict(values)
@@ -173,33 +197,61 @@ SIZES = (
 """Fields that count something."""
 
 DEFAULTED = ("max_position_embeddings",)
-"""Those of them that a file may leave out."""
+"""Fields of :data:`SIZES` that a file may leave out."""
 
 FLAGS = ("tie_word_embeddings", "attention_bias")
 
 PLAIN = ("rms_norm_eps", "rope_theta", *FLAGS, "bos_token_id")
-"""Fields that a file gives as they are."""
-
-Value = TypeVar("Value", int, float)
+"""Fields whose values are taken from a file unchanged."""
 
 
-def _check(name: str, value: object, kind: type[Value], *, at_least: float, without_end: bool = False) -> None:
-    right = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool) and abs(value) < math.inf
-    if right and (value > at_least if without_end else value >= at_least):  # pyrefly: ignore[unsupported-operation]
-        return
-    noun = "an integer" if kind is int else "a number"
-    raise ModelConfigError(name, got=value, want=f"{noun} {'above' if without_end else 'of at least'} {at_least:g}")
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelConfigError(name, got=value, want="an integer of at least 1")
+    if value > LARGEST_SIZE:
+        raise ModelConfigError(name, got=value, want=f"an integer of at most {LARGEST_SIZE}")
+
+
+def _check_number(name: str, value: object, want: str, is_right: Callable[[float], bool]) -> None:
+    """Raise unless ``value`` is a number that a float holds, and is right."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number) and is_right(number):
+            return
+    raise ModelConfigError(name, got=value, want=want)
+
+
+def _check_scaling(scaling: RopeScaling) -> None:
+    """Raise unless a scaling of positions gives frequencies that are numbers."""
+    if not isinstance(scaling, tuple(KINDS.values())):
+        raise ModelConfigError("rope_scaling", got=scaling, want=f"one of {listing(kind.__name__ for kind in KINDS.values())}")
+    least, most = SCALES
+    for name, value in vars(scaling).items():
+        if name == "truncate":
+            if not isinstance(value, bool):
+                raise ModelConfigError("rope_scaling.truncate", got=value, want="true or false")
+        elif value is not None or name != "attention_factor":
+            want = f"a number above 0, from {least:g} to {most:g}"
+            _check_number(f"rope_scaling.{name}", value, want, lambda number: least <= number <= most)
+    if scaling.factor < 1:
+        raise ModelConfigError("rope_scaling.factor", got=scaling.factor, want="a number of at least 1")
+    if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+        want = f"larger than low_freq_factor = {scaling.low_freq_factor:g}"
+        raise ModelConfigError("rope_scaling.high_freq_factor", got=scaling.high_freq_factor, want=want)
 
 
 def _check_architecture(values: Mapping[str, Any]) -> None:
     """Raise unless this is a dense Qwen3 with full attention and plain weights."""
     names, kind = _names(values, "architectures"), values.get("model_type")
     if (names and names[0] not in ARCHITECTURES) or (not names and kind not in ARCHITECTURES.values()):
-        raise UnsupportedModel(f"architecture {(names[0] if names else kind)!r}", supported=ARCHITECTURES)
+        raise UnsupportedModel(f"architecture {shown(names[0] if names else kind)}", supported=ARCHITECTURES)
     if values.get("quantization_config"):
         raise UnsupportedModel("quantized weights", supported=DTYPES)
     if values.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"hidden_act {values['hidden_act']!r}", supported=("silu",))
+        raise UnsupportedModel(f"hidden_act {shown(values['hidden_act'])}", supported=("silu",))
     counts = [values.get(name) or 0 for name in ("max_window_layers", "num_hidden_layers")]
     sliding = values.get("use_sliding_window") and not (all(isinstance(each, int) for each in counts) and counts[0] >= counts[1])
     layers = set(_names(values, "layer_types"))
@@ -225,14 +277,6 @@ def _scaling(values: Mapping[str, Any], context: int) -> RopeScaling | None:
     given = {name: values[name] for name in fields if values.get(name) is not None}
     if "original_max_position_embeddings" in fields:
         given.setdefault("original_max_position_embeddings", context)
-    for name, value in given.items():
-        if name == "truncate":
-            if not isinstance(value, bool):
-                raise ModelConfigError("rope_scaling.truncate", got=value, want="true or false")
-        else:
-            _check(f"rope_scaling.{name}", value, float, at_least=0, without_end=True)
-    if given.get("factor", 1) < 1:
-        raise ModelConfigError("rope_scaling.factor", got=given["factor"], want="a number of at least 1")
     if kind == "yarn" and (unknown := [name for name in ("mscale", "mscale_all_dim") if values.get(name) is not None]):
         raise ModelConfigError(f"rope_scaling.{unknown[0]}", got=values[unknown[0]], want="left out: no Qwen3 has it")
     try:
@@ -250,23 +294,6 @@ def _tokens(value: object) -> tuple[int, ...]:
 
 
 def read_generation(folder: str | Path) -> dict[str, Any]:
-    """What a folder's ``generation_config.json`` holds; nothing where there is none."""
-    path = Path(folder) / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
-
-    Raises:
-        CheckpointError: there is no such file, or no object in it.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from None
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{path} is not JSON: {problem}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return values
+    """Return what a folder's ``generation_config.json`` holds, which is nothing where there is no such file."""
+    path = entry(Path(folder), "generation_config.json")
+    return read_json(path) if path.exists() else {}

@@ -1,35 +1,38 @@
-"""Text from a model, in the style of ``transformers``: at once, piece by piece, or awaited."""
+"""Text generation with a model, in the style of ``transformers``: at once, piece by piece, or awaited."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-import operator
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from onelaunch import dispatch
-from onelaunch.decode.config import ModelConfig, read_generation
+from onelaunch.decode.arguments import flag, instance, integer, string
+from onelaunch.decode.config import DTYPES, ModelConfig, read_generation
+from onelaunch.decode.contract import decode_step
 from onelaunch.decode.engine import Engine, Request, engine_bytes, engine_that_fits, make_engine, typical_query
 from onelaunch.decode.hub import find_model
-from onelaunch.decode.sampling import Choices, Sampling, recommended
+from onelaunch.decode.prompts import Prompt, tokens_of
+from onelaunch.decode.sampling import Choices, recommended, sampling_of
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
-from onelaunch.decode.weights import load_weights, parts
+from onelaunch.decode.weights import check_header, elements, load_weights
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import (
     ArgumentError,
     CheckpointError,
     ContextExceeded,
     DeviceMemoryError,
+    DTypeError,
     TokenizerMissing,
-    ValueRangeError,
     in_a_line,
+    listing,
+    shown,
 )
 from onelaunch.hardware import free_memory, resolve
 from onelaunch.operation import parse_dtype
@@ -37,15 +40,15 @@ from onelaunch.operation import parse_dtype
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # in typing from Python 3.11 on
 
-Prompt: TypeAlias = str | Sequence[int] | torch.Tensor
-"""Text, or token ids: a sequence, or a tensor ``[T]`` or ``[1, T]``."""
-
 Finish = Literal["end", "stop", "length", "context", "closed"]
-"""Why a text ended: its end token, a stop string, ``max_new_tokens``, the model's context, or whoever read it."""
+"""Reason why a text ended: an end token, a stop string, ``max_new_tokens``, the model's context, or that it was closed."""
+
+OPTIONS = ("prompt", "max_new_tokens", "stop", "ignore_end")
+"""Arguments of :meth:`Model.stream` in addition to the fields of :class:`~onelaunch.decode.sampling.Sampling`."""
 
 
 class Streamer(Protocol):
-    """What ``transformers`` calls a streamer: gets the prompt ``[1, T]``, then every token ``[1]``, on the CPU."""
+    """Streamer as ``transformers`` defines it: gets the prompt ``[1, T]``, then every token ``[1]``, on the CPU."""
 
     def put(self, value: torch.Tensor) -> None: ...
 
@@ -54,31 +57,34 @@ class Streamer(Protocol):
 
 @dataclass(frozen=True)
 class Generation:
-    """A text that has ended."""
+    """Generated text, complete."""
 
     prompt: tuple[int, ...]
+    """Tokens of the prompt."""
     tokens: tuple[int, ...]
-    """The new ones, all that were made: also an end token, and those of a stop string."""
+    """New tokens, all that were made: also an end token, and those of a stop string."""
     text: str | None
-    """Of the new tokens, up to a stop string; ``None`` without a tokenizer."""
+    """Text of the new tokens, up to a stop string; ``None`` without a tokenizer."""
     finish: Finish
+    """Reason why the text ended."""
 
     @property
     def sequences(self) -> torch.Tensor:
-        """Prompt and new tokens, ``[1, T + N]`` int64, as ``transformers`` returns them."""
+        """Tokens of prompt and text, ``[1, T + N]`` int64, as ``transformers`` returns them."""
         return torch.tensor([self.prompt + self.tokens], device="cpu")
 
 
 class Stream:
-    """A text while it comes: an iterator over pieces of text. Made by :meth:`Model.stream`.
+    """Text while it is generated: an iterator over pieces of text, made by :meth:`Model.stream`.
 
     Attributes:
-        prompt: its tokens.
-        tokens: the new tokens so far.
-        text: so far, as it was handed out; ``None`` without a tokenizer.
-        finish: why it ended; ``None`` before.
+        prompt: Tokens of the prompt.
+        tokens: New tokens so far.
+        text: Text so far, as it was handed out; ``None`` without a tokenizer.
+        finish: Reason why the text ended; ``None`` before it has.
 
-    :meth:`close`, the end of a ``with`` block and any exception, Ctrl-C too, end the work on the device; what came stays.
+    :meth:`close`, the end of a ``with`` block and any exception, Ctrl-C too, end the work on the device. Tokens and text that
+    came before stay.
     """
 
     def __init__(self, engine: Engine, request: Request, codec: TextCodec | None, stops: Sequence[str], limit: Finish) -> None:
@@ -109,14 +115,14 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End it here, unless it has ended; from another thread, behind the token that is being made."""
+        """End the text here, unless it has ended. A call from another thread waits for the token that is being made."""
         self.finish = self.finish or "closed"
         with self._turn:
             self.finish = self.finish or "closed"
             self._made.close()
 
     def step(self) -> str | None:
-        """The text that came with one more token, which may be empty; ``None`` when there is no more."""
+        """Generate one more token and return the text that it completed, which may be empty; ``None`` after the last one."""
         with self._turn:
             if self.finish is not None:
                 return None
@@ -133,14 +139,14 @@ class Stream:
                 raise
 
     def result(self) -> Generation:
-        """The whole text; runs to its end first."""
+        """Generate the rest and return the whole text."""
         while self.step() is not None:
             pass
         assert self.finish is not None  # noqa: S101 - step has said so
         return Generation(self.prompt, tuple(self.tokens), self.text, self.finish)
 
     def _hand_out(self, token: int | None, end: Finish | None) -> str:
-        """The text that came with a token, with everything that was held back where the text ends."""
+        """Return the text that a token completed and, where the text ends, everything that was held back."""
         piece = ""
         if self._detokenizer is not None:
             piece = "" if token is None else self._stops.push(self._detokenizer.push(token))
@@ -154,20 +160,31 @@ class Stream:
 
 
 class Model:
-    """A model that makes text, one token at a time.
+    """Language model that generates text, one token at a time.
 
     Args:
-        engine: makes tokens.
-        codec: the tokenizer; without one, prompts are token ids and texts ``None``.
-        defaults: how tokens are drawn where a call does not say.
+        engine: Engine that makes the tokens.
+        codec: Tokenizer; without one, prompts are token ids and texts ``None``.
+        defaults: Sampling where a call does not give it: fields of :class:`~onelaunch.decode.sampling.Sampling` by name.
 
     Attributes:
-        engine: as given.
-        codec: as given.
-        defaults: as given, or those of the model's ``generation_config.json``.
+        engine: Engine that makes the tokens.
+        codec: Tokenizer, or ``None``.
+        defaults: Sampling where a call does not give it; of a model folder, that of its ``generation_config.json``.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type, or a default is wrong.
     """
 
     def __init__(self, engine: Engine, codec: TextCodec | None = None, defaults: Choices | None = None) -> None:
+        if not callable(getattr(engine, "run", None)) or not isinstance(getattr(engine, "config", None), ModelConfig):
+            raise ArgumentError(
+                f"engine is {shown(engine)}; it must be an engine, as Model.from_pretrained or make_engine make it."
+            )
+        if codec is not None and not all(callable(getattr(codec, name, None)) for name in ("encode", "decode")):
+            raise ArgumentError(f"codec is {shown(codec)}; it must be an onelaunch.decode.text.TextCodec, or None.")
+        if defaults is not None:
+            sampling_of(instance("defaults", defaults, Mapping))
         self.engine = engine
         self.codec = codec
         self.defaults: Choices = defaults or {}
@@ -185,46 +202,54 @@ class Model:
         dtype: torch.dtype | str | None = None,
         variant: str = AUTO,
     ) -> Model:
-        """A model of the Qwen3 dense family.
+        """Load a model of the Qwen3 dense family.
 
         Args:
-            name: a folder as Hugging Face writes it, ``"owner/name"`` on its hub, or ``"tiny"``, which is in the package.
-            device: where it runs; ``"auto"`` is the first GPU, or the CPU.
-            dtype: of weights, cache and activations; that of the configuration by default, float32 where it says none.
-            variant: of ``decode_step``; the fastest by default.
+            name: A folder as Hugging Face writes it, ``"owner/name"`` on its hub, or ``"tiny"``, which is in the package. Without
+                a network, a folder, a model that the hub's cache holds, and ``"tiny"`` work.
+            device: Device to run on; ``"auto"`` is the first GPU, or the CPU.
+            dtype: Dtype of weights, cache and activations; by default that of the configuration, float32 where it gives none.
+            variant: Variant of ``decode_step``; the fastest by default.
 
         Raises:
-            CheckpointError, ShapeError: a file is missing or damaged, a tensor missing or of the wrong shape.
+            ArgumentError: an argument is of the wrong type, or no such dtype is supported.
+            UnknownModel: there is no such folder, and the name is none that the hub could have.
+            CheckpointError: the hub has no such model or cannot be reached; a file is missing, damaged or outside the folder; a
+                tensor is missing or of the wrong shape.
             UnsupportedModel, ModelConfigError: the model is of another kind, or its configuration wrong.
             NoDeviceError, DeviceMemoryError: there is no such device, or too little memory on it. Where the fastest variant needs
                 more than there is, the next one runs, and a :class:`~onelaunch.errors.FallbackNotice` says so.
-            UnknownVariant, VariantUnsupported: no such variant, or not for this model on this device.
+            UnknownVariant, VariantUnsupported: there is no such variant, or it cannot run this model on this device.
         """
+        variant = string("variant", variant, f"{AUTO!r} or a name from decode_step.variants")
+        where = resolve(str(device) if isinstance(device, torch.device) else string("device", device, "'auto', 'cpu' or 'cuda'"))
+        width = None if dtype is None else _dtype(dtype)
         folder = find_model(name)
         config = ModelConfig.from_pretrained(folder)
-        if dtype is not None:
-            config = replace(config, dtype=parse_dtype(dtype))
-        where = resolve(device)
+        if width is not None:
+            config = replace(config, dtype=width)
         defaults = recommended(read_generation(folder))
         try:
-            Sampling(**defaults)
-        except (ArgumentError, TypeError) as problem:
+            sampling_of(defaults)
+        except ArgumentError as problem:
             raise CheckpointError(f"{folder / 'generation_config.json'}: {in_a_line(problem)}") from None
+        if variant != AUTO:
+            decode_step.get(variant)  # a wrong name is said before any file of weights is opened
+        check_header(folder, config)  # before anything is computed from the sizes that a file gives
         dispatch.pick(variant, typical_query(config, where))  # what cannot run is not read first
         if where.type == "cuda":
-            need = sum(math.prod(shape) for _, _, shape in parts(config)) * config.dtype.itemsize
+            need = elements(config) * config.dtype.itemsize
             free = free_memory(where)
             if variant == AUTO:
                 variant = engine_that_fits(config, where, free - need)
             need += engine_bytes(config, where, variant)
             if need > free:
                 raise DeviceMemoryError(f"the weights of {name}", device=where, need=need, free=free)
-        engine = make_engine(load_weights(folder, config, where), variant)
         try:
             codec = TextCodec(folder)
         except TokenizerMissing:
             codec = None  # ids are enough for some; text says then what is missing
-        return cls(engine, codec, defaults)
+        return cls(make_engine(load_weights(folder, config, where), variant), codec, defaults)
 
     def generate(
         self,
@@ -239,20 +264,26 @@ class Model:
         """Continue a prompt.
 
         Args:
-            prompt: text, or token ids: a sequence, or a tensor ``[T]`` or ``[1, T]`` on any device.
-            max_new_tokens: at least 1; the text also ends where the model's context does.
-            stop: strings that end the text, which does not contain them.
-            ignore_end: whether to go on after an end token.
-            streamer: is given the prompt and every token as it comes, such as a ``transformers.TextStreamer``.
+            prompt: Text, or token ids: a sequence, or a tensor ``[T]`` or ``[1, T]`` on any device.
+            max_new_tokens: Largest number of new tokens, at least 1; the text also ends where the model's context does.
+            stop: String, or several, that end the text, which does not contain them.
+            ignore_end: Flag to go on after an end token.
+            streamer: Object that is given the prompt and every token as it comes, such as a ``transformers.TextStreamer``.
             **choices: ``temperature`` (0 always takes the likeliest token), ``top_k``, ``top_p``, ``min_p``,
                 ``repetition_penalty`` and ``seed``: the fields of :class:`~onelaunch.decode.sampling.Sampling`, by default as the
                 model's ``generation_config.json`` has them. The same seed, model and prompt give the same text.
 
         Raises:
             ArgumentError, ValueRangeError: naming the argument, what it was and what it has to be.
+            UnknownKeyword: there is no argument of that name; the message gives the nearest one.
             ContextExceeded: the prompt leaves no room in the model's context.
-            TokenizerMissing: text or stop strings, and no tokenizer.
+            TokenizerMissing: text or stop strings were given, and there is no tokenizer.
+            CheckpointError: the tokenizer fails, or makes a token that the model does not have.
         """
+        sampling_of(choices, (*OPTIONS, "streamer"))
+        if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+            want = "it must have methods put and end, as a transformers.TextStreamer has"
+            raise ArgumentError(f"streamer is {shown(streamer)}; {want}.")
         stream = self.stream(prompt, max_new_tokens=max_new_tokens, stop=stop, ignore_end=ignore_end, **choices)
         if streamer is None:
             return stream.result()
@@ -278,34 +309,40 @@ class Model:
         ignore_end: bool = False,
         **choices: Unpack[Choices],
     ) -> Stream:
-        """The same piece by piece: an iterator over text, with the tokens so far and the reason of its end as attributes.
+        """Continue a prompt piece by piece.
 
         Arguments and errors are those of :meth:`generate`; errors come at once, not with the first piece.
+
+        Returns:
+            An iterator over pieces of text, with the tokens so far and the reason of the text's end as attributes.
         """
-        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise ArgumentError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer of at least 1.")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else ("",)
+        drawn = sampling_of({**self.defaults, **choices}, OPTIONS)
+        max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
+        ignore_end = flag("ignore_end", ignore_end)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Collection) else ("",)
         if not all(isinstance(each, str) and each for each in stops):
-            raise ArgumentError(f"stop is {stop!r}; it must be a string, or several, none of them empty.")
+            raise ArgumentError(f"stop is {shown(stop)}; it must be a string, or several, none of them empty.")
         if stops:
             self._text("a stop string")
-        tokens = self._tokens(prompt)
+        tokens = tokens_of(prompt, self.config, self._text)
         room = self.config.max_position_embeddings - len(tokens)
         if room < 1:
             raise ContextExceeded(
                 len(tokens) + 1, context=self.config.max_position_embeddings, said="The prompt with one new token"
             )
         ends = () if ignore_end else self.config.eos_token_ids
-        drawn: Choices = {**self.defaults, **choices}
-        request = Request(tokens, min(max_new_tokens, room), Sampling(**drawn), ends)
+        request = Request(tokens, min(max_new_tokens, room), drawn, ends)
         return Stream(self.engine, request, self.codec, stops, "length" if max_new_tokens <= room else "context")
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[str]:
-        """The same for ``async for``: the model runs in a thread, one token at a time, and stops when the loop is left.
+        """Continue a prompt for ``async for``: the model runs in a thread, one token at a time, and stops when the loop is left.
 
         Args:
-            prompt: as :meth:`generate`.
-            **options: as :meth:`stream`.
+            prompt: Prompt, as for :meth:`generate`.
+            **options: Arguments of :meth:`stream`.
+
+        Yields:
+            Pieces of text.
         """
         with self.stream(prompt, **options) as stream:
             running: asyncio.Future[str | None] | None = None
@@ -322,41 +359,18 @@ class Model:
                         await asyncio.wait([running])
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> str:
-        """The prompt of a conversation by the model's chat template: see :meth:`onelaunch.decode.text.TextCodec.chat`."""
+        """Return the prompt of a conversation by the chat template: see :meth:`onelaunch.decode.text.TextCodec.chat`."""
         return self._text("a conversation").chat(messages, **choices)
-
-    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """A prompt's tokens, each checked to be one."""
-        if isinstance(prompt, str):
-            tokens = self._text("a prompt of text").encode(prompt)
-        elif isinstance(prompt, torch.Tensor):
-            integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype is torch.bool)
-            if not integers or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
-                got = f"{tuple(prompt.shape)} of {prompt.dtype}"
-                raise ArgumentError(f"prompt is a tensor {got}; it must be [T] or [1, T] of integers: one text at a time.")
-            tokens = tuple(prompt.flatten().tolist())
-        elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, memoryview)):
-            tokens = tuple(map(self._token, prompt))
-        else:
-            raise ArgumentError(f"prompt is {type(prompt).__name__}; it must be text, or token ids in a sequence or a tensor.")
-        if not tokens and self.config.bos_token_id is not None:
-            tokens = (self.config.bos_token_id,)
-        if not tokens:
-            raise ArgumentError("prompt has no tokens; it must have at least one.")
-        return tuple(map(self._token, tokens))
-
-    def _token(self, value: object) -> int:
-        """A token as an integer, whatever class it came in."""
-        try:
-            token = -1 if isinstance(value, bool) else operator.index(value)  # pyrefly: ignore[bad-argument-type]
-        except TypeError:
-            token = -1
-        if not 0 <= token < self.config.vocab_size:
-            want = f"a token is an integer within 0..{self.config.vocab_size - 1}"
-            raise ValueRangeError("prompt", got=f"holds {value!r}", want=want)
-        return token
 
     def _text(self, what: str) -> TextCodec:
         if self.codec is None:
             raise TokenizerMissing(f"{what} needs a tokenizer, which this model was made without")
         return self.codec
+
+
+def _dtype(value: torch.dtype | str) -> torch.dtype:
+    """Return a dtype that weights can have."""
+    found = parse_dtype(value)
+    if found not in DTYPES.values():
+        raise DTypeError("dtype", got=found, want=f"one of {listing(DTYPES)}")
+    return found

@@ -1,39 +1,54 @@
-"""Where a model's files are: the one that ships with the package, a folder, or a repository of Hugging Face's hub."""
+"""Names of models: the model that ships with the package, a folder, or a repository of Hugging Face's hub."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from onelaunch.errors import CheckpointError, in_a_line
+from onelaunch.errors import ArgumentError, CheckpointError, UnknownModel, in_a_line, shown
 
 BUNDLED = "tiny"
-"""The name of the model in the package: Qwen3's architecture, 1.2 million parameters, trained on Python's standard library."""
+"""Name of the model in the package: Qwen3's architecture, 1.2 million parameters, trained on Python's standard library."""
 
 FILES = ("*.json", "*.safetensors", "*.jinja")
-"""What is fetched of a repository."""
+"""Patterns of the files that are fetched from a repository."""
 
-REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+REPOSITORY = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+"""Pattern of the names that repositories of the hub have."""
+
+OFFLINE = (
+    "Without a network, fetch it where there is one, with: hf download {name} --local-dir FOLDER, and give that folder; or take "
+    f"the model {BUNDLED!r}, which is in the package"
+)
+"""Advice for a machine that cannot reach the hub."""
 
 
 def find_model(name: str | Path) -> Path:
-    """The folder of a model: the bundled one's for ``"tiny"``, itself, or where the hub's files were put for ``"owner/name"``.
+    """Return the folder of a model: the bundled one's for ``"tiny"``, a folder itself, the downloaded one for ``"owner/name"``.
 
-    A folder of the bundled model's name is meant by ``"./tiny"``, or as a ``Path``.
+    Write ``"./tiny"``, or give a ``Path``, for a folder that is called as the bundled model is.
 
     Raises:
-        CheckpointError: there is no such folder, and no such repository or no way to reach it.
+        ArgumentError: ``name`` is neither a string nor a path, or empty.
+        UnknownModel: it is neither a folder, nor a name that the hub could have, nor the bundled model's.
+        CheckpointError: it is a file, or the hub has no such repository or cannot be reached; then the message says what to do
+            offline.
     """
+    if not isinstance(name, (str, os.PathLike)) or not isinstance(os.fspath(name), str) or not os.fspath(name).strip():
+        want = f"a model folder, owner/name on Hugging Face's hub, or {BUNDLED!r}"
+        raise ArgumentError(f"name is {shown(name)}; it must be {want}.")
     if name == BUNDLED:
         return Path(__file__).parent / BUNDLED
     folder = Path(name)
-    try:
-        if folder.is_dir():
-            return folder
-    except (OSError, ValueError):  # longer than any name may be, or with characters that none has
-        pass
+    if os.path.isdir(folder):  # noqa: PTH112 - False, not an error, for a name that is too long or has characters that none has
+        return folder
+    if os.path.exists(folder):  # noqa: PTH110
+        raise CheckpointError(
+            f"{shown(str(name), 300)} is a file; give the folder that holds it, with config.json and tokenizer.json"
+        )
     if not REPOSITORY.fullmatch(str(name)):
-        raise CheckpointError(f"there is no folder {name}, and it is no name of the hub, such as Qwen/Qwen3-0.6B")
+        raise UnknownModel(str(name), (BUNDLED,))
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -41,4 +56,5 @@ def find_model(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(FILES)))
     except Exception as problem:  # noqa: BLE001 - network, rights and names fail in many classes
-        raise CheckpointError(f"there is no folder {name}, and the hub does not give it: {in_a_line(problem)}") from None
+        said = f"there is no folder {name}, and the hub does not give it: {in_a_line(problem)}"
+        raise CheckpointError(f"{said}. {OFFLINE.format(name=name)}") from None

@@ -1,10 +1,10 @@
-"""A model's weights: what a checkpoint holds, checked against the configuration, each tensor read once."""
+"""Weights of a model: the tensors of a checkpoint, checked against the configuration, each read once."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,18 +13,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onelaunch import checks
+from onelaunch.decode.arguments import device_of, instance, integer
 from onelaunch.decode.config import ModelConfig
-from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, listing
+from onelaunch.decode.files import INDEX_BYTES, entry, folder_path, read_json
+from onelaunch.decode.sampling import LARGEST_SEED
+from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, in_a_line, listing, shown
 from onelaunch.operation import Bundle
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Files of a checkpoint in one piece, and of one in several."""
+"""Names of the file of a checkpoint in one piece, and of the index of one in several."""
+
+SUFFIX = ".safetensors"
+"""Suffix of every file of weights. Other formats, such as pickles, are never opened."""
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-"""Dtypes of tensors that are what they say; others are quantized."""
+"""Dtypes of plain weights; tensors of other dtypes are quantized."""
+
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+"""Beginning of the name that a layer's tensor has in a checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,53 +45,59 @@ class LayerWeights(Bundle):
     """
 
     input_layernorm: torch.Tensor
-    """``[H]``"""
+    """Factors of the norm before attention, ``[H]``."""
     q_proj: torch.Tensor
-    """``[Q, H]``"""
+    """Projection to queries, ``[Q, H]``."""
     k_proj: torch.Tensor
-    """``[K, H]``"""
+    """Projection to keys, ``[K, H]``."""
     v_proj: torch.Tensor
-    """``[K, H]``"""
+    """Projection to values, ``[K, H]``."""
     o_proj: torch.Tensor
-    """``[H, Q]``"""
+    """Projection of attention's output, ``[H, Q]``."""
     q_norm: torch.Tensor
-    """``[D]``"""
+    """Factors of the norm of each query head, ``[D]``."""
     k_norm: torch.Tensor
-    """``[D]``"""
+    """Factors of the norm of each key head, ``[D]``."""
     post_attention_layernorm: torch.Tensor
-    """``[H]``"""
+    """Factors of the norm before the MLP, ``[H]``."""
     gate_proj: torch.Tensor
-    """``[I, H]``"""
+    """Projection to the MLP's gate, ``[I, H]``."""
     up_proj: torch.Tensor
-    """``[I, H]``"""
+    """Projection to the MLP's values, ``[I, H]``."""
     down_proj: torch.Tensor
-    """``[H, I]``"""
+    """Projection of the MLP's output, ``[H, I]``."""
     q_bias: torch.Tensor | None = None
-    """``[Q]``; biases only with ``attention_bias``."""
+    """Bias of the queries, ``[Q]``; biases are there only with ``attention_bias``."""
     k_bias: torch.Tensor | None = None
-    """``[K]``"""
+    """Bias of the keys, ``[K]``."""
     v_bias: torch.Tensor | None = None
-    """``[K]``"""
+    """Bias of the values, ``[K]``."""
     o_bias: torch.Tensor | None = None
-    """``[H]``"""
+    """Bias of attention's output, ``[H]``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Weights(Bundle):
-    """All tensors of a model, with the configuration that says their shapes."""
+    """All tensors of a model, with the configuration that gives their shapes."""
 
     config: ModelConfig
     embed_tokens: torch.Tensor
-    """``[V, H]``"""
+    """Embedding, one row for each token, ``[V, H]``."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    """``[H]``"""
+    """Factors of the norm before the LM head, ``[H]``."""
     untied_head: torch.Tensor | None = None
-    """``[V, H]``; ``None`` where the head is the embedding's matrix."""
+    """LM head, ``[V, H]``; ``None`` where it is the embedding's matrix."""
+
+    def __post_init__(self) -> None:
+        count = instance("config", self.config, ModelConfig).num_hidden_layers
+        if not isinstance(self.layers, tuple) or len(self.layers) != count:
+            got = f"has {len(self.layers)} elements" if isinstance(self.layers, tuple) else f"is {type(self.layers).__name__}"
+            raise ArgumentError(f"layers {got}; it must be a tuple of {count} LayerWeights, one for each of num_hidden_layers.")
 
     @property
     def lm_head(self) -> torch.Tensor:
-        """``[V, H]``: the head's matrix, its own or the embedding's."""
+        """Matrix of the LM head, ``[V, H]``: its own or the embedding's."""
         return self.embed_tokens if self.untied_head is None else self.untied_head
 
     @property
@@ -90,10 +105,10 @@ class Weights(Bundle):
         return self.embed_tokens.device
 
     def check(self) -> None:
-        """That every tensor is as the configuration says, and lies as kernels read it.
+        """Raise unless every tensor is as the configuration says, and contiguous, as kernels read it.
 
         Raises:
-            ArgumentError: one is missing, or not contiguous.
+            ArgumentError: a tensor is missing, or not contiguous.
             ShapeError, DTypeError, DeviceError: naming the tensor, what it is and what it has to be.
         """
         tensors = self.tensors()
@@ -107,20 +122,20 @@ class Weights(Bundle):
                 raise ArgumentError(f"{what} is not contiguous; use weights.map(torch.Tensor.contiguous).")
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor once, by name: ``layers.0.q_proj``."""
+        """Return every tensor once, by its name here, such as ``layers.0.q_proj``."""
         own = super().tensors()
         for number, layer in enumerate(self.layers):
             own |= {f"layers.{number}.{name}": tensor for name, tensor in layer.tensors().items()}
         return own
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The same with a function applied to each tensor; a head that is tied stays so."""
+        """Return these weights with ``function`` applied to each tensor; an LM head that is tied stays so."""
         tensors = from_tensors(self.config, {name: function(tensor) for name, tensor in self.tensors().items()})
         return replace(self, **{each.name: getattr(tensors, each.name) for each in fields(tensors)})
 
 
 def parts(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Of every tensor that a model has: its name here, its name in a checkpoint, its shape."""
+    """Yield for every tensor of a model its name here, its name in a checkpoint, and its shape."""
     H, Q, K = config.hidden_size, config.query_size, config.key_value_size
     I, D, V = config.intermediate_size, config.head_dim, config.vocab_size
     yield "embed_tokens", "model.embed_tokens.weight", (V, H)
@@ -143,7 +158,7 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def from_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Weights:
-    """Weights of tensors by their names here, as :meth:`Weights.tensors` gives them."""
+    """Return the weights that consist of named tensors, as :meth:`Weights.tensors` names them."""
     names = [field.name for field in fields(LayerWeights)]
     layers = [
         LayerWeights(**{name: tensors[key] for name in names if (key := f"layers.{number}.{name}") in tensors})
@@ -152,55 +167,115 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> We
     return Weights(config, tensors["embed_tokens"], tuple(layers), tensors["norm"], tensors.get("untied_head"))
 
 
-def load_weights(folder: str | Path, config: ModelConfig, device: torch.device | str = "cpu") -> Weights:
-    """The weights of a Hugging Face folder: ``model.safetensors``, or the files that ``model.safetensors.index.json`` names.
+def elements(config: ModelConfig, *, matrices_only: bool = False) -> int:
+    """Return how many numbers a model's weights hold, or its matrices alone; the time does not depend on the number of layers."""
+    shapes = [(name, shape) for name, _, shape in parts(replace(config, num_hidden_layers=1))]
+    return sum(
+        math.prod(shape) * (config.num_hidden_layers if name.startswith("layers.") else 1)
+        for name, shape in shapes
+        if len(shape) == 2 or not matrices_only
+    )
 
-    Every shape is checked before anything is read; then each tensor is read once, straight to the device, in ``config.dtype``.
+
+def check_header(folder: str | Path, config: ModelConfig) -> None:
+    """Raise unless a folder's files hold the tensors of a configuration: :func:`load_weights` without reading a tensor.
 
     Raises:
-        CheckpointError: a file is missing, truncated or no safetensors file, lacks a tensor, or has one that is quantized, or for
-            which the configuration has no place; names file and tensor.
-        ShapeError: a tensor's shape is not what the configuration says; names file and tensor.
+        CheckpointError: as :func:`load_weights`.
     """
-    folder = Path(folder)
-    wanted = list(parts(config))
-    homes = _homes(folder, [file_name for _, file_name, _ in wanted])
     with ExitStack() as opened:
-        files: dict[Path, Any] = {}
-        for path in dict.fromkeys(homes.values()):
-            files[path] = opened.enter_context(_opened(path, device))
-        held = {path: frozenset(file.keys()) for path, file in files.items()}
-        for _, file_name, shape in wanted:
-            path = homes[file_name]
-            if file_name not in held[path]:
-                raise CheckpointError(f"{path} has no tensor {file_name!r}")
-            found = files[path].get_slice(file_name)
-            if tuple(found.get_shape()) != shape:
-                want = f"{list(shape)} by the model's configuration"
-                raise ShapeError(f"{file_name} of {path}", got=found.get_shape(), want=want)
-            if found.get_dtype() not in FLOATS:
-                raise CheckpointError(f"{file_name} of {path} is {found.get_dtype()}; weights must be one of {listing(FLOATS)}")
-        _check_rest(config, held, {file_name for _, file_name, _ in wanted})
-        tensors = {name: files[homes[file_name]].get_tensor(file_name).to(config.dtype) for name, file_name, _ in wanted}
+        _open_checked(folder_path("folder", folder), config, torch.device("cpu"), opened)
+
+
+def load_weights(folder: str | Path, config: ModelConfig, device: torch.device | str = "cpu") -> Weights:
+    """Read the weights of a Hugging Face folder: ``model.safetensors``, or the files that ``model.safetensors.index.json`` names.
+
+    Every name, shape and dtype is checked by the files' headers before anything is read or allocated, so that a configuration
+    of absurd size is refused at once. Then each tensor is read once, straight to the device, in ``config.dtype``.
+
+    Args:
+        folder: Folder of the checkpoint. Its index may name files of this folder only.
+        config: Configuration that the tensors must fit.
+        device: Device to read them to.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type.
+        CheckpointError: a file is missing, truncated, no safetensors file or not in the folder; a tensor is missing, quantized or
+            of another shape; or there is a tensor for which the configuration has no place. The message names file and tensor.
+    """
+    folder, where = folder_path("folder", folder), device_of("device", device)
+    instance("config", config, ModelConfig)
+    with ExitStack() as opened:
+        files = _open_checked(folder, config, where, opened)
+        tensors = {name: files[file_name].get_tensor(file_name).to(config.dtype) for name, file_name, _ in parts(config)}
     return from_tensors(config, tensors)
 
 
+def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opened: ExitStack) -> dict[str, Any]:
+    """Open a folder's files, check the headers, and return the open file of each wanted tensor by its name in the checkpoint."""
+    single = entry(folder, SINGLE)
+    if single.is_file():
+        files = {single: opened.enter_context(_opened(single, device))}
+        homes, missing = dict.fromkeys(files[single].keys(), single), f"{single} has no tensor"
+    else:
+        homes, missing = _indexed(folder), f"{folder / INDEX} names no file for"
+        files = {}
+    _check_layers(folder, config, homes)
+    wanted = list(parts(config))
+    for _, file_name, _ in wanted:
+        if file_name not in homes:
+            raise CheckpointError(f"{missing} {file_name!r}")
+    for path in dict.fromkeys(homes[file_name] for _, file_name, _ in wanted):
+        if path not in files:
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, which {INDEX} names")
+            files[path] = opened.enter_context(_opened(path, device))
+    held = {path: frozenset(file.keys()) for path, file in files.items()}
+    for _, file_name, shape in wanted:
+        path = homes[file_name]
+        if file_name not in held[path]:
+            raise CheckpointError(f"{path} has no tensor {file_name!r}")
+        found = files[path].get_slice(file_name)
+        if tuple(found.get_shape()) != shape:
+            said = f"has shape {shown(tuple(found.get_shape()))}; it must be {list(shape)} by the model's configuration"
+            raise CheckpointError(f"{file_name} of {path} {said}")
+        if found.get_dtype() not in FLOATS:
+            raise CheckpointError(f"{file_name} of {path} is {found.get_dtype()}; weights must be one of {listing(FLOATS)}")
+    _check_rest(config, held, {file_name for _, file_name, _ in wanted})
+    return {file_name: files[homes[file_name]] for _, file_name, _ in wanted}
+
+
+def _check_layers(folder: Path, config: ModelConfig, names: Iterable[str]) -> None:
+    """Raise where the configuration has more layers than a checkpoint has tensors of, before anything loops over them."""
+    there = {int(found[1]) for name in names if (found := LAYER.match(name))}
+    if config.num_hidden_layers > len(there):
+        raise CheckpointError(
+            f"num_hidden_layers of the model's configuration is {config.num_hidden_layers:,}, and {folder} holds tensors of "
+            f"{len(there)} layers"
+        )
+
+
 def _check_rest(config: ModelConfig, held: Mapping[Path, frozenset[str]], wanted: set[str]) -> None:
-    """Raise where a file has tensors of the model that the configuration has no place for: the text would be another model's."""
+    """Raise where a file has tensors of the model for which the configuration has no place: the text would be another model's."""
     free = {"lm_head.weight"} if config.tie_word_embeddings else set()  # some write a tied head too
     for path, names in held.items():
         rest = sorted(name for name in names - wanted - free if name.startswith("model.") or name == "lm_head.bias")
         if rest := [name for name in rest if not name.endswith("rotary_emb.inv_freq")]:
             more = f" and {len(rest) - 1} more tensors" if len(rest) > 1 else ""
-            raise CheckpointError(f"{path} has {rest[0]}{more}, for which the model's configuration has no place")
+            raise CheckpointError(f"{path} has {shown(rest[0])}{more}, for which the model's configuration has no place")
 
 
 def random_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
-    """Weights drawn so that activations stay of unit scale; the same seed gives the same values on a device.
+    """Draw weights so that activations stay of unit scale; the same seed gives the same values on a device.
 
     Matrices have variance 1 / inputs, the factors of norms lie around 1, biases around 0.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type.
     """
-    generator = torch.Generator(device=device).manual_seed(seed)
+    instance("config", config, ModelConfig)
+    device = device_of("device", device)
+    generator = torch.Generator(device=device).manual_seed(integer("seed", seed, 0, LARGEST_SEED))
     tensors = {}
     for name, _, shape in parts(config):
         drawn = torch.randn(shape, generator=generator, device=device, dtype=config.dtype)
@@ -211,27 +286,30 @@ def random_weights(config: ModelConfig, seed: int = 0, device: torch.device | st
     return from_tensors(config, tensors)
 
 
-def _homes(folder: Path, names: list[str]) -> dict[str, Path]:
-    """The file of each tensor."""
-    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
-        return dict.fromkeys(names, folder / SINGLE)
-    index = folder / INDEX
-    try:
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        homes = {name: folder / table[name] for name in names if name in table}
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(f"{index} is not an index of weights: {problem!r}") from None
-    if missing := [name for name in names if name not in homes]:
-        raise CheckpointError(f"{index} names no file for {missing[0]!r}")
-    if lost := [path for path in homes.values() if not path.is_file()]:
-        raise CheckpointError(f"{lost[0]} is missing, which {INDEX} names")
-    return homes
+def _indexed(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor by a folder's index, every one of them an entry of the folder."""
+    index = entry(folder, INDEX)
+    if not index.is_file():
+        pickled = next((each.name for each in folder.glob("*.bin") if each.name.startswith("pytorch_model")), "")
+        convert = (
+            f"; {pickled} is a pickle, which is not read: write it again with save_pretrained of transformers" if pickled else ""
+        )
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{convert}")
+    table = read_json(index, INDEX_BYTES).get("weight_map")
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{index} is not an index of weights: its weight_map is {shown(table)}; it must be an object")
+    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
+    for tensor, name in table.items():
+        if not isinstance(name, str) or name not in paths:
+            path = entry(folder, name, named_by=str(index), suffix=SUFFIX)
+            paths[path.name] = path
+        found[tensor] = paths[name]
+    return found
 
 
-def _opened(path: Path, device: torch.device | str) -> Any:
-    """The file's header, read; as a context, which closes the file."""
+def _opened(path: Path, device: torch.device) -> Any:
+    """Open a file and read its header; return a context, which closes the file."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -239,4 +317,4 @@ def _opened(path: Path, device: torch.device | str) -> Any:
     try:
         return safe_open(str(path), framework="pt", device=str(device))
     except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{path} cannot be read, as if missing or truncated: {problem}") from problem
+        raise CheckpointError(f"{path} cannot be read, as if missing or truncated: {in_a_line(problem)}") from problem
