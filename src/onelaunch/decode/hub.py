@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from onelaunch.errors import CheckpointError, in_a_line
+from onelaunch.errors import CheckpointError, UnknownModel, in_a_line
 
 BUNDLED = "tiny"
 """The name of the model in the package: Qwen3's architecture, 1.2 million parameters, trained on Python's standard library."""
@@ -33,7 +33,7 @@ def find_model(name: str | Path) -> Path:
     except (OSError, ValueError):  # longer than any name may be, or with characters that none has
         pass
     if not REPOSITORY.fullmatch(str(name)):
-        raise CheckpointError(f"there is no folder {name}, and it is no name of the hub, such as Qwen/Qwen3-0.6B")
+        raise UnknownModel(str(name), (BUNDLED,))
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

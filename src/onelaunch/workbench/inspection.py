@@ -19,7 +19,7 @@ from typing import Any
 
 from onelaunch import nvrtc, sass
 from onelaunch.builds import Build, CudaBuild, KernelBuild
-from onelaunch.errors import CompileError, CompilerMissing, InspectionError, did_you_mean, listing
+from onelaunch.errors import CompileError, CompilerMissing, InspectionError, UnknownArchitecture, listing
 from onelaunch.hardware import HOPPER_SHARED_BYTES
 from onelaunch.operation import Operation
 from onelaunch.ops.warp_products import products_by_warps
@@ -117,13 +117,11 @@ class _Code:
 
 
 def find_architecture(name: str) -> Architecture:
-    """The architecture of that name; ``sm_90`` means ``sm_90a``. :class:`InspectionError` when it is not known."""
+    """The architecture of that name; ``sm_90`` means ``sm_90a``. :class:`UnknownArchitecture` when it is not known."""
     for candidate in (name, f"{name}a"):
         if candidate in ARCHITECTURES:
             return ARCHITECTURES[candidate]
-    raise InspectionError(
-        f"There is no architecture {name!r}.{did_you_mean(name, ARCHITECTURES)} Known: {listing(ARCHITECTURES)}."
-    )
+    raise UnknownArchitecture(name, ARCHITECTURES)
 
 
 def inspect_operation(
