@@ -17,7 +17,7 @@ paragraph separators, marks that change the direction of text, and lone surrogat
 
 
 def escaped(text: str) -> str:
-    """Return the text with each of its :data:`UNSAFE` characters written as a backslash escape, such as ``\\x1b``."""
+    """Return the text with each of its :data:`UNSAFE` characters written as a backslash escape."""
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 

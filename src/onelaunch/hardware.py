@@ -137,7 +137,7 @@ def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
     path = cache_folder() / f"ceilings-{describe(device).slug}.json"
     if not refresh and path.exists():
         try:
-            stored = Ceilings(**json.loads(path.read_text()))
+            stored = Ceilings(**json.loads(path.read_text(encoding="utf-8")))
             known = {_name(dtype) for dtype in _multiplied(device)} <= set(stored.matrix_flops_per_second)
             if stored.software == _software(device) and known:
                 return stored
@@ -145,7 +145,7 @@ def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
             pass  # written by another version: measure again
     found = measure(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(found), indent=1))
+    path.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     return found
 
 
@@ -234,7 +234,7 @@ def _software(device: str) -> str:
 
 def _cpu_name() -> str:
     try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         match = None
     return match.group(1).strip() if match else platform.processor() or platform.machine()
@@ -242,7 +242,7 @@ def _cpu_name() -> str:
 
 def _cpu_cache_bytes() -> int:
     caches = Path("/sys/devices/system/cpu/cpu0/cache")
-    sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
+    sizes = [path.read_text(encoding="utf-8").strip() for path in caches.glob("index*/size")]
     kib = [int(size[:-1]) * (1024 if size.endswith("M") else 1) for size in sizes if size[:-1].isdigit()]
     return max(kib, default=32 * 1024) * 1024
 

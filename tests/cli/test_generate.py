@@ -54,14 +54,15 @@ def test_ctrl_c_leaves_what_came_and_a_line_of_its_own(call, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--model", "nothing-here"], 1, "error: Checkpoint: there is no folder nothing-here"),
+        (["--model", "nothing-here"], 2, "error: There is no model 'nothing-here'"),
+        (["--model", "tinny"], 2, "Did you mean 'tiny'?"),
         (["-n", 0], 2, "error: max_new_tokens is 0"),
         (["--temperature", -1], 2, "error: temperature is -1.0"),
         (["--variant", "egaer"], 2, "error: There is no variant 'egaer'. Did you mean 'eager'?"),
         (["--variant", "captured", "--device", "cpu"], 1, "cannot run this call: it needs a CUDA device"),
         (["--chat"], 1, "has no chat template"),
         (["--model", "nothing-here", "--top-p", 7], 2, "error: top_p is 7.0"),
-        (["--model", "a" * 5000], 1, "error: Checkpoint: there is no folder aaa"),
+        (["--model", "a" * 5000], 2, "error: There is no model 'aaa"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(call, arguments, code, message):
@@ -79,7 +80,7 @@ def test_what_is_wrong_is_one_line(call, arguments, code, message):
         ("printf 'caf\\351' |", "-", 2, "error: prompt has '\\udce9', which is no character of Unicode"),
         ("", "- <&-", 2, "error: prompt is -, for stdin, which is closed."),
         ("", "x >&-", 1, "error: stdout is closed"),
-        ("", "x >/dev/full", 1, "error: [Errno 28] No space left on device"),
+        ("", "x >/dev/full", 1, "error: stdout cannot be written: No space left on device."),
         ("PYTHONIOENCODING=ascii", "'\u00e9 = ' >/dev/null", 0, "2 tokens"),
     ],
     ids=["bytes", "no stdin", "no stdout", "full", "ascii"],

@@ -151,7 +151,7 @@ def test_a_file_that_is_too_large_or_endless_is_not_read(tmp_path):
     with path.open("wb") as file:
         file.truncate(300 << 20)
     for each in (path, tmp_path, Path("/dev/zero")):
-        with pytest.raises(ResultCorrupt, match="bytes|regular file"):
+        with pytest.raises(ResultCorrupt, match=r"bytes|regular file"):
             Result.load(each)
 
 

@@ -72,11 +72,13 @@ def probe_file(path: Path) -> None:
         OutputUnwritable: it cannot; names the path and the reason.
     """
     try:
-        if path.is_dir():
+        if stat.S_ISDIR(path.stat().st_mode):
             raise OutputUnwritable(path, "it is a folder", remedy="Name a file.")
-    except (OSError, ValueError) as problem:
-        if isinstance(problem, OutputUnwritable):
-            raise
+    except OutputUnwritable:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # the usual case, and one that the check of the folder explains
+    except (OSError, ValueError) as problem:  # a name that is too long, or holds a NUL
         raise OutputUnwritable(path, _reason(problem)) from problem
     probe_folder(path.parent, wanted=path)
 

@@ -309,7 +309,9 @@ def _disassemble(cubin: bytes, kernel: str) -> str:
         path.write_bytes(cubin)
         try:
             command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", str(path)]
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+            return subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=120
+            ).stdout
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             raise InspectionError(f"Kernel {kernel!r} compiled, but cuobjdump cannot take it apart: {error}.") from error
 

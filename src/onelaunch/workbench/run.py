@@ -147,6 +147,7 @@ def run_study(
     """
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
+    probe_file(path)
     earlier = interrupted_run(path, force=force) if resume else None
     for existing in (path, partial_path(path)):
         if existing.exists() and not force and earlier is None:
@@ -155,7 +156,6 @@ def run_study(
     chosen = scale_for(where.type) if scale == "auto" else scale
     if not study.at_scale(chosen):
         raise _no_shapes(study, chosen)
-    probe_file(path)
     # floors of one result rest on the same rates
     ceilings = earlier.ceilings if earlier else StoredCeilings(**asdict(steps.ceilings(str(where))))
     run = _Run(

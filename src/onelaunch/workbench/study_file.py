@@ -27,7 +27,7 @@ from onelaunch.errors import (
     listing,
     shown,
 )
-from onelaunch.operation import Operation, find_operation
+from onelaunch.operation import Case, Operation, find_operation
 from onelaunch.workbench.files import read_text
 from onelaunch.workbench.study import (
     ALONE,
@@ -235,6 +235,10 @@ class _Reader:
             case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
         except (ArgumentError, TypeError) as error:  # a dtype that is no text, nor anything that can be looked up
             self.fail(f"{where}: {error}")
+        self._check_case(where, case, operation)
+        return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
+
+    def _check_case(self, where: str, case: Case, operation: Operation[..., Any]) -> None:
         for key, value in case.sizes.items():
             if value > LARGEST_SIZE:
                 self.fail(f"{where}: {key} is {shown(value)}; it must be at most {LARGEST_SIZE}, the largest size of a tensor.")
@@ -244,7 +248,6 @@ class _Reader:
                 self.fail(
                     f"{where}: {key} is {shown(value)}; it must be a {type(default).__name__} like its default {default!r}."
                 )
-        return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
 
     def _criterion(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
         where = f"criteria[{index}] ({table.get('name', 'without a name')})"
@@ -293,6 +296,9 @@ class _Reader:
             self._distinct(f"directions of {shape.name}", shape.directions)
             if others := [direction for direction in shape.directions if direction not in study.directions]:
                 self.fail(f"directions of {shape.name} has {listing(map(repr, others))}, which the study does not; add it there.")
+        self._check_variants(study, operation)
+
+    def _check_variants(self, study: Study, operation: Operation[..., Any]) -> None:
         for key, names in (("baseline", (study.baseline,)), ("variants", study.variants)):
             for name in names:
                 self._known(key, "variant", name, operation.variants, operation.name)
