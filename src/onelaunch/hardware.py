@@ -137,7 +137,7 @@ def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
     path = cache_folder() / f"ceilings-{describe(device).slug}.json"
     if not refresh and path.exists():
         try:
-            stored = Ceilings(**json.loads(path.read_text(encoding="utf-8")))
+            stored = Ceilings(**json.loads(path.read_text()))
             known = {_name(dtype) for dtype in _multiplied(device)} <= set(stored.matrix_flops_per_second)
             if stored.software == _software(device) and known:
                 return stored
@@ -145,7 +145,7 @@ def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
             pass  # written by another version: measure again
     found = measure(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+    path.write_text(json.dumps(asdict(found), indent=1))
     return found
 
 

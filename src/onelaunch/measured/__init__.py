@@ -56,7 +56,7 @@ def _rows(slug: str) -> dict[tuple[str, str, str], list[Measured]]:
     path = TABLES / f"{slug}.json"
     if not path.exists():
         return {}
-    table = json.loads(path.read_text(encoding="utf-8"))
+    table = json.loads(path.read_text())
     rows: dict[tuple[str, str, str], list[Measured]] = {}
     for row in table["rows"]:
         key = (row["operation"], row["direction"], row["dtype"])

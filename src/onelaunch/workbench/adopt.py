@@ -50,7 +50,7 @@ def adopt(results: Sequence[Result], into: Path) -> Path:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(written, indent=1) + "\n")
     partial.replace(path)
     return path
 
@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"source": [], "rows": []}
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text())
         for row in table["rows"]:
             _key(row), row["microseconds"].items()
         return {"source": list(table["source"]), "rows": table["rows"]}
