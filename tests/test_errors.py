@@ -7,6 +7,7 @@ import inspect
 import pytest
 
 from onelaunch import errors
+from onelaunch.cli.application import OPTIONS
 from onelaunch.errors import (
     ArgumentError,
     CompileError,
@@ -51,7 +52,7 @@ MESSAGES = [
         VariantUnsupported("scan", "triton", reason="needs a GPU", instead=["eager", "chunked"]),
         "Variant 'triton' of scan cannot run this call: it needs a GPU. These can: eager, chunked.",
     ),
-    (NoDeviceError("cuda", present=["cpu"]), "There is no device 'cuda' here. Present: cpu. Leave --device out to use it."),
+    (NoDeviceError("cuda", present=["cpu"]), "There is no device 'cuda' here. Present: cpu. Name one of these, or 'auto'."),
     (
         CompilerMissing("cuda-bindings is not installed"),
         "CUDA C++ cannot be compiled here: cuda-bindings is not installed. Do: pip install 'onelaunch[cuda]'.",
@@ -64,7 +65,7 @@ MESSAGES = [
     (StudyError("a.toml", "there is no key 'shaeps'"), "a.toml: there is no key 'shaeps'"),
     (
         ResultExists("r.json"),
-        "r.json exists already; results are never overwritten silently. Choose another --out or add --force.",
+        "r.json exists already; results are never overwritten silently. Choose another path, or pass force=True to replace it.",
     ),
     (
         ResultCorrupt("r.json", "it is empty"),
@@ -120,3 +121,43 @@ def test_errors_about_arguments_name_the_argument():
 def test_a_suggestion_is_made_only_when_a_name_is_near():
     assert did_you_mean("smi_fused", ["semi_fused", "eager"]) == " Did you mean 'semi_fused'?"
     assert did_you_mean("quantum", ["semi_fused", "eager"]) == ""
+
+
+def test_the_command_line_names_its_options_where_python_names_arguments():
+    error = ResultExists("r.json", argument="save_to", resumable=True)
+    assert "resume=True" in str(error)
+    assert "save_to" in str(error)
+    assert "--" not in str(error)
+    told = error.told(OPTIONS)
+    assert all(option in told for option in ("--resume", "--force", "--out"))
+    assert "=True" not in told
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ArgumentError, 2),
+        (UnknownOperation, 2),
+        (UnknownStudy, 2),
+        (errors.UnknownModel, 2),
+        (errors.UnknownArchitecture, 2),
+        (NoDeviceError, 2),
+        (errors.ResultMissing, 2),
+        (errors.CheckpointError, 1),
+        (VariantUnsupported, 1),
+        (StudyError, 1),
+        (ResultCorrupt, 1),
+        (ResultExists, 1),
+        (errors.OutputUnwritable, 1),
+    ],
+)
+def test_a_wrong_name_or_argument_ends_with_2_and_what_failed_with_1(error, code):
+    assert error.exit_code == code
+
+
+def test_escaped_text_steers_no_terminal_and_can_be_written():
+    text = "a\tb\n\x1b[2J\r\x00\x7f\x9b\u2028\u202e\ud800 Größe ≥ 3"
+    shown = errors.escaped(text)
+    assert shown == "a\tb\n\\x1b[2J\\r\\x00\\x7f\\x9b\\u2028\\u202e\\ud800 Größe ≥ 3"
+    shown.encode()
+    assert errors.escaped(shown) == shown

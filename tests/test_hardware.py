@@ -69,7 +69,7 @@ def test_a_device_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert hardware.resolve("auto") == hardware.resolve("cpu") == torch.device("cpu")
     for name in ("cuda", "cuda:3", "tpu", "not a device"):
-        with pytest.raises(NoDeviceError, match=rf"no device {name!r} here\. Present: cpu\. Leave --device out"):
+        with pytest.raises(NoDeviceError, match=rf"no device {name!r} here\. Present: cpu\. Name one of these"):
             hardware.resolve(name)
 
 

@@ -6,12 +6,47 @@ All derive from :class:`OneLaunchError`, and from the built-in error that caller
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
+
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that could steer a terminal or cannot be written as UTF-8: control characters except newline and tab, line and
+paragraph separators, marks that change the direction of text, and lone surrogates."""
+
+
+def escaped(text: str) -> str:
+    """Return the text with each of its :data:`UNSAFE` characters written as a backslash escape."""
+    return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class OneLaunchError(Exception):
     """Base of every error raised on purpose by onelaunch."""
+
+    exit_code: ClassVar[int] = 1
+    """Exit code of a command that ends with this error: 2 for a wrong name or argument, 1 for what failed while working."""
+
+
+class AdvisedError(OneLaunchError):
+    """Base of errors whose advice names arguments. The command line names its own options in their place.
+
+    Attributes:
+        problem: what is wrong, as a sentence.
+        advice: what to do, as a sentence with arguments in braces, such as ``Pass {force} to replace it.``
+    """
+
+    ARGUMENTS: ClassVar[Mapping[str, str]] = {"force": "force=True", "resume": "resume=True"}
+    """Arguments that are spelled with a value; all others by their name."""
+
+    def __init__(self, problem: str, *, advice: str) -> None:
+        self.problem, self.advice = problem, advice
+        super().__init__(self.told(self.ARGUMENTS))
+
+    def told(self, spelling: Mapping[str, str]) -> str:
+        """Return problem and advice, with the arguments spelled as the mapping says."""
+        advice = re.sub(r"\{(\w+)\}", lambda found: spelling.get(found[1], found[1]), self.advice)
+        return f"{self.problem} {advice}".strip()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -44,6 +79,8 @@ def shown(value: object, most: int = 80) -> str:
 
 class ArgumentError(OneLaunchError, ValueError):
     """An argument of an operation is wrong."""
+
+    exit_code = 2
 
 
 class ShapeError(ArgumentError):
@@ -109,6 +146,7 @@ class PackingError(ArgumentError):
 class UnknownNameError(OneLaunchError, LookupError):
     """A name that nothing is registered under."""
 
+    exit_code = 2
     kind = "name"
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
@@ -306,12 +344,20 @@ class DeviceMemoryError(OneLaunchError, RuntimeError):
 class NoDeviceError(OneLaunchError, RuntimeError):
     """A device was asked for that is not here."""
 
+    exit_code = 2
+
     def __init__(self, device: str, *, present: Iterable[str]) -> None:
-        super().__init__(f"There is no device {device!r} here. Present: {listing(present)}. Leave --device out to use it.")
+        super().__init__(f"There is no device {device!r} here. Present: {listing(present)}. Name one of these, or 'auto'.")
 
 
 class InspectionError(OneLaunchError, RuntimeError):
     """A kernel cannot be compiled or taken apart for the architecture."""
+
+
+class UnknownArchitecture(UnknownNameError, InspectionError):
+    """No architecture of that name that kernels can be compiled for."""
+
+    kind = "architecture"
 
 
 class CompilerMissing(OneLaunchError, ImportError):
@@ -339,26 +385,80 @@ class DriverError(OneLaunchError, RuntimeError):
 # Studies and results
 
 
-class StudyError(OneLaunchError, ValueError):
+class StudyError(AdvisedError, ValueError):
     """A study file is wrong."""
 
-    def __init__(self, path: Path | str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
+    def __init__(self, path: Path | str, problem: str, *, advice: str = "") -> None:
+        super().__init__(escaped(f"{path}: {problem}"), advice=advice)
 
 
-class ResultExists(OneLaunchError, FileExistsError):
-    """A result would overwrite another."""
+class FolderNotice(OneLaunchError, UserWarning):
+    """A folder that was named for files to be found in is not there, or is no folder."""
+
+
+class ExtraMissing(OneLaunchError, ImportError):
+    """A package of an optional part of onelaunch is not installed."""
+
+    def __init__(self, part: str, *, package: str, extra: str) -> None:
+        super().__init__(f'{part} needs {package}. Install the extra {extra}: pip install "onelaunch[{extra}]"')
+        self.package, self.extra = package, extra
+
+
+class ResultExists(AdvisedError, FileExistsError):
+    """A result would overwrite another.
+
+    Args:
+        path: the file that is there already.
+        argument: the argument that chose it.
+        resumable: whether it is what an interrupted run left, which can be continued.
+    """
+
+    def __init__(self, path: Path | str, *, argument: str = "path", resumable: bool = False) -> None:
+        problem = f"{path} exists already; results are never overwritten silently."
+        advice = f"Choose another {{{argument}}}, or pass {{force}} to replace it."
+        if resumable:
+            problem = f"{path} exists already: an interrupted run left it."
+            advice = f"Pass {{resume}} to continue that run, {{force}} to begin again, or choose another {{{argument}}}."
+        super().__init__(problem, advice=advice)
+        self.path, self.resumable = Path(path), resumable
+
+
+class ResultMissing(OneLaunchError, FileNotFoundError):
+    """There is no file where a result was to be read."""
+
+    exit_code = 2
 
     def __init__(self, path: Path | str) -> None:
-        super().__init__(f"{path} exists already; results are never overwritten silently. Choose another --out or add --force.")
+        super().__init__(f"There is no file {path}. Results lie where a run said, such as results/DEVICE/STUDY.json.")
 
 
 class ResultCorrupt(OneLaunchError, ValueError):
     """A results file cannot be read."""
 
-    def __init__(self, path: Path | str, problem: str) -> None:
-        super().__init__(f"{path} is not a result of onelaunch: {problem}. Run the study again, or restore the file.")
+    def __init__(self, path: Path | str, problem: str, *, remedy: str = "Run the study again, or restore the file.") -> None:
+        super().__init__(escaped(f"{path} is not a result of onelaunch: {problem}. {remedy}"))
 
 
-class ResultMismatch(OneLaunchError, ValueError):
+class ResultTooNew(ResultCorrupt):
+    """A result was written by a newer onelaunch, in a schema that this one does not know."""
+
+    def __init__(self, path: Path | str, *, schema: int, newest: int) -> None:
+        OneLaunchError.__init__(
+            self, f"{path} was written by a newer onelaunch (schema {schema}; this one reads up to {newest}). Update onelaunch."
+        )
+        self.schema, self.newest = schema, newest
+
+
+class OutputUnwritable(OneLaunchError, OSError):
+    """A file or folder cannot be written at the place that was asked for."""
+
+    def __init__(self, path: Path | str, problem: str, *, remedy: str = "Choose another place for it.") -> None:
+        super().__init__(escaped(f"{path} cannot be written: {problem}. {remedy}"))
+        self.path, self.reason = Path(path), problem
+
+
+class ResultMismatch(AdvisedError, ValueError):
     """Results that do not belong together, or hold nothing of what is wanted from them."""
+
+    def __init__(self, problem: str, *, advice: str = "") -> None:
+        super().__init__(problem, advice=advice)

@@ -156,7 +156,7 @@ def describe(device: str) -> Device:
 
 def _cpu_name() -> str:
     try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         match = None
     return match.group(1).strip() if match else platform.processor() or platform.machine()
@@ -164,7 +164,7 @@ def _cpu_name() -> str:
 
 def _cpu_cache_bytes() -> int:
     caches = Path("/sys/devices/system/cpu/cpu0/cache")
-    sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
+    sizes = [path.read_text(encoding="utf-8").strip() for path in caches.glob("index*/size")]
     kib = [int(size[:-1]) * (1024 if size.endswith("M") else 1) for size in sizes if size[:-1].isdigit()]
     return max(kib, default=32 * 1024) * 1024
 

@@ -74,6 +74,7 @@ class Answer:
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.raw, self.out, self.err = code, out, " ".join(out.split()), " ".join(err.split())
+        self.raw_err = err
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_inspect_fails_when_a_kernel_has_a_problem(call, monkeypatch):
     [
         (("linear_rn",), 2, "Did you mean 'linear_rnn'?"),
         (("linear_rnn", "--variant", "fused_chunkd"), 2, "Did you mean 'fused_chunked'?"),
-        (("linear_rnn", "--arch", "sm_91"), 1, "error: There is no architecture 'sm_91'."),
+        (("linear_rnn", "--arch", "sm_91"), 2, "error: There is no architecture 'sm_91'."),
     ],
 )
 def test_inspect_refuses_what_is_wrong_in_one_line(call, arguments, code, said):

@@ -54,7 +54,7 @@ def test_ctrl_c_leaves_what_came_and_a_line_of_its_own(call, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--model", "nothing-here"], 2, "error: There is no model 'nothing-here', and no folder of that name."),
+        (["--model", "nothing-here"], 2, "error: There is no model 'nothing-here'"),
         (["--model", "tinny"], 2, "Did you mean 'tiny'?"),
         (["-n", 0], 2, "error: max_new_tokens is 0"),
         (["--temperature", -1], 2, "error: temperature is -1.0"),
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_one_line(call, arguments, code, message):
         ("printf 'caf\\351' |", "-", 2, "error: prompt has '\\udce9', which is no character of Unicode"),
         ("", "- <&-", 2, "error: prompt is -, for stdin, which is closed."),
         ("", "x >&-", 1, "error: stdout is closed"),
-        ("", "x >/dev/full", 1, "error: [Errno 28] No space left on device"),
+        ("", "x >/dev/full", 1, "error: stdout cannot be written: No space left on device."),
         ("PYTHONIOENCODING=ascii", "'\u00e9 = ' >/dev/null", 0, "2 tokens"),
     ],
     ids=["bytes", "no stdin", "no stdout", "full", "ascii"],

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from onelaunch.cli.study import report as report_module
 from onelaunch.cli.study import run as run_module
+from onelaunch.errors import UNSAFE, OutputUnwritable
+from onelaunch.workbench import files
+from onelaunch.workbench import result as result_module
 from onelaunch.workbench.compare import compare
 from onelaunch.workbench.decision import concluded
-from onelaunch.workbench.result import Result
+from onelaunch.workbench.result import SCHEMA, Result
 from onelaunch.workbench.run import Progress
 from tests.workbench import results
+
+NEVER = "measured although the output cannot be written"
+
+
+@pytest.fixture
+def never_measured(monkeypatch):
+    monkeypatch.setattr(run_module, "run_study", lambda *_, **__: pytest.fail(NEVER))
 
 
 @pytest.fixture
@@ -113,6 +128,144 @@ def test_run_says_that_a_report_is_in_the_way_before_it_runs(call, here):
     assert not (here / "results").exists()
 
 
+def test_run_says_how_to_continue_what_an_interrupted_run_left(call, here, never_measured):
+    results.interrupted_on_cpu().save(here / "r" / "result.partial.json")
+    answer = call("study", "run", "toy-study", "--out", "r")
+    assert answer.code == 1
+    assert "r/result.partial.json exists already" in answer.err
+    assert "--resume" in answer.err
+    assert "--force" in answer.err
+
+
+def test_outputs_are_tried_before_anything_is_measured(call, here, never_measured):
+    (here / "tiny.toml").write_text("precious")
+    for options, name in (
+        (("--out", "tiny.toml"), "tiny.toml"),
+        (("--out", "tiny.toml/r.json"), "tiny.toml"),
+        (("--report-dir", "tiny.toml"), "tiny.toml"),
+        (("--out", "/proc/nothing/r.json"), "/proc/nothing/r.json"),
+    ):
+        answer = call("study", "run", "toy-study", *options)
+        assert answer.code == 1
+        assert name in answer.err
+        assert "cannot be written" in answer.err
+    assert (here / "tiny.toml").read_text() == "precious"
+    assert sorted(path.name for path in here.iterdir()) == ["studies", "tiny.toml"]
+
+
+def test_a_full_disk_is_noticed_before_anything_is_measured(call, here, never_measured, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("onelaunch.workbench.files.os.fsync", full)
+    answer = call("study", "run", "toy-study")
+    assert answer.code == 1
+    assert "results/cpu/toy-study.json cannot be written: No space left on device" in answer.err
+    assert [path.name for path in here.iterdir()] == ["studies"]
+
+
+def test_a_disk_that_becomes_full_loses_neither_decision_nor_result(call, here, monkeypatch):
+    written = files.write_text
+
+    def write(path, text):
+        if here in path.resolve().parents:
+            raise OutputUnwritable(path, "No space left on device")
+        written(path, text)
+
+    monkeypatch.setattr(result_module, "write_text", write)
+    answer = call("study", "run", "toy-study")
+    assert answer.code == 1
+    assert "Decision: " in answer.out
+    rescued = Path(re.search(r"saved as (\S+) instead", answer.err)[1])
+    assert Result.load(rescued).study.name == "toy-study"
+    assert any("could not be saved meanwhile" in note for note in Result.load(rescued).notes)
+    assert not list(here.rglob("*.partial*"))
+    shutil.rmtree(rescued.parent)
+
+
+def test_a_report_that_cannot_be_written_loses_neither_decision_nor_result(call, here, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(report_module, "write_report", fail)
+    answer = call("study", "run", "toy-study")
+    assert answer.code == 1
+    assert "Decision: " in answer.out
+    assert "Result: results/cpu/toy-study.json" in answer.out
+    assert "reports/cpu/toy-study cannot be written: Permission denied" in answer.err
+    assert Result.load(here / "results" / "cpu" / "toy-study.json").decision
+
+
+def test_a_newer_result_asks_for_an_update(call, here):
+    (here / "future.json").write_text(json.dumps({"schema_version": SCHEMA + 1}))
+    answer = call("study", "report", "future.json")
+    assert answer.code == 1
+    assert "newer onelaunch" in answer.err
+
+
+def test_nothing_from_a_file_steers_the_terminal(call, here):
+    text = (here / "studies" / "toy-study.toml").read_text()
+    for old, new in (
+        ('name = "first"', 'name = "\\u001b[2J"'),
+        ('question = "Is', 'question = "\\u001b]0;title\\u0007Is'),
+        ('operation = "toy_sum"', 'operation = "\\u001b[2J"'),
+        ("rounds = 3", "'\\u001b\\u202e' = 3".replace("\\u001b", "\x7f")),
+        ("B = 2", '"\\u001b[31mB" = 2'),
+    ):
+        assert old in text
+        (here / "studies" / "evil.toml").write_text(text.replace(old, new))
+        for command in (("show", "evil"), ("list",), ("run", "studies/evil.toml")):
+            answer = call("study", *command)
+            assert not UNSAFE.search(answer.raw + answer.raw_err)
+    (here / "\x1b[2J.json").write_text("{")
+    answer = call("study", "report", "\x1b[2J.json")
+    assert not UNSAFE.search(answer.raw_err)
+    assert "\\x1b[2J.json" in answer.err
+
+
+def test_a_study_without_shapes_for_this_machine_says_which_there_are(call, here):
+    path = here / "studies" / "toy-study.toml"
+    path.write_text(path.read_text().replace('scale = "small"\n', ""))
+    answer = call("study", "run", "toy-study", "--device", "cpu")
+    assert answer.code == 1
+    assert "shapes are of full scale" in answer.err
+    assert "names no scale is of full scale" in answer.err
+    assert "--scale full" in answer.err
+
+
+def test_sigterm_keeps_the_finished_shapes_and_says_where(here):
+    text = (here / "studies" / "toy-study.toml").read_text()
+    second = text[text.index("[[shapes]]") : text.index("[[criteria]]")].replace('"first"', '"second"')
+    (here / "studies" / "toy-study.toml").write_text(text.replace("[[criteria]]", f"{second}\n[[criteria]]", 1))
+    child = subprocess.Popen(
+        [sys.executable, "-c", TERMINATED], cwd=here, stderr=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+    )
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 143, err
+    assert "results/cpu/toy-study.partial.json" in err
+    assert "--resume" in err
+    assert "Traceback" not in out + err
+    assert Result.load(here / "results" / "cpu" / "toy-study.partial.json").interrupted
+
+
+TERMINATED = """
+import os, signal, sys
+from tests.workbench import toy
+from onelaunch.workbench import run, sampling, timing
+from onelaunch.cli.main import app
+timing.WARM_UP_SECONDS["cpu"] = 0.0
+sampling.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
+run.TIME_CAP_SECONDS = {"small": 2.0, "full": 2.0}
+keep = run._Run.keep
+def keep_and_be_terminated(self, path):
+    keep(self, path)
+    os.kill(os.getpid(), signal.SIGTERM)
+run._Run.keep = keep_and_be_terminated
+sys.argv = ["onelaunch", "study", "run", "toy-study", "--device", "cpu"]
+app()
+"""
+
+
 def test_run_hands_its_options_on(call, monkeypatch):
     asked = {}
 
@@ -197,7 +350,7 @@ def test_a_misspelt_key_is_named_with_the_nearest(call, here):
 def test_a_device_that_is_not_here(call, device):
     for command in (("study", "run", "toy-study"), ("study", "show", "toy-study"), ("doctor",)):
         answer = call(*command, "--device", device)
-        assert answer.code == 1
+        assert answer.code == 2
         assert f"error: There is no device '{device}' here. Present:" in answer.err
 
 
@@ -219,6 +372,8 @@ def test_report_prints_and_writes(call, here, stored):
     again = call("study", "report", stored[1], "--report-dir", "out")
     assert again.code == 1
     assert "out/result.json exists already" in again.err
+    assert "--report-dir" in again.err
+    assert "--out" not in again.err
     assert call("study", "report", stored[1], "--report-dir", "out", "--force").code == 0
 
 
@@ -234,7 +389,7 @@ def test_what_is_printed_into_a_pipe_fits_and_has_no_codes(call, stored, width):
 
 CORRUPT = {
     "no JSON": ("{", "Expecting"),
-    "another schema": (json.dumps({"schema_version": 99}), "its schema_version is 99"),
+    "another schema": (json.dumps({"schema_version": 0}), "its schema_version is 0"),
     "not a result": (json.dumps([1, 2]), "its schema_version is None"),
     "a field missing": (json.dumps({"schema_version": 1}), "Field required"),
 }
@@ -253,8 +408,8 @@ def test_a_corrupt_result_says_what_is_wrong(call, here, stored, command, kind):
 
 def test_a_result_that_is_not_there(call):
     answer = call("study", "report", "nowhere.json")
-    assert answer.code == 1
-    assert "nowhere.json" in answer.err
+    assert answer.code == 2
+    assert "There is no file nowhere.json" in answer.err
     assert "Traceback" not in answer.err
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from onelaunch.errors import ResultCorrupt
+from onelaunch.errors import UNSAFE, OutputUnwritable, ResultCorrupt, ResultMissing, ResultTooNew
 from onelaunch.workbench.report.summary import summarize
-from onelaunch.workbench.result import SCHEMA, Result
+from onelaunch.workbench.result import READABLE, SCHEMA, Cell, Result
 from tests.workbench import results
 
 
@@ -47,9 +51,125 @@ def test_new_results_have_the_version_that_this_one_writes(tmp_path):
     assert Result.load(path) == results.proceed_on_gpu()
 
 
-@pytest.mark.parametrize("version", [0, 4, "2", None])
+@pytest.mark.parametrize("version", [0, "2", None, True, 1.0])
 def test_other_versions_are_refused_with_those_that_can_be_read(tmp_path, version):
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"schema_version": version}))
-    with pytest.raises(ResultCorrupt, match="this onelaunch reads 1, 2, 3"):
+    with pytest.raises(ResultCorrupt, match=rf"this onelaunch reads {', '.join(map(str, READABLE))}"):
         Result.load(path)
+
+
+def test_a_newer_schema_asks_for_an_update_of_onelaunch(tmp_path):
+    path = tmp_path / "future.json"
+    path.write_text(json.dumps({"schema_version": SCHEMA + 1, "anything": "else"}))
+    with pytest.raises(ResultTooNew, match="newer onelaunch") as told:
+        Result.load(path)
+    assert (told.value.schema, told.value.newest) == (SCHEMA + 1, SCHEMA)
+    assert "pdate onelaunch" in str(told.value)
+    assert "not a result" not in str(told.value)
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path):
+    with pytest.raises(ResultMissing, match=r"no file .*nowhere\.json") as told:
+        Result.load(tmp_path / "nowhere.json")
+    assert "Run the study again" not in str(told.value)
+    assert isinstance(told.value, FileNotFoundError)
+
+
+def changed(*path, value):
+    """A valid result as plain values, with one of them changed."""
+    raw = json.loads(results.proceed_on_gpu().model_dump_json())
+    here = raw
+    for part in path[:-1]:
+        here = here[part]
+    here[path[-1]] = value
+    return raw
+
+
+SENSELESS = {
+    "a slug that climbs": (("provenance", "slug"), "../../pwn"),
+    "an absolute slug": (("provenance", "slug"), "/tmp/pwn"),
+    "a slug with dots": (("provenance", "slug"), "a..b"),
+    "a study's name that climbs": (("study", "name"), "../up"),
+    "a shape's name": (("cells", 0, "shape"), 's" onload="alert(1)'),
+    "a shape's name that is not declared": (("cells", 0, "shape"), "another"),
+    "a variant's name": (("cells", 0, "variant"), "<script>"),
+    "a criterion's name": (("outcomes", 0, "criterion", "name"), "a\x1b[2J"),
+    "a criterion at another shape": (("outcomes", 0, "criterion", "at"), "another"),
+    "a question": (("study", "question"), "\x1b]0;title\x07"),
+    "a negative time": (("cells", 0, "timings", 0, "microseconds", "median"), -1.0),
+    "a time of zero": (("cells", 0, "timings", 0, "rounds", 0), 0.0),
+    "a time that is no number": (("cells", 0, "timings", 0, "microseconds", "median"), "NaN"),
+    "an infinite bound": (("cells", 0, "timings", 0, "microseconds", "high"), "Infinity"),
+    "no samples": (("cells", 0, "timings", 0, "microseconds", "samples"), 0),
+    "a negative number of samples": (("cells", 0, "timings", 0, "microseconds", "samples"), -3),
+    "no rounds": (("cells", 0, "timings", 0, "rounds"), []),
+    "negative bytes": (("cells", 0, "plan", "least_bytes"), -512),
+    "a negative bound of the roofline": (("cells", 0, "plan", "floor_microseconds"), -1.0),
+    "a peak of zero": (("ceilings", "copy_bytes_per_second"), 0.0),
+    "a size beyond tensors": (("study", "shapes", 0, "sizes", "B"), 10**30),
+    "an unknown dtype": (("study", "shapes", 0, "dtype"), "int8"),
+}
+
+
+@pytest.mark.parametrize("kind", SENSELESS)
+def test_a_result_that_makes_no_sense_is_refused_with_the_place(tmp_path, kind):
+    place, value = SENSELESS[kind]
+    path = tmp_path / "tampered.json"
+    path.write_text(json.dumps(changed(*place, value=value)))
+    with pytest.raises(ResultCorrupt) as told:
+        Result.load(path)
+    assert not UNSAFE.search(str(told.value))
+    if kind not in ("a shape's name that is not declared", "a criterion at another shape"):
+        assert str(place[0]) in str(told.value)
+
+
+def test_control_characters_in_free_text_are_written_as_escapes(tmp_path):
+    path = tmp_path / "rude.json"
+    path.write_text(json.dumps(changed("cells", 0, "reason", value="red \x1b[31m and \ud800\nnext")))
+    assert Result.load(path).cells[0].reason == "red \\x1b[31m and \\ud800\nnext"
+    assert Cell(shape="a", direction="forward", variant="b", status="error", reason="\x07").reason == "\\x07"
+
+
+def test_results_are_utf_8_in_every_locale(tmp_path):
+    """A result once ended in UnicodeEncodeError, or was unreadable on another machine."""
+    code = (
+        "import sys; from pathlib import Path; from tests.workbench import results\n"
+        "base = results.proceed_on_gpu(); study = base.study.model_copy(update={'question': 'Gr\\u00f6\\u00dfe \\u2265 3?'})\n"
+        "base.model_copy(update={'study': study}).save(Path(sys.argv[1]))"
+    )
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "r.json")], env=ascii_only, check=True, timeout=120)
+    assert "Größe ≥ 3?" in (tmp_path / "r.json").read_text(encoding="utf-8")
+    assert Result.load(tmp_path / "r.json").study.question == "Größe ≥ 3?"
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"null"])
+def test_what_is_no_result_is_refused(tmp_path, content):
+    path = tmp_path / "broken.json"
+    path.write_bytes(content)
+    with pytest.raises(ResultCorrupt, match=r"broken\.json is not a result"):
+        Result.load(path)
+
+
+def test_a_file_that_is_too_large_or_endless_is_not_read(tmp_path):
+    path = tmp_path / "huge.json"
+    with path.open("wb") as file:
+        file.truncate(300 << 20)
+    for each in (path, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ResultCorrupt, match=r"bytes|regular file"):
+            Result.load(each)
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    path = results.nothing_ran().save(tmp_path / "kept.json")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("onelaunch.workbench.files.os.fsync", full)
+    with pytest.raises(OutputUnwritable, match=r"kept\.json cannot be written: No space left on device"):
+        results.proceed_on_gpu().save(path, force=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["kept.json"]
+    assert Result.load(path) == results.nothing_ran()

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
+import shutil
 from typing import Any
 
 import pytest
 import torch
 
-from onelaunch.errors import NoDeviceError, ResultExists, ResultMismatch, StudyError
+from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, ResultMismatch, StudyError
 from onelaunch.hardware import Ceilings
+from onelaunch.workbench import files, sampling, timing
+from onelaunch.workbench import result as result_module
 from onelaunch.workbench import run as module
-from onelaunch.workbench import sampling, timing
 from onelaunch.workbench.provenance import commit, merge_clocks, spelled
 from onelaunch.workbench.result import Result, Traffic
-from onelaunch.workbench.run import Steps, default_path, partial_path, run_study
+from onelaunch.workbench.run import ResultUnsaved, Steps, default_path, partial_path, run_study
 from onelaunch.workbench.study import Criterion, Shape, Study
 from tests.workbench import toy
 
@@ -98,7 +101,7 @@ def test_a_result_is_never_replaced_unasked_and_nothing_runs_before_that_is_said
     path = tmp_path / "mine.json"
     path.write_text("precious")
     never = steps(measure=lambda *_, **__: pytest.fail("measured"), ceilings=lambda _: pytest.fail("measured"))
-    with pytest.raises(ResultExists, match="--force"):
+    with pytest.raises(ResultExists, match=r"save_to.*force=True"):
         run(study(), save_to=path, steps=never)
     assert path.read_text() == "precious"
     run(study(), save_to=path, force=True)
@@ -115,9 +118,55 @@ def test_what_a_killed_run_left_is_not_replaced_unasked_either(tmp_path):
 
 
 def test_a_study_without_shapes_for_this_device_says_so(tmp_path):
-    with pytest.raises(StudyError, match="declares no shape of full scale; use --scale small"):
+    with pytest.raises(StudyError, match=r"declares no shape of full scale.* 2 shapes are of small scale"):
         run(study(), scale="full")
     assert not (tmp_path / "results").exists()
+
+
+def test_an_output_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path):
+    never = steps(measure=lambda *_, **__: pytest.fail("measured"), ceilings=lambda _: pytest.fail("measured"))
+    (tmp_path / "file").write_text("precious")
+    for path in (tmp_path / "file" / "r.json", tmp_path, tmp_path / ("x" * 300), tmp_path / "a\0b.json"):
+        with pytest.raises(OutputUnwritable) as told:
+            run(study(), save_to=path, steps=never, force=True)
+        assert isinstance(told.value, OSError)
+        assert told.value.path == path
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_an_interrupted_run_left_can_be_continued_and_the_error_says_so(tmp_path):
+    path = tmp_path / "mine.json"
+    run(study(), save_to=path, steps=interrupted_at("begin", "second"))
+    with pytest.raises(ResultExists, match=r"resume=True.*force=True") as told:
+        run(study(), save_to=path)
+    assert told.value.resumable
+    assert "--" not in str(told.value)  # options are the command line's
+
+
+def test_a_result_that_cannot_be_saved_at_the_end_is_saved_elsewhere(tmp_path, monkeypatch):
+    path = tmp_path / "r" / "mine.json"
+    written = files.write_text
+
+    def write(to, text):
+        if to.parent == path.parent:
+            raise OutputUnwritable(to, "No space left on device")
+        written(to, text)
+
+    monkeypatch.setattr(result_module, "write_text", write)
+    with pytest.raises(ResultUnsaved, match="No space left on device") as told:
+        run(study(FASTER), save_to=path)
+    assert told.value.result.decision is not None
+    assert Result.load(told.value.rescued) == told.value.result
+    assert str(told.value.rescued) in str(told.value)
+    shutil.rmtree(told.value.rescued.parent)
+
+
+def test_a_user_s_package_is_named_with_its_version(monkeypatch):
+    owners = {"tests": ["my-kernels"], "onelaunch": ["onelaunch"]}
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: owners)
+    version = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3" if name == "my-kernels" else version(name))
+    assert run(study()).provenance.versions["my-kernels"] == "1.2.3"
 
 
 def test_a_device_that_is_not_here():
@@ -287,7 +336,7 @@ def test_floors_of_a_resumed_run_rest_on_the_same_rates():
 def test_what_differs_is_not_gone_on_with(change, said):
     run(study(), steps=interrupted_at("begin", "second"))
     declared = change.pop("study", study())
-    with pytest.raises(ResultMismatch, match=f"toy-study.json cannot be resumed: {said}.*--force"):
+    with pytest.raises(ResultMismatch, match=f"toy-study.json cannot be resumed: {said}.*force=True"):
         run(declared, resume=True, **change)
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onelaunch.errors import StudyError, UnknownStudy
+from onelaunch.errors import UNSAFE, FolderNotice, StudyError, UnknownStudy
 from onelaunch.workbench.study import Criterion
 from onelaunch.workbench.study_file import find_study, list_studies, load_study
 from tests.workbench import ladder
@@ -307,8 +310,104 @@ def folders(tmp_path, monkeypatch, written):
     (other / "theirs.toml").write_text(GOOD)
     (other / "broken.toml").write_text("name = ")
     monkeypatch.chdir(here)
-    monkeypatch.setenv("ONELAUNCH_STUDIES", f"{tmp_path / 'missing'}:{other}")
+    monkeypatch.setenv("ONELAUNCH_STUDIES", str(other))
     return here, other
+
+
+def test_built_in_studies_are_found_beside_the_project_s_own(folders, tmp_path):
+    assert find_study("040-linear-rnn")[1].operation == "linear_rnn"
+    assert {"mine", "theirs", "040-linear-rnn"} <= {entry.name for entry in list_studies()}
+    (folders[0] / "studies" / "040-linear-rnn.toml").write_text(GOOD)
+    assert find_study("040-linear-rnn")[1].operation == "ladder"  # the project's own comes first
+
+
+def test_a_folder_of_studies_that_is_not_there_is_told_once(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELAUNCH_STUDIES", f"{tmp_path / 'missing'}:{folders[1]}")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        assert find_study("theirs")[0] == folders[1] / "theirs.toml"
+        list_studies()
+    (notice,) = told
+    assert notice.category is FolderNotice
+    assert str(tmp_path / "missing") in str(notice.message)
+    assert "ONELAUNCH_STUDIES" in str(notice.message)
+
+
+NAMES = {
+    "empty": "",
+    "newline": "a\nb",
+    "NUL": "a\0b",
+    "escape": "a\x1b[2Jb",
+    "quote": 's" onload="x',
+    "tag": "<script>",
+    "dollar": "$x_{$",
+    "backslash": "a\\b",
+    "space at the end": "a ",
+    "direction": "a\u202eb",
+    "beyond ASCII": "Gr\u00f6\u00dfe",
+    "81 letters": "x" * 81,
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize(("old", "key"), [('name = "big"', "shapes[0]"), ('name = "faster"', "criteria[0]")])
+def test_a_name_that_could_be_read_as_more_than_a_name_is_refused(written, name, old, key):
+    text = GOOD.replace('at = "big"\n', "").replace(old, f"name = {json.dumps(name)}")
+    with pytest.raises(StudyError) as told:
+        load_study(written(text))
+    assert f"{key}: name is " in str(told.value)
+    assert "letters" in str(told.value)
+    assert not UNSAFE.search(str(told.value))
+
+
+@pytest.mark.parametrize("name", ["..", "a..b", "../up", "/abs", "", ".hidden", "a b", "x" * 81])
+def test_the_name_of_a_study_is_that_of_a_file(written, name):
+    with pytest.raises(StudyError, match="it names files"):
+        load_study(written(GOOD.replace('name = "mine"', f"name = {json.dumps(name)}")))
+
+
+def test_the_names_that_studies_have_are_allowed(written):
+    for name in ("4x2048x256x64", "it's at most 5 us/token, all (of 3)", "decay=-inf 50%", "a_b.c+d:e*f"):
+        assert load_study(written(GOOD.replace('name = "faster"', f'name = "{name}"'))).criteria[0].name == name
+
+
+@pytest.mark.parametrize("key", ["question", "notes"])
+def test_prose_has_no_control_characters_but_line_breaks_and_tabs(written, key):
+    text = GOOD.replace('question = "Is it?"\n', "") if key == "question" else GOOD
+    assert load_study(written(f'{key} = "Gr\u00f6\u00dfe \u2265 3?\\n\\tyes"\n{text}'))
+    with pytest.raises(StudyError, match=f"{key} is .*no control characters") as told:
+        load_study(written(f'{key} = "\\u001b[2J"\n{text}'))
+    assert not UNSAFE.search(str(told.value))
+
+
+def test_variants_of_a_study_in_python_follow_the_rule_too():
+    with pytest.raises(ValueError, match="letters"):
+        Criterion(name="a\nb", measure="error", of="one", at_most=1)
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    path = tmp_path / "bom.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert load_study(path).name == "mine"
+
+
+def test_sizes_beyond_those_of_tensors_are_refused(written):
+    with pytest.raises(StudyError, match=r"shapes\[0\] \(big\): N is 10+; it must be at most 9223372036854775807"):
+        load_study(written(GOOD.replace("N = 4", f"N = {10**30}")))
+
+
+def test_what_is_no_study_file_is_refused_and_never_waited_for(tmp_path):
+    for path in (Path("/dev/zero"), tmp_path):
+        with pytest.raises(StudyError, match="no regular file"):
+            load_study(path)
+    huge = tmp_path / "huge.toml"
+    with huge.open("wb") as file:
+        file.truncate(300 << 20)
+    with pytest.raises(StudyError, match="bytes"):
+        load_study(huge)
+    for name in ("a\0b", "x" * 5000, "a\0b/c.toml"):
+        with pytest.raises(UnknownStudy):
+            find_study(name)
 
 
 def test_studies_are_found_by_name_here_first(folders):
@@ -323,7 +422,8 @@ def test_studies_are_found_by_path(folders):
 
 
 def test_an_unknown_study_names_the_known_ones(folders):
-    with pytest.raises(UnknownStudy, match=r"There is no study 'mene'\. Did you mean 'mine'\? Known: broken, mine, theirs\."):
+    known = r"Known: 039-chunkwise-gla, 040-linear-rnn, .*broken, .*mine, theirs\."
+    with pytest.raises(UnknownStudy, match=rf"There is no study 'mene'\. Did you mean 'mine'\? {known}"):
         find_study("mene")
     with pytest.raises(UnknownStudy, match=r"no/such\.toml"):
         find_study("no/such.toml")
@@ -333,7 +433,9 @@ def test_an_unknown_study_names_the_known_ones(folders):
 
 def test_a_broken_study_is_listed_with_its_problem_and_raised_when_asked_for(folders):
     listed: dict[str, Any] = {entry.name: entry for entry in list_studies()}
-    assert list(listed) == ["broken", "mine", "theirs"]
+    assert [name for name, entry in listed.items() if entry.path.parent in (Path("studies"), folders[1])] == [
+        *("broken", "mine", "theirs"),
+    ]
     assert listed["broken"].study is None
     assert "not valid TOML" in listed["broken"].problem
     assert listed["mine"].study.question == "Is it?"

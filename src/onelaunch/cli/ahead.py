@@ -60,7 +60,9 @@ def _for_cuda() -> bool:
     """Without importing it."""
     found = importlib.util.find_spec("torch")
     try:
-        return bool(found and found.origin and _FOR_CUDA.search(Path(found.origin).with_name("version.py").read_text()))
+        return bool(
+            found and found.origin and _FOR_CUDA.search(Path(found.origin).with_name("version.py").read_text(encoding="utf-8"))
+        )
     except OSError:
         return False
 

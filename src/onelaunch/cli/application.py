@@ -1,73 +1,136 @@
-"""All commands in one application, and how their errors reach the user. A command is imported when it is named."""
+"""All commands in one application, and how their errors reach the user. A command is imported when it is called."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Annotated, Any
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from onelaunch import __version__
+from onelaunch.cli import output
 from onelaunch.cli.ahead import hastened_import
-from onelaunch.errors import ArgumentError, OneLaunchError, UnknownNameError
+from onelaunch.errors import AdvisedError, OneLaunchError, escaped
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
-"""Exit codes beside 0."""
+FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+"""Exit codes beside 0. Errors of ours say their own: :attr:`onelaunch.errors.OneLaunchError.exit_code`."""
 
-
-COMMANDS = {
-    "generate": "onelaunch.cli.generate",
-    "explain": "onelaunch.cli.explain",
-    "inspect": "onelaunch.cli.inspection",
-    "doctor": "onelaunch.cli.doctor",
-    "study": "onelaunch.cli.study.application",
-}
-"""Where each is: a function of that name, or an application of several. A text need not wait for what studies import."""
+OPTIONS = {"save_to": "--out", "folder": "--report-dir", "force": "--force", "resume": "--resume", "scale": "--scale"}
+"""Options that stand for the arguments which errors advise to pass."""
 
 
-class Commands(TyperGroup):
-    """Finds commands, and turns errors made on purpose into one line on stderr and an exit code."""
+class Command(NamedTuple):
+    """A command's place and its summary, so that help need not import it."""
+
+    module: str
+    function: str
+    """Name of the command's function in the module, or of a Typer application of several commands."""
+    summary: str
+    """First sentence of its help."""
+
+
+class LazyGroup(TyperGroup):
+    """Group of commands that are imported, with all that they need, only when they are called."""
+
+    table: ClassVar[Mapping[str, Command]] = {}
 
     def __init__(self, **facts: Any) -> None:
         super().__init__(**facts)
-        names: Any = dict.fromkeys(COMMANDS)
+        names: Any = dict.fromkeys(self.table)
         self.commands = names  # for what looks for a name that was meant
 
     def list_commands(self, ctx: Any) -> list[str]:
         del ctx
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a stand-in for a command, with its name and summary: all that the help of the group shows."""
         del ctx
-        if cmd_name not in COMMANDS:
-            return None
+        return TyperCommand(cmd_name, help=self.table[cmd_name].summary) if cmd_name in self.table else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments call, imported."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, self.load(command.name) if command and command.name else command, rest
+
+    @classmethod
+    def load(cls, name: str) -> Any:
+        """Import a command."""
+        place = cls.table[name]
         with hastened_import():
-            found = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
+            found = getattr(importlib.import_module(place.module), place.function)
         alone = found
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-            alone.command(cmd_name)(found)
+            alone.command(name)(found)
         command = typer.main.get_command(alone)
-        command.name = cmd_name
+        command.name = name
         return command
 
+
+class Commands(LazyGroup):
+    """All commands. Turns errors made on purpose into one line on stderr and an exit code."""
+
+    table: ClassVar[Mapping[str, Command]] = {
+        "generate": Command(
+            "onelaunch.cli.generate",
+            "generate",
+            "Continue a text with a model of the Qwen3 family; text to stdout as it comes, what it took to stderr.",
+        ),
+        "explain": Command("onelaunch.cli.explain", "explain", "Say which variant would run a call here, and why."),
+        "inspect": Command(
+            "onelaunch.cli.inspection",
+            "inspect",
+            "Compile an operation's kernels for an architecture and take them apart: no GPU is needed.",
+        ),
+        "doctor": Command("onelaunch.cli.doctor", "doctor", "Say what is here and what is missing for what."),
+        "study": Command("onelaunch.cli.study.application", "study", "Declare, run, read and compare studies."),
+    }
+
     def invoke(self, ctx: Any) -> Any:
+        debug = ctx.params.get("debug")
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _one_line(warnings.showwarning)
+                return super().invoke(ctx)
+        except BrokenPipeError:
+            if debug:
+                raise
+            output.drop_stdout()
+            raise typer.Exit(PIPE_CLOSED) from None
         except OneLaunchError as error:
-            if ctx.params.get("debug"):
+            if debug:
                 raise
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(USAGE if isinstance(error, (UnknownNameError, ArgumentError)) else FAILED) from None
-        except OSError as error:  # such as a full disk below stdout
-            if ctx.params.get("debug") or isinstance(error, BrokenPipeError):
+            typer.echo(f"error: {escaped(_said(error))}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if debug:
                 raise
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {escaped(str(error))}", err=True)
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _said(error: OneLaunchError) -> str:
+    """Return an error's message, with options where it advises to pass arguments."""
+    return error.told(OPTIONS) if isinstance(error, AdvisedError) else str(error)
+
+
+def _one_line(show: Any) -> Any:
+    """Return a function that shows a warning of ours as one line, and any other as ``show`` does."""
+
+    def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, OneLaunchError):
+            typer.echo(f"warning: {escaped(str(message))}", err=True)
+        else:
+            show(message, category, *place, **more)
+
+    return show_warning
 
 
 application = typer.Typer(
@@ -101,5 +164,12 @@ def onelaunch(
       onelaunch explain linear_rnn --help   which variant runs a call, why
       onelaunch inspect linear_rnn          registers, spills: without a GPU
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage or name, 130 interrupted.
+    [bold]Exit codes[/bold]
+
+        0  done
+        1  failed while working
+        2  wrong usage, name or argument
+      130  interrupted (Ctrl-C)
+      141  the reader of stdout went away, as with "| head"
+      143  terminated (SIGTERM)
     """

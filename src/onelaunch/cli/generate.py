@@ -108,8 +108,9 @@ def _prepare_stdout() -> None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    stdout = output.Stdout()
+    stdout.write(text)
+    stdout.flush()
 
 
 def _report(tokens: int, finish: str, loading: float, ready: float, first: float | None) -> None:

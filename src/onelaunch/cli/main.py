@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 
 EXTRA = frozenset({"jinja2", "markdown_it", "matplotlib", "numpy", "pydantic", "rich", "tomli", "typer"})
@@ -11,6 +12,9 @@ EXTRA = frozenset({"jinja2", "markdown_it", "matplotlib", "numpy", "pydantic", "
 
 def app() -> None:
     """Run the command line with the process's arguments."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or locale without a character must not end a command
+            stream.reconfigure(errors="backslashreplace")
     try:
         for package in sorted(EXTRA - ({"tomli"} if sys.version_info >= (3, 11) else set())):
             if importlib.util.find_spec(package) is None:  # better missed now than after a study has run

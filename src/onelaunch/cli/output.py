@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
+
+from onelaunch.errors import OutputUnwritable
 
 if TYPE_CHECKING:
     from onelaunch.workbench.report.tables import Table  # with pydantic, which only tables need
 
 
+class Stdout:
+    """The current stdout. What cannot be written, as on a full disk, is an error that names it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def write(self, text: str) -> int:
+        with self._named():
+            return sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            sys.stdout.flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as problem:
+            drop_stdout()
+            raise OutputUnwritable("stdout", problem.strerror or str(problem), remedy="Lead it elsewhere.") from problem
+
+
+def drop_stdout() -> None:
+    """Lead stdout to nowhere, so that the interpreter's end does not try again to write what is left in its buffer."""
+    with suppress(OSError, ValueError, AttributeError):  # a test's stdout has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class OneConsole(Console):
+    """Console whose reader may go away, as with ``| head``: the command then ends as others do."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def stdout() -> Console:
     """A console on the current stdout."""
-    return Console(highlight=False)
+    return OneConsole(highlight=False, file=cast("TextIO", Stdout()) if sys.stdout else None)
 
 
 def stderr() -> Console:
     """A console on the current stderr."""
-    return Console(stderr=True, highlight=False)
+    return OneConsole(stderr=True, highlight=False)
 
 
 def heading(console: Console, title: str, text: str = "") -> None:

@@ -1,1 +1,9 @@
 """The five steps of a study: plan, verify, time, count, decide; and the report."""
+
+import importlib.util
+
+from onelaunch.errors import ExtraMissing
+
+for _package in ("numpy", "pydantic"):
+    if importlib.util.find_spec(_package) is None:
+        raise ExtraMissing("onelaunch.workbench", package=_package, extra="workbench")

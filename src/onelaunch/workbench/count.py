@@ -176,13 +176,13 @@ def _profile(
         raise CountFailed("ncu is not installed")
     with tempfile.TemporaryDirectory(prefix="onelaunch-count-") as folder:
         specification, log, report = (Path(folder) / name for name in ("requests.json", "ncu.csv", "report.json"))
-        specification.write_text(json.dumps(_specification(operation, requests, device, seed, report)))
+        specification.write_text(json.dumps(_specification(operation, requests, device, seed, report)), encoding="utf-8")
         said, code = _run(command(ncu, log, specification, len(requests)), timeout_seconds)
-        text = log.read_text(errors="replace") if log.exists() else ""
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if code != 0 and '"ID"' not in text:
             raise CountFailed(_own_words(text + said) or f"ncu ended with code {code}: {said.strip()[-200:]}")
         sums = parse(text)
-        outcomes = json.loads(report.read_text()) if report.exists() else {}
+        outcomes = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     if sum(found.kernels for found in sums.values()) >= MOST_KERNELS:
         sums.pop(max(sums))  # cut off in the middle
     return [_traffic(sums.get(index), outcomes.get(str(index), {})) for index in range(len(requests))]
@@ -230,7 +230,13 @@ def _run(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
         process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+            arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            start_new_session=True,
         )
     except OSError as error:
         raise CountFailed(f"ncu does not start: {error}") from error

@@ -39,7 +39,7 @@ class Operators(TorchDispatchMode):
 
 def main(specification: Path) -> None:
     """Run all requests."""
-    given = json.loads(specification.read_text())
+    given = json.loads(specification.read_text(encoding="utf-8"))
     importlib.import_module(given["module"])
     operation = find_operation(given["operation"])
     device = torch.device(given["device"])
@@ -51,7 +51,7 @@ def main(specification: Path) -> None:
                 outcomes[str(index)] = _run(operation, request, index, device, given["seed"])
             except Exception as error:  # noqa: BLE001 - the other requests go on
                 outcomes[str(index)] = {"error": status_of(error)[1]}
-            Path(given["report"]).write_text(json.dumps(outcomes))
+            Path(given["report"]).write_text(json.dumps(outcomes), encoding="utf-8")
 
 
 def _run(operation: Operation[..., Any], request: dict[str, Any], index: int, device: torch.device, seed: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from onelaunch import nvrtc, sass
 from onelaunch.builds import Build, CudaBuild, KernelBuild
-from onelaunch.errors import CompileError, CompilerMissing, InspectionError, did_you_mean, listing
+from onelaunch.errors import CompileError, CompilerMissing, InspectionError, UnknownArchitecture, listing
 from onelaunch.hardware import HOPPER_SHARED_BYTES
 from onelaunch.operation import Operation
 from onelaunch.ops.warp_products import products_by_warps
@@ -117,13 +117,11 @@ class _Code:
 
 
 def find_architecture(name: str) -> Architecture:
-    """The architecture of that name; ``sm_90`` means ``sm_90a``. :class:`InspectionError` when it is not known."""
+    """The architecture of that name; ``sm_90`` means ``sm_90a``. :class:`UnknownArchitecture` when it is not known."""
     for candidate in (name, f"{name}a"):
         if candidate in ARCHITECTURES:
             return ARCHITECTURES[candidate]
-    raise InspectionError(
-        f"There is no architecture {name!r}.{did_you_mean(name, ARCHITECTURES)} Known: {listing(ARCHITECTURES)}."
-    )
+    raise UnknownArchitecture(name, ARCHITECTURES)
 
 
 def inspect_operation(
@@ -311,7 +309,9 @@ def _disassemble(cubin: bytes, kernel: str) -> str:
         path.write_bytes(cubin)
         try:
             command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", str(path)]
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+            return subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=120
+            ).stdout
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             raise InspectionError(f"Kernel {kernel!r} compiled, but cuobjdump cannot take it apart: {error}.") from error
 

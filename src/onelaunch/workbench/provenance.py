@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import onelaunch
 from onelaunch.hardware import describe
-from onelaunch.operation import find_operation
+from onelaunch.operation import Operation, find_operation
 from onelaunch.workbench.result import Provenance
 from onelaunch.workbench.study import Scale, Study
 
@@ -74,7 +75,11 @@ def driver(device: torch.device) -> str:
 
 
 def versions(study: Study) -> dict[str, str]:
-    """Versions of Python, torch, triton, CUDA (or ROCm), onelaunch, and the packages that the study's variants require."""
+    """Return the versions of what a study rests on.
+
+    Python, torch, triton, CUDA (or ROCm), onelaunch, the packages that its variants require, and those that provide the
+    operation and its variants where they are a user's own: these have no commit, so their version says what was measured.
+    """
     found = {"python": platform.python_version(), "torch": str(torch.__version__), "onelaunch": onelaunch.__version__}
     if toolkit := torch.version.cuda:
         found["cuda"] = toolkit
@@ -85,7 +90,15 @@ def versions(study: Study) -> dict[str, str]:
     for package in ("triton", *peers):
         if (version := _version(package)) is not None:
             found[package] = version
-    return found
+    return found | _makers(owner, study)
+
+
+def _makers(owner: Operation[..., Any], study: Study) -> dict[str, str]:
+    """Return the versions of the distributions, other than onelaunch, that the operation and its variants come from."""
+    made = (owner, *(owner.get(name).run for name in study.variant_names()))
+    packages = {(getattr(each, "__module__", None) or "").partition(".")[0] for each in made} - {"", "onelaunch", "__main__"}
+    owners = importlib.metadata.packages_distributions() if packages else {}
+    return {name: importlib.metadata.version(name) for package in sorted(packages) for name in owners.get(package, ())}
 
 
 def spelled(arguments: Sequence[str]) -> str:
@@ -126,11 +139,13 @@ def _version(package: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         owners = importlib.metadata.packages_distributions().get(package, ())
         return importlib.metadata.version(owners[0]) if owners else None
+    except ValueError:  # metadata without a name or a version
+        return None
 
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, timeout=20, check=True)  # noqa: S607
-    except (OSError, subprocess.SubprocessError):
+        done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, encoding="utf-8", timeout=20, check=True)  # noqa: S607
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -7,20 +7,48 @@ Times are in microseconds, traffic in bytes; every measured number names its reg
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from onelaunch.errors import ResultCorrupt, ResultExists, listing
+from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew, escaped, in_a_line, listing, shown
 from onelaunch.operation import Direction
-from onelaunch.workbench.study import Criterion, Grown, Regime, Study
+from onelaunch.workbench.files import read_text, write_text
+from onelaunch.workbench.study import Criterion, Grown, Regime, Study, check_names, members
 
 SCHEMA = 3
 """Version of what is stored. Older ones read as they stand: version 1 had no means over shapes, no times at two shapes, no memory
 and no criteria that do not decide; version 2 no read bandwidth, no spread of the measured peaks and no written bytes."""
 
 READABLE = (1, 2, 3)
+
+SLUG = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,79}")
+"""Names of devices as files and folders use them."""
+
+
+def _slug(text: str) -> str:
+    if not SLUG.fullmatch(text):
+        raise ValueError("it names files, so it must be 1 to 80 small letters (a to z), digits, '.', '_' and '-', with no '..'")
+    return text
+
+
+Slug = Annotated[str, AfterValidator(_slug)]
+Name = Annotated[str, AfterValidator(check_names)]
+
+Words = Annotated[str, AfterValidator(escaped)]
+"""Free text, such as what another package's error said: control characters in it are written as backslash escapes."""
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Error = Annotated[float, Field(ge=0)]
+"""An error against the oracle, which may be infinite."""
+
+Count = Annotated[int, Field(ge=0, le=10**120)]
+"""A number of bytes or operations: sizes have 63 bits, and few of them are multiplied."""
 
 Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
 """``incorrect``: the verdict failed, no time was taken. ``invalid``: faster than its floor, the time is not believed."""
@@ -35,24 +63,24 @@ class Stored(BaseModel):
 class Estimate(Stored):
     """A median over rounds with its 95 % bootstrap interval."""
 
-    median: float
-    low: float
-    high: float
-    samples: int
+    median: Error
+    low: Error
+    high: Error
+    samples: Count
 
 
 class ComponentError(Stored):
     """How one result or gradient compares with the oracle."""
 
-    name: str
+    name: Words
     """``y``, ``final_state``, ``grad x``..."""
-    error: float
+    error: Error
     """Norm-wise: ||out - oracle|| / ||oracle||. NaN is stored as infinity."""
-    max_error: float
+    max_error: Error
     """Largest absolute difference."""
-    allowed: float
+    allowed: Positive
     """The smaller of the dtype's cap and twice the error of plain PyTorch in the same dtype."""
-    error_by_position: tuple[float, ...] = ()
+    error_by_position: tuple[Error, ...] = ()
     """The norm-wise error of successive parts of the sequence, first to last."""
 
 
@@ -61,7 +89,7 @@ class Verdict(Stored):
 
     ok: bool
     components: tuple[ComponentError, ...] = ()
-    problems: tuple[str, ...] = ()
+    problems: tuple[Words, ...] = ()
     """What was wrong, in sentences; empty when ``ok``."""
 
     def explain(self) -> str:
@@ -77,17 +105,22 @@ class Timing(Stored):
 
     regime: Regime
     microseconds: Estimate
-    rounds: tuple[float, ...]
+    rounds: tuple[Positive, ...] = Field(min_length=1)
     """The median of each round, in the order the rounds ran: ratios between variants are taken round by round."""
+
+    @model_validator(mode="after")
+    def _is_a_time(self) -> Timing:
+        _check_positive(self.microseconds, "microseconds")
+        return self
 
 
 class Traffic(Stored):
     """DRAM bytes of one call."""
 
     source: Literal["ncu", "analytic"]
-    read: float
-    written: float
-    note: str = ""
+    read: Amount
+    written: Amount
+    note: Words = ""
     """How they were obtained, such as the cache control of the profiler."""
 
     @property
@@ -100,19 +133,19 @@ class Plan(Grown, Stored):
 
     LATER = ("written", "least_written")
 
-    flops: int
-    bytes: int
+    flops: Count
+    bytes: Count
     """Fewest bytes of this way of computing."""
-    least_bytes: int
+    least_bytes: Count
     """Fewest bytes of any way of computing."""
-    launches: int | None
-    floor_microseconds: float
+    launches: Count | None
+    floor_microseconds: Amount
     """No variant can run below this in the cold regime."""
-    planned_microseconds: float
-    """This variant's own bytes, FLOPs and launches over the measured peaks."""
-    written: int | None = None
+    planned_microseconds: Amount
+    """Time of this variant's own bytes, FLOPs and launches at the measured peaks."""
+    written: Count | None = None
     """Bytes of ``bytes`` that are written; ``None`` where the operation does not say."""
-    least_written: int | None = None
+    least_written: Count | None = None
     """Bytes of ``least_bytes`` that are written; ``None`` where the operation does not say."""
 
 
@@ -121,23 +154,23 @@ class Cell(Grown, Stored):
 
     LATER = ("launches", "barriers")
 
-    shape: str
+    shape: Name
     direction: Direction
-    variant: str
+    variant: Name
     control: bool = False
     status: Status
-    reason: str = ""
+    reason: Words = ""
     """Why the status is not ``ok``."""
     plan: Plan | None = None
     verdict: Verdict | None = None
     timings: tuple[Timing, ...] = ()
     traffic: Traffic | None = None
-    peak_bytes: int | None = None
+    peak_bytes: Count | None = None
     """Most memory in use above the inputs during one call, as :class:`onelaunch.workbench.sampling.GpuSampler` measures it;
     ``None`` where it is not measured, such as on a CPU."""
-    launches: int | None = None
+    launches: Count | None = None
     """Kernels, copies and fills of one call, as counted in a CUDA graph; ``None`` where no criterion asks for them."""
-    barriers: int | None = None
+    barriers: Count | None = None
     """Over the grid in one call, as the variant's kernel counts them; ``None`` where no criterion asks for them."""
 
     def timing(self, regime: Regime) -> Timing | None:
@@ -151,12 +184,17 @@ class Cell(Grown, Stored):
 class Noise(Stored):
     """An A/A run: the baseline against itself at one shape. Its spread is the smallest difference that may be claimed."""
 
-    shape: str
+    shape: Name
     direction: Direction
     regime: Regime
     ratio: Estimate
-    floor: float
+    floor: Positive
     """Differences below this factor (1.02 = 2 %) are noise."""
+
+    @model_validator(mode="after")
+    def _is_a_ratio(self) -> Noise:
+        _check_positive(self.ratio, "ratio")
+        return self
 
 
 CriterionStatus = Literal["met", "missed", "inconclusive", "not_measured", "infeasible"]
@@ -167,28 +205,28 @@ class Outcome(Stored):
 
     criterion: Criterion
     status: CriterionStatus
-    evidence: str
+    evidence: Words
     """One sentence with the numbers."""
-    values: dict[str, Estimate] = Field(default_factory=dict)
+    values: dict[Name, Estimate] = Field(default_factory=dict)
     """The measured value per shape."""
     overall: Estimate | None = None
     """Their geometric mean, where the criterion asks for it and every shape has a value."""
-    best_of: int = 1
+    best_of: Count = 1
     """From how many candidates the measured one was chosen."""
 
 
 class Saving(Stored):
     """The time a variant saves over the baseline, explained."""
 
-    shape: str
+    shape: Name
     direction: Direction
-    variant: str
-    saved_microseconds: float
-    by_bytes: float
+    variant: Name
+    saved_microseconds: Finite
+    by_bytes: Finite
     """Microseconds: saved bytes over the measured bandwidth."""
-    by_launches: float
+    by_launches: Finite
     """Microseconds: saved launches times the measured launch cost."""
-    unexplained: float
+    unexplained: Finite
     traffic_source: Literal["ncu", "analytic"]
 
 
@@ -199,28 +237,28 @@ class Decision(Stored):
     """What to do, and on which evidence."""
 
     kind: DecisionKind
-    because: tuple[str, ...]
+    because: tuple[Words, ...]
     savings: tuple[Saving, ...] = ()
-    unexplained: tuple[str, ...] = ()
+    unexplained: tuple[Words, ...] = ()
     """What the evidence leaves open, in sentences."""
 
 
 class Provenance(Stored):
     """Where, when and with what a result was made."""
 
-    device: str
-    slug: str
-    architecture: str
-    driver: str
-    versions: dict[str, str]
+    device: Words
+    slug: Slug
+    architecture: Words
+    driver: Words
+    versions: dict[Words, Words]
     """python, torch, triton, cuda, onelaunch, and the peers that took part."""
-    commit: str
-    date: str
-    clocks: dict[str, float] = Field(default_factory=dict)
+    commit: Words
+    date: Words
+    clocks: dict[Words, Amount] = Field(default_factory=dict)
     """SM and memory MHz, power in watts, as sampled during the run; empty where no driver tells."""
-    command: str = ""
-    scale: str = ""
-    rounds: int = 0
+    command: Words = ""
+    scale: Words = ""
+    rounds: Count = 0
 
 
 class StoredCeilings(Grown, Stored):
@@ -228,13 +266,13 @@ class StoredCeilings(Grown, Stored):
 
     LATER = ("read_bytes_per_second", "spread")
 
-    copy_bytes_per_second: float
-    matrix_flops_per_second: dict[str, float]
-    launch_seconds: float
-    measured_at: str
-    software: str
-    read_bytes_per_second: float | None = None
-    spread: dict[str, float] | None = None
+    copy_bytes_per_second: Positive
+    matrix_flops_per_second: dict[Words, Positive]
+    launch_seconds: Positive
+    measured_at: Words
+    software: Words
+    read_bytes_per_second: Positive | None = None
+    spread: dict[Words, Amount] | None = None
 
 
 class Result(Stored):
@@ -242,7 +280,7 @@ class Result(Stored):
 
     schema_version: Literal[1, 2, 3] = SCHEMA
     study: Study
-    study_digest: str
+    study_digest: Words
     """SHA-256 of the declaration: criteria cannot be moved afterwards unnoticed."""
     provenance: Provenance
     ceilings: StoredCeilings
@@ -250,9 +288,24 @@ class Result(Stored):
     noise: tuple[Noise, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     decision: Decision | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Words, ...] = ()
     """How it was measured, in sentences: input sets, rounds, what cut them short, why nothing was counted."""
     interrupted: bool = False
+
+    @model_validator(mode="after")
+    def _shapes_are_declared(self) -> Result:
+        declared = {shape.name for shape in self.study.shapes}
+        named = [measured.shape for measured in (*self.cells, *self.noise)]
+        named += [shape for outcome in self.outcomes for shape in outcome.values]
+        named += [saving.shape for saving in (self.decision.savings if self.decision else ())]
+        for criterion in (*self.study.criteria, *(outcome.criterion for outcome in self.outcomes)):
+            named += [] if criterion.at is None else members(criterion.at)
+            named += [] if criterion.over_at is None else [criterion.over_at]
+        if unknown := sorted(set(named) - declared):
+            raise ValueError(f"the study has no shape {unknown[0]!r}")
+        if len(declared) < len(self.study.shapes):
+            raise ValueError("two shapes of the study have one name")
+        return self
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """The cell of a variant at a shape, if there is one."""
@@ -264,28 +317,48 @@ class Result(Stored):
         return next((noise for noise in self.noise if (noise.shape, noise.direction, noise.regime) == wanted), None)
 
     def save(self, path: Path, *, force: bool = False) -> Path:
-        """Write as JSON; :class:`ResultExists` rather than overwriting unless ``force``."""
+        """Write as JSON, whole or not at all.
+
+        Raises:
+            ResultExists: the file is there already, and ``force`` is off.
+            OutputUnwritable: the file cannot be written.
+        """
         if path.exists() and not force:
             raise ResultExists(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(self.model_dump_json(indent=1) + "\n")
-        partial.replace(path)
+        write_text(path, self.model_dump_json(indent=1) + "\n")
         return path
 
     @classmethod
     def load(cls, path: Path) -> Result:
-        """Read what :meth:`save` wrote; :class:`ResultCorrupt` says what is wrong with anything else."""
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ResultMissing: there is no such file.
+            ResultTooNew: a newer onelaunch wrote it.
+            ResultCorrupt: the file is something else, or damaged; says where.
+        """
         try:
-            raw = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise ResultCorrupt(path, str(error)) from error
-        if not isinstance(raw, dict) or raw.get("schema_version") not in READABLE:
-            version = raw.get("schema_version") if isinstance(raw, dict) else None
-            raise ResultCorrupt(path, f"its schema_version is {version!r}, this onelaunch reads {listing(map(str, READABLE))}")
+            raw = json.loads(read_text(path))
+        except FileNotFoundError:
+            raise ResultMissing(path) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ResultCorrupt(path, in_a_line(error)) from error
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
+        if type(version) is int and version > SCHEMA:
+            raise ResultTooNew(path, schema=version, newest=SCHEMA)
+        if type(version) is not int or version not in READABLE:
+            said = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
+            raise ResultCorrupt(path, said)
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ResultCorrupt(path, f"{where}: {first['msg']}") from error
+            first = error.errors(include_context=False)[0]
+            where = ".".join(str(part) for part in first["loc"])[:200]
+            raise ResultCorrupt(path, f"{where}: {first['msg']} (it is {shown(first['input'])})") from error
+        except RecursionError as error:
+            raise ResultCorrupt(path, "it is nested too deeply") from error
+
+
+def _check_positive(estimate: Estimate, what: str) -> None:
+    if not 0 < estimate.low <= estimate.median <= estimate.high < math.inf or estimate.samples < 1:
+        raise ValueError(f"{what} must be finite numbers above 0 with low <= median <= high, of at least one sample")

@@ -7,6 +7,7 @@ out of memory, answer incorrectly) is its result, and the rest goes on. Ctrl-C e
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any, Literal
 import torch
 
 from onelaunch import hardware, peaks
-from onelaunch.errors import ResultExists, ResultMismatch, StudyError
+from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMismatch, ResultMissing, StudyError
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of
 from onelaunch.workbench.compiling import compile_ahead, places_to_compile
 from onelaunch.workbench.count import Request, analytic, count_all
 from onelaunch.workbench.decision import concluded
+from onelaunch.workbench.files import probe_file, within
 from onelaunch.workbench.launches import count_barriers, count_launches
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.provenance import provenance
@@ -67,12 +69,33 @@ class Steps:
 def default_path(study: Study, device: str = "auto") -> Path:
     """Where a run on this device is saved unless told otherwise: ``results/<device>/<study>.json`` in the working directory."""
     slug = hardware.describe(str(hardware.resolve(device))).slug
-    return Path("results") / slug / f"{study.name}.json"
+    return within(Path("results"), Path("results") / slug / f"{study.name}.json")
 
 
 def partial_path(path: Path) -> Path:
     """Where the finished shapes of a run are kept while it lasts; read it like any result if the run was killed."""
     return path.with_name(f"{path.stem}.partial.json")
+
+
+class ResultUnsaved(OutputUnwritable):
+    """A finished study could not be saved at its place, as on a disk that has become full.
+
+    Attributes:
+        result: what was measured and decided.
+        rescued: where it was saved instead, or ``None`` where that failed too.
+    """
+
+    def __init__(self, failure: OutputUnwritable, result: Result) -> None:
+        self.result = result
+        self.rescued: Path | None = None
+        remedy = "It could not be saved under the system's temporary folder either."
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="onelaunch-"))
+            self.rescued = result.save(folder / failure.path.name)
+            remedy = f"The result was saved as {self.rescued} instead; move it from there."
+        except OSError:
+            pass
+        super().__init__(failure.path, failure.reason, remedy=remedy)
 
 
 def run_study(
@@ -118,19 +141,21 @@ def run_study(
         NoDeviceError: the device is not here.
         StudyError: the study has no shapes of this scale.
         ResultExists: the file (or the kept part of a killed run) is there already; raised before anything is measured.
+        OutputUnwritable: the file cannot be written; tried before anything is measured.
+        ResultUnsaved: the file could not be written when all was measured; holds the result.
         ResultMismatch: ``resume``, but the study, the device, the software or the rounds are not those of the interrupted run.
     """
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
+    probe_file(path)
     earlier = interrupted_run(path, force=force) if resume else None
     for existing in (path, partial_path(path)):
         if existing.exists() and not force and earlier is None:
-            raise ResultExists(existing)
+            raise ResultExists(existing, argument="save_to", resumable=is_resumable(existing))
     steps = steps or Steps()
     chosen = scale_for(where.type) if scale == "auto" else scale
     if not study.at_scale(chosen):
-        other = "full" if chosen == "small" else "small"
-        raise StudyError(study.name, f"declares no shape of {chosen} scale; use --scale {other}, or declare one for this device")
+        raise _no_shapes(study, chosen)
     # floors of one result rest on the same rates
     ceilings = earlier.ceilings if earlier else StoredCeilings(**asdict(steps.ceilings(str(where))))
     run = _Run(
@@ -153,13 +178,28 @@ def run_study(
         for place in run.places:
             if place not in run.finished:
                 run.measure(*place)
-                run.result(interrupted=True).save(partial_path(path), force=True)
+                run.keep(partial_path(path))
     except KeyboardInterrupt:
         run.stopped = True
     result = run.result(interrupted=run.stopped)
-    result.save(path, force=force or earlier is not None)
+    try:
+        result.save(path, force=force or earlier is not None)
+    except OutputUnwritable as failure:
+        raise ResultUnsaved(failure, result) from failure
     partial_path(path).unlink(missing_ok=True)
     return result
+
+
+def _no_shapes(study: Study, scale: Scale) -> StudyError:
+    """Return the error of a study that has no shapes of a scale."""
+    there = sorted({shape.scale for shape in study.shapes})
+    default = Shape.model_fields["scale"].default
+    return StudyError(
+        study.name,
+        f"declares no shape of {scale} scale, which is the default on {'a CPU' if scale == 'small' else 'a GPU'}. Its "
+        f"{len(study.shapes)} shapes are of {there[0]} scale (a shape that names no scale is of {default} scale).",
+        advice=f'Pass {{scale}} {there[0]}, or declare a shape with scale = "{scale}".',
+    )
 
 
 @dataclass
@@ -207,8 +247,8 @@ class _Run:
         """
         if differences := _differences(earlier, self.result(interrupted=True)):
             said = "; ".join(differences)
-            remedy = "Restore what it was measured with, or start over with --force in place of --resume."
-            raise ResultMismatch(f"{path} cannot be resumed: {said}. {remedy}")
+            advice = "Restore what it was measured with, or pass {force} in place of {resume} to begin again."
+            raise ResultMismatch(f"{path} cannot be resumed: {said}.", advice=advice)
         for place in self.places:
             name = place[0].name, place[1]
             cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
@@ -247,6 +287,13 @@ class _Run:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def keep(self, path: Path) -> None:
+        """Save what is finished. Where that fails the run goes on, and a note says so: the end may find room again."""
+        try:
+            self.result(interrupted=True).save(path, force=True)
+        except OutputUnwritable as failure:
+            self.notes.append(f"Finished shapes could not be saved meanwhile: {failure}")
 
     def result(self, *, interrupted: bool) -> Result:
         """Everything found so far, judged; what is missing is interrupted."""
@@ -366,6 +413,14 @@ class _Run:
         self.on_progress(Progress(shape, direction, step, done, total, len(self.finished), len(self.places)))
 
 
+def is_resumable(path: Path) -> bool:
+    """Whether a file is what an interrupted or killed run left, so that the run can be continued."""
+    try:
+        return Result.load(path).interrupted
+    except (ResultCorrupt, ResultMissing):
+        return False
+
+
 def interrupted_run(path: Path, *, force: bool = False) -> Result | None:
     """The result of an interrupted run, or the kept part of one that was killed; ``None`` where there is neither.
 
@@ -376,7 +431,7 @@ def interrupted_run(path: Path, *, force: bool = False) -> Result | None:
     if found is None or found.interrupted:
         return found
     if not force:
-        raise ResultExists(path)
+        raise ResultExists(path, argument="save_to")
     return None
 
 

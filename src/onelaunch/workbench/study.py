@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -11,11 +13,71 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
 
+from onelaunch.errors import UNSAFE
 from onelaunch.operation import Case, Direction, Variant, find_operation
+
+NAME = re.compile(r"(?! )[A-Za-z0-9 ._+*=/,():%'-]{1,80}(?<! )")
+"""Names of shapes, variants, controls and criteria: nothing that a page, a plot, a shell or a terminal could read as more."""
+
+NAME_RULE = "it must be 1 to 80 letters (A to Z), digits, spaces and . _ - + * = / , ( ) : % ', without a space at either end"
+
+FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+"""Names of studies, which name files and folders."""
+
+FILE_NAME_RULE = "it names files, so it must be 1 to 80 letters (A to Z), digits, '.', '_' and '-', with no '..'"
+
+LARGEST_SIZE = 2**63 - 1
+"""Largest size of a shape: PyTorch's sizes are signed 64-bit integers."""
+
+
+def check_names(value: Any) -> Any:
+    """Return a name, or a tuple of names, or a mapping from names, after a check that each follows :data:`NAME`."""
+    for name in (value,) if isinstance(value, str) else value or ():
+        if not NAME.fullmatch(name):
+            raise ValueError(NAME_RULE)
+    return value
+
+
+def check_file_name(value: str) -> str:
+    """Return a name after a check that it follows :data:`FILE_NAME`."""
+    if not FILE_NAME.fullmatch(value):
+        raise ValueError(FILE_NAME_RULE)
+    return value
+
+
+def check_prose(value: str) -> str:
+    """Return a text of several lines after a check that it holds no control characters."""
+    if UNSAFE.search(value):
+        raise ValueError("it must hold no control characters except line breaks and tabs")
+    return value
+
+
+def check_sizes(value: dict[str, int]) -> dict[str, int]:
+    """Return sizes after a check that a tensor can have them."""
+    for name, size in value.items():
+        if not 0 <= size <= LARGEST_SIZE:
+            raise ValueError(f"{name} must be an integer from 0 to {LARGEST_SIZE}, the largest size of a tensor")
+    return value
+
+
+def check_dtype(value: str) -> str:
+    """Return the name of a dtype after a check that studies know it."""
+    if value not in ("float16", "bfloat16", "float32"):
+        raise ValueError("it must be float16, bfloat16 or float32")
+    return value
+
+
+def check_bound(value: float | None) -> float | None:
+    """Return a bound after a check that it is a number above 0, or an exact count of at least 0."""
+    if value is not None and not (0 < value < math.inf or (type(value) is int and value == 0)):
+        raise ValueError("it must be a number above 0")
+    return value
+
 
 Scale = Literal["small", "full"]
 """``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""
@@ -99,6 +161,10 @@ class Shape(Declared):
     directions: tuple[Direction, ...] = ()
     """Those of the study's that run here; all by default."""
 
+    _names = field_validator("name", "sizes", "options", "skip")(check_names)
+    _sizes = field_validator("sizes")(check_sizes)
+    _dtype = field_validator("dtype")(check_dtype)
+
 
 SHAPE_KEYS = ("name", "dtype", "scale", "skip", "directions")
 """What a shape's table may hold beside the operation's sizes and options."""
@@ -152,6 +218,9 @@ class Criterion(Declared):
     equals: int | None = None
     """Instead of a bound, for what is counted."""
 
+    _names = field_validator("name", "of", "over", "at", "over_at", "per")(check_names)
+    _bounds = field_validator("at_least", "at_most", "equals")(check_bound)
+
     @model_validator(mode="after")
     def _one_bound(self) -> Criterion:
         if [self.at_least, self.at_most, self.equals].count(None) != 2:
@@ -183,6 +252,10 @@ class Study(Declared):
     criteria: tuple[Criterion, ...] = ()
     notes: str = ""
     """What the original write-up reported, for the reader; never used as a measurement."""
+
+    _file_name = field_validator("name")(check_file_name)
+    _names = field_validator("operation", "baseline", "variants", "controls")(check_names)
+    _prose = field_validator("question", "notes")(check_prose)
 
     def digest(self) -> str:
         """SHA-256 over the declaration."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,28 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from onelaunch.errors import ArgumentError, OneLaunchError, StudyError, UnknownOperation, UnknownStudy, did_you_mean, listing
-from onelaunch.operation import Operation, find_operation
+from onelaunch.errors import (
+    ArgumentError,
+    FolderNotice,
+    OneLaunchError,
+    StudyError,
+    UnknownOperation,
+    UnknownStudy,
+    did_you_mean,
+    escaped,
+    in_a_line,
+    listing,
+    shown,
+)
+from onelaunch.operation import Case, Operation, find_operation
+from onelaunch.workbench.files import read_text
 from onelaunch.workbench.study import (
     ALONE,
     COUNTS,
+    LARGEST_SIZE,
     LOOPS,
+    NAME,
+    NAME_RULE,
     SHAPE_KEYS,
     TIMES,
     Criterion,
@@ -38,6 +54,9 @@ else:
 FOLDERS = "ONELAUNCH_STUDIES"
 """Environment variable: folders of studies beside our own, separated like ``PATH``."""
 
+MOST_BYTES = 4 << 20
+"""Size of the largest study file that is read."""
+
 
 @dataclass(frozen=True)
 class StudyFile:
@@ -51,13 +70,33 @@ class StudyFile:
 
 
 def study_folders() -> list[Path]:
-    """Where studies are looked for: ./studies, the package's own (in a wheel or beside its source), ``$ONELAUNCH_STUDIES``."""
-    package = Path(__file__).parents[1]
-    own = [Path("studies"), package / "studies"]
-    if not any(folder.is_dir() for folder in own):
-        own = [package.parents[1] / "studies"]
+    """Return the folders in which studies are looked for; of two studies with one name, the first folder's is taken.
+
+    1. ``./studies``, of the current folder, so that a project's own studies come first.
+    2. The built-in studies: ``studies`` in the package, as a wheel brings it, or beside its source in an editable install.
+    3. The folders that ``$ONELAUNCH_STUDIES`` names, in its order. A :class:`~onelaunch.errors.FolderNotice` names one that is
+       not there.
+    """
     named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]
-    return [folder for folder in (*own, *named) if folder.is_dir()]
+    for folder in named:
+        if not _is_folder(folder):
+            told = f"${FOLDERS} names {folder}, which is no folder; no studies are read from there."
+            warnings.warn(FolderNotice(escaped(told)), stacklevel=1)  # one place: told once a process
+    return [folder for folder in (Path("studies"), _built_in(), *named) if _is_folder(folder)]
+
+
+def _built_in() -> Path:
+    """Return the folder of the studies that come with onelaunch."""
+    package = Path(__file__).parents[1]
+    installed = package / "studies"
+    return installed if installed.is_dir() else package.parents[1] / "studies"
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # longer than any name may be, or with characters that none has
+        return False
 
 
 def list_studies() -> list[StudyFile]:
@@ -78,12 +117,19 @@ def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
         StudyError: the file is wrong; says where and what would be right.
     """
     path = Path(name_or_path)
-    if path.is_file() or path.suffix == ".toml" or len(path.parts) > 1:
+    if _is_file(path) or path.suffix == ".toml" or len(path.parts) > 1:
         return path, load_study(path)
     for folder in study_folders():
-        if (candidate := folder / f"{name_or_path}.toml").is_file():
+        if _is_file(candidate := folder / f"{name_or_path}.toml"):
             return candidate, load_study(candidate)
     raise UnknownStudy(str(name_or_path), _known_names())
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def load_study(path: str | Path) -> Study:
@@ -95,13 +141,15 @@ def load_study(path: str | Path) -> Study:
     """
     path = Path(path)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path, MOST_BYTES)
     except FileNotFoundError:
         raise UnknownStudy(str(path), _known_names()) from None
-    except tomllib.TOMLDecodeError as error:
-        raise StudyError(path, f"this is not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise StudyError(path, f"cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise StudyError(path, f"cannot be read: {in_a_line(error)}") from error
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StudyError(path, f"this is not valid TOML: {in_a_line(error)}") from error
     return _Reader(path).read(raw)
 
 
@@ -128,6 +176,7 @@ class _Reader:
     def read(self, raw: Mapping[str, Any]) -> Study:
         self._keys("the study", raw, Study)
         operation = self._operation(raw["operation"])
+        self._names(raw)
         prepared = {
             **raw,
             "shapes": [self._shape(index, table, operation) for index, table in enumerate(self._tables(raw, "shapes"))],
@@ -139,6 +188,13 @@ class _Reader:
             self._check_criterion(study, criterion, operation)
         return study
 
+    def _names(self, raw: Mapping[str, Any]) -> None:
+        """Refuse names that do not follow the rule, before they are used in any other message."""
+        for key in ("shapes", "criteria"):
+            for index, table in enumerate(self._tables(raw, key)):
+                if isinstance(name := table.get("name", ""), str) and "name" in table and not NAME.fullmatch(name):
+                    self.fail(f"{key}[{index}]: name is {shown(name)}; {NAME_RULE}.")
+
     def _keys(self, where: str, table: Mapping[str, Any], model: type[Declared], more: Sequence[str] = ()) -> None:
         known = (*model.model_fields, *more)
         for key in table:
@@ -149,7 +205,7 @@ class _Reader:
 
     def _operation(self, name: object) -> Operation[..., Any]:
         try:
-            return find_operation(name if isinstance(name, str) else repr(name))
+            return find_operation(name if isinstance(name, str) else shown(name))
         except UnknownOperation as error:
             self.fail(f"operation: {error}")
 
@@ -169,18 +225,29 @@ class _Reader:
         for key in given:
             if key not in known:
                 self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
+        for key in ("skip", "directions"):
+            if not isinstance(own.get(key, []), list):
+                self.fail(f"{where}: {key} is {shown(own[key])}; it must be a list of names.")
         for name in own.get("skip", ()):
             if name not in (known := (*operation.variants, *operation.controls)):
-                self.fail(f"{where}: skip names no variant or control {name!r}.{did_you_mean(name, known)}")
+                self.fail(f"{where}: skip names no variant or control {shown(name)}.{did_you_mean(str(name), known)}")
         try:
             case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
-        except ArgumentError as error:
+        except (ArgumentError, TypeError) as error:  # a dtype that is no text, nor anything that can be looked up
             self.fail(f"{where}: {error}")
+        self._check_case(where, case, operation)
+        return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
+
+    def _check_case(self, where: str, case: Case, operation: Operation[..., Any]) -> None:
+        for key, value in case.sizes.items():
+            if value > LARGEST_SIZE:
+                self.fail(f"{where}: {key} is {shown(value)}; it must be at most {LARGEST_SIZE}, the largest size of a tensor.")
         for key, value in case.options.items():
             default = operation.options[key]
             if isinstance(default, (bool, str)) and type(value) is not type(default):
-                self.fail(f"{where}: {key} is {value!r}; it must be a {type(default).__name__} like its default {default!r}.")
-        return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
+                self.fail(
+                    f"{where}: {key} is {shown(value)}; it must be a {type(default).__name__} like its default {default!r}."
+                )
 
     def _criterion(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
         where = f"criteria[{index}] ({table.get('name', 'without a name')})"
@@ -194,15 +261,15 @@ class _Reader:
             return table
         for key, value in bounds.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-                self.fail(f"{where}: {key} is {value!r}; it must be a number above 0.")
+                self.fail(f"{where}: {key} is {shown(value)}; it must be a number above 0.")
         return table
 
     def _exact_count(self, where: str, table: Mapping[str, Any]) -> None:
         value = table["equals"]
-        if table["measure"] not in COUNTS:
+        if not isinstance(table["measure"], str) or table["measure"] not in COUNTS:
             self.fail(f"{where}: equals is for what is counted ({listing(COUNTS)}); use at_least or at_most.")
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self.fail(f"{where}: equals is {value!r}; it must be an integer of at least 0.")
+            self.fail(f"{where}: equals is {shown(value)}; it must be an integer of at least 0.")
 
     def _validate(self, prepared: dict[str, Any]) -> Study:
         try:
@@ -210,11 +277,11 @@ class _Reader:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the study"
-            self.fail(f"{where} is {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}.")
+            if first["type"] == "value_error":  # a rule of our own
+                self.fail(f"{where} is {shown(first['input'])}; {first['msg'].removeprefix('Value error, ')}.")
+            self.fail(f"{where} is {shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}.")
 
     def _check_names(self, study: Study, operation: Operation[..., Any]) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", study.name):
-            self.fail(f"name is {study.name!r}; it names files, so it must be letters, digits, '.', '_' and '-'.")
         self._distinct("shapes", (shape.name for shape in study.shapes))
         self._distinct("criteria", (criterion.name for criterion in study.criteria))
         for key in ("variants", "controls", "directions", "regimes"):
@@ -229,9 +296,15 @@ class _Reader:
             self._distinct(f"directions of {shape.name}", shape.directions)
             if others := [direction for direction in shape.directions if direction not in study.directions]:
                 self.fail(f"directions of {shape.name} has {listing(map(repr, others))}, which the study does not; add it there.")
+        self._check_variants(study, operation)
+
+    def _check_variants(self, study: Study, operation: Operation[..., Any]) -> None:
         for key, names in (("baseline", (study.baseline,)), ("variants", study.variants)):
             for name in names:
                 self._known(key, "variant", name, operation.variants, operation.name)
+        for name in study.variant_names():
+            if not NAME.fullmatch(name):
+                self.fail(f"variants: {operation.name} has a variant {shown(name)}; {NAME_RULE}.")
         for name in study.controls:
             self._known("controls", "control", name, operation.controls, operation.name)
 

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import typer
 
-from onelaunch.cli.study.adopt import adopt
-from onelaunch.cli.study.compare import compare
-from onelaunch.cli.study.judge import judge
-from onelaunch.cli.study.listing import list_all
-from onelaunch.cli.study.report import report
-from onelaunch.cli.study.run import run
-from onelaunch.cli.study.show import show
+from onelaunch.cli.application import Command, LazyGroup
+
+
+class Studies(LazyGroup):
+    """Commands on studies and their results."""
+
+    table: ClassVar[Mapping[str, Command]] = {
+        "list": Command("onelaunch.cli.study.listing", "list_all", "List the studies that can be named."),
+        "show": Command(
+            "onelaunch.cli.study.show", "show", "Show what a study declares, and its plan: cost, floor and feasibility."
+        ),
+        "run": Command("onelaunch.cli.study.run", "run", "Run a study: plan, verify, time, count, judge, decide, report."),
+        "report": Command(
+            "onelaunch.cli.study.report",
+            "report",
+            "Print the report on a stored result, and write it as Markdown and HTML if asked to.",
+        ),
+        "compare": Command(
+            "onelaunch.cli.study.compare", "compare", "Say what changed from one result to another, beyond the noise of both."
+        ),
+        "judge": Command(
+            "onelaunch.cli.study.judge",
+            "judge",
+            "Evaluate a stored result's criteria again, as this version of onelaunch does, and decide again.",
+        ),
+        "adopt": Command("onelaunch.cli.study.adopt", "adopt", "Write measured times into the table that the dispatcher reads."),
+    }
+
 
 study = typer.Typer(
+    cls=Studies,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Declare, run, read and compare studies. Start with: onelaunch study run 040-linear-rnn",
 )
-study.command("list")(list_all)
-study.command()(show)
-study.command()(run)
-study.command()(report)
-study.command()(compare)
-study.command()(judge)
-study.command()(adopt)
+
+
+@study.callback()
+def _studies() -> None:
+    """Take no options: those of the commands follow them."""

@@ -11,7 +11,8 @@ from onelaunch.workbench.study_file import StudyFile, list_studies
 def list_all() -> None:
     """List the studies that can be named.
 
-    Looks into ./studies, the package's own, and the folders in $ONELAUNCH_STUDIES.
+    Looks into ./studies, then at the built-in ones, then into the folders in $ONELAUNCH_STUDIES. Of two studies with one name,
+    the first is taken.
     """
     found = list_studies()
     console = output.stdout()

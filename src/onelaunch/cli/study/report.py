@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from onelaunch.cli import output
+from onelaunch.errors import OutputUnwritable, ResultExists
+from onelaunch.workbench.files import probe_folder
 from onelaunch.workbench.report import write_report
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Result
@@ -29,8 +31,27 @@ def report(
     Example: onelaunch study report results/nvidia-h200/040-linear-rnn.json --report-dir reports/040
     """
     stored = Result.load(result)
+    if report_dir:
+        probe_folder(report_dir)
     console = output.stdout()
     show(stored, console, full=full)
     if report_dir:
-        paths = write_report(stored, report_dir, force=force)
+        paths = write_into(stored, report_dir, force=force)
         console.print(f"\nReport: {paths['html']} (also {paths['markdown'].name}, {paths['json'].name})", soft_wrap=True)
+
+
+def write_into(result: Result, folder: Path, *, force: bool) -> dict[str, Path]:
+    """Write a report; errors name the folder and the option that chose it.
+
+    Raises:
+        ResultExists: the folder holds another result, and ``force`` is off.
+        OutputUnwritable: the report cannot be written.
+    """
+    try:
+        return write_report(result, folder, force=force)
+    except ResultExists as problem:
+        raise ResultExists(problem.path, argument="folder") from None
+    except OutputUnwritable:
+        raise
+    except OSError as problem:
+        raise OutputUnwritable(folder, problem.strerror or str(problem)) from problem

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Literal
 
 import typer
@@ -13,18 +16,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.study.arguments import ScaleName, StudyName
+from onelaunch.cli.study.report import write_into
 from onelaunch.errors import ResultExists
 from onelaunch.hardware import describe, resolve
 from onelaunch.peaks import ceilings
-from onelaunch.workbench.report import RESULT, write_report
+from onelaunch.workbench.files import probe_file, probe_folder, within
+from onelaunch.workbench.report import RESULT
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.run import Progress as Step
-from onelaunch.workbench.run import default_path, interrupted_run, run_study
+from onelaunch.workbench.run import ResultUnsaved, default_path, interrupted_run, is_resumable, partial_path, run_study
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study_file import find_study
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 128 + signal.SIGTERM
 
 
 def run(
@@ -62,41 +67,71 @@ def run(
     _, study = find_study(name)
     where = str(resolve(device))
     result_path, report_path = _paths(study, where, out, report_dir)
+    probe_file(result_path)
+    probe_folder(report_path)
     replace = force or (resume and interrupted_run(result_path) is not None)  # with its report
-    for path in (result_path, report_path / RESULT):
+    for path, argument in ((result_path, "save_to"), (partial_path(result_path), "save_to"), (report_path / RESULT, "folder")):
         if path.exists() and not replace:
-            raise ResultExists(path)
+            raise ResultExists(path, argument=argument, resumable=argument == "save_to" and is_resumable(path))
     with output.busy(f"Reading the ceilings of {where} (measured once, then kept)"):
         ceilings(where)
     counted: bool | Literal["all"] = "all" if count and count_all else count
-    with _progress() as tell:
-        result = run_study(
-            study,
-            device=where,
-            scale=scale or "auto",
-            rounds=rounds,
-            count=counted,
-            on_progress=tell,
-            save_to=result_path,
-            force=force,
-            resume=resume,
-            processes=processes,
-        )
-    report = write_report(result, report_path, force=replace)
     console = output.stdout()
+    with _told_when_terminated(partial_path(result_path)), _progress() as tell:
+        try:
+            result = run_study(
+                study,
+                device=where,
+                scale=scale or "auto",
+                rounds=rounds,
+                count=counted,
+                on_progress=tell,
+                save_to=result_path,
+                force=force,
+                resume=resume,
+                processes=processes,
+            )
+        except ResultUnsaved as problem:
+            unsaved, result = problem, problem.result
+        else:
+            unsaved = None
     show(result, console)
+    if unsaved:
+        raise unsaved
     console.print(f"\nResult: {result_path}", soft_wrap=True)
+    report = write_into(result, report_path, force=replace)
     console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True)
     if result.interrupted:
         output.stderr().print(f"interrupted: what was measured is kept in {result_path}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
 
 
+@contextmanager
+def _told_when_terminated(partial: Path) -> Iterator[None]:
+    """Say on SIGTERM where the finished shapes are kept, and end with the exit code that stands for it."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        kept = f"finished shapes are kept in {partial}; continue with --resume" if partial.exists() else "no shape was finished"
+        output.stderr().print(f"terminated: {kept}", soft_wrap=True)
+        raise SystemExit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _paths(study: Study, device: str, out: Path | None, report_dir: Path | None) -> tuple[Path, Path]:
     """Where the result and the report go. A folder for ``out`` takes both."""
     slug = describe(device).slug
     if out is None:
-        return default_path(study, device), report_dir or Path("reports") / slug / study.name
+        reports = Path("reports")
+        return default_path(study, device), report_dir or within(reports, reports / slug / study.name)
     if out.suffix != ".json":
         return out / RESULT, report_dir or out
     return out, report_dir or Path("reports") / slug / out.stem
