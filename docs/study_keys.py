@@ -38,7 +38,7 @@ NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
 def pages(studies: Path) -> dict[str, str]:
     """Return the text of each generated file by its name: a heading and a table for each of the three models."""
     raw = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(studies.glob("*.toml"))]
-    tables = {
+    tables: dict[type[BaseModel], list[dict[str, Any]]] = {
         Study: raw,
         Shape: [_shape(table, study["operation"]) for study in raw for table in study["shapes"]],
         Criterion: [table for study in raw for table in study["criteria"]],

@@ -19,6 +19,7 @@ from onelaunch import __version__, nvrtc
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.hardware import Ceilings, ceilings, describe, present, resolve
+from onelaunch.workbench.count import find_ncu
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
@@ -30,8 +31,9 @@ class Need:
     name: str
     purpose: str
     look: Callable[[], str | None]
-    """What is here, or ``None``."""
+    """Function that returns the version or place that was found, or ``None``."""
     remedy: str
+    """Advice for when nothing was found."""
 
 
 def doctor(
@@ -52,7 +54,7 @@ def doctor(
         with output.busy(f"Measuring the ceilings of {chosen}; they are kept for the next time"):
             rates = ceilings(chosen, refresh=refresh)
         output.table(console, _ceilings(chosen, rates))
-    output.table(console, _needs())
+    output.entries(console, "What is here", _needs())
 
 
 def _devices() -> Table:
@@ -75,12 +77,13 @@ def _ceilings(device: str, rates: Ceilings) -> Table:
     return Table(f"Ceilings of {device}", columns("ceiling", ">measured"), rows, note)
 
 
-def _needs() -> Table:
+def _needs() -> list[tuple[str, str, str]]:
+    """Return name, status and text of everything that a part of onelaunch needs."""
     rows = []
     for need in NEEDS:
         found = need.look()
-        rows.append((need.name, "ok" if found else "missing", found or need.remedy, need.purpose))
-    return Table("What is here", columns("thing", "status", "found, or what to do", "needed for"), tuple(rows))
+        rows.append((need.name, "ok" if found else "missing", f"{found or need.remedy} (for {need.purpose})"))
+    return rows
 
 
 def _installed(package: str, distribution: str = "") -> str | None:
@@ -122,10 +125,6 @@ def _bytecode() -> str | None:
     return "kept" if Path(importlib.util.cache_from_source(torch.__file__)).exists() else None
 
 
-def _profiler() -> str | None:
-    return shutil.which("ncu") or next((str(path) for path in Path("/usr/local").glob("cuda*/bin/ncu")), None)
-
-
 def _counters() -> str | None:
     """Whether this user may read the hardware counters."""
     if os.geteuid() == 0:
@@ -150,14 +149,14 @@ NEEDS: tuple[Need, ...] = (
     Need("a GPU", "running Triton kernels, full-scale studies", _gpu, "everything else works without one"),
     Need("triton", "Triton kernels, onelaunch inspect", lambda: _installed("triton"), 'pip install "onelaunch[triton]"'),
     Need("NVRTC", "kernels in CUDA C++", _nvrtc, 'pip install "onelaunch[cuda]"'),
-    Need("C++ compiler", "torch.compile on a CPU (variant compiled)", _compiler, "install g++, or name one in $CXX"),
+    Need("C++ compiler", "torch.compile on a CPU: variant compiled", _compiler, "install g++, or name one in $CXX"),
     Need(
         "tokenizers", "text in and out of onelaunch generate", lambda: _installed("tokenizers"), 'pip install "onelaunch[decode]"'
     ),
     Need("transformers", "chat templates", lambda: _installed("transformers"), 'pip install "onelaunch[decode]"'),
     Need("nvidia-ml-py", "clocks and power in results", lambda: _installed("pynvml", "nvidia-ml-py"), "pip install nvidia-ml-py"),
     Need("NVIDIA driver", "clocks and power in results", _driver, "install the driver; without a GPU nothing is missed"),
-    Need("ncu", "counted DRAM bytes; else they are arithmetic", _profiler, "install NVIDIA Nsight Compute"),
+    Need("ncu", "counted DRAM bytes; else they are arithmetic", find_ncu, "install NVIDIA Nsight Compute"),
     Need("hardware counters", "counted DRAM bytes", _counters, "run as root, or set NVreg_RestrictProfilingToAdminUsers=0"),
     Need("fla", "variant fla, the peer in studies", lambda: _installed("fla", "fla-core"), 'pip install "onelaunch[peers]"'),
 )

@@ -94,7 +94,7 @@ class Shape(Declared):
     dtype: str = "float16"
     """Dtype of the inputs, as PyTorch names it."""
     scale: Scale = "full"
-    """Scale of the shape. A run takes the ``small`` shapes on a CPU and the ``full`` shapes on a GPU, unless ``--scale`` says which."""
+    """Scale of the shape. Without ``--scale`` a run takes the ``small`` shapes on a CPU, the ``full`` ones on a GPU."""
     sizes: dict[str, int]
     """Sizes of the operation, all of them. In the file each stands in the shape's table under its own name."""
     options: dict[str, Any] = Field(default_factory=dict)

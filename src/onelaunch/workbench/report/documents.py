@@ -24,6 +24,9 @@ DocsTable = Literal["use", "times", "criteria", "missing", "provenance"]
 NONE = "–"
 """Mark of a cell without a time."""
 
+SHOWN: tuple[Regime, ...] = ("cold", *LOOPS)
+"""Regimes whose times the documentation shows."""
+
 SIDE_BY_SIDE = 5
 """Shapes that stand beside each other in a table of all variants, so that it fits a page."""
 
@@ -32,10 +35,9 @@ COMPILED = "compiled"
 
 READING = (
     "Times are medians in µs; the least time of a row is bold. In brackets: how many times as fast the fastest variant of "
-    "onelaunch is. Roofline: the roofline bound over the time of that variant; at 100 % it runs at the measured peaks of the device, "
-    "and up to 5 % more lies within the error of these peaks. "
-    f"{NONE}: no time; the reason stands under “Without a time”, or the study leaves the variant out at that shape (`skip`), since "
-    "it would take minutes there."
+    "onelaunch is. Roofline: the roofline bound over the time of that variant; 100 % means that it runs at the measured peaks of "
+    f"the device, and up to 5 % more lies within their error. {NONE}: no time; the reason stands under “Without a time”, or the "
+    "study leaves the variant out at that shape (`skip`), since it would take minutes there."
 )
 
 
@@ -90,7 +92,7 @@ def docs_section(result: Result, source: str) -> str:
     if result.interrupted:
         blocks.append("The run was interrupted: shapes that are missing here were not reached.")
     blocks.append(" ".join(filter(None, (_legend(result), READING))))
-    ranges = [(way, regime) for way in directions(result) for regime in ("cold", *LOOPS) if _timed(result, way, regime)]
+    ranges = [(way, regime) for way in directions(result) for regime in SHOWN if _timed(result, way, regime)]
     for way, regime in ranges:
         blocks += [f"**{_title(way, regime)}**", _winners(result, way, regime)]
     for way, regime in ranges:
