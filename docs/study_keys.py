@@ -20,7 +20,7 @@ from onelaunch.workbench.study import Criterion, Shape, Study
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyrefly: ignore[missing-import]
 
 MODELS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("study", "Keys of a study", Study),

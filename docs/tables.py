@@ -7,10 +7,13 @@ from pathlib import Path
 import study_keys
 
 from onelaunch.operation import Operation, operations
-from onelaunch.workbench.report.documents import code, docs_section, markdown_table
+from onelaunch.workbench.report.documents import code, docs_overview, docs_section, markdown_table
 from onelaunch.workbench.result import Result
 
 NOTHING_MEASURED = "Nothing has been measured yet: there is no result of this operation under `results/`.\n"
+
+ELSEWHERE = {"decode_step": "decode.md"}
+"""Operations whose page is not ``operations/NAME.md``."""
 
 
 def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
@@ -25,8 +28,13 @@ def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
     pages = sorted(path.stem for path in notebook.glob("*.md") if path.stem != "index")
     contents = "\n".join(["```{toctree}", *pages, "```"]) if pages else "There is no entry yet."
     _replace(folder / "notebook.md", contents + "\n")
+    _replace(folder / "overview.md", docs_overview((result for _, result in stored), _page) + "\n")
     for name, text in study_keys.pages(studies).items():
         _replace(folder / name, text)
+
+
+def _page(operation: str) -> str:
+    return ELSEWHERE.get(operation, f"operations/{operation}.md")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -7,8 +7,9 @@ texts of a result are escaped, since a result may come from anywhere.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,6 +110,45 @@ def docs_section(result: Result, source: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
+    """Return one table over all results: the fastest variant's speed over peers and over torch.compile.
+
+    Args:
+        results: what was measured.
+        page: the page of an operation of this name, as a link from the page that shows the table.
+    """
+    rows = []
+    for result in results:
+        operation = result.study.operation
+        for way in directions(result):
+            regime: Regime = "running" if _timed(result, way, "running") else "cold"
+            cells, peers = _cells(result, way, regime), _peers(result)
+            over = [_gain(cells, names, peers, regime) for names in (peers, (COMPILED,))]
+            what = "a step of many" if regime == "running" else way.replace("_", " and ")
+            rows.append([f"[{code(operation)}]({page(operation)})", escape(result.provenance.device), what, *over])
+    return markdown_table(["operation", "device", "measured", "over the fastest peer", "over torch.compile"], rows, right=(3, 4))
+
+
+def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: Sequence[str], regime: Regime) -> str:
+    """Return the geometric mean and range of the speed over the fastest of some variants, at the shapes that have both."""
+    gains = []
+    for found in cells.values():
+        entrants = {name: cell for name, cell in found.items() if not cell.control}
+        ours = _fastest((cell for name, cell in entrants.items() if name not in (*peers, *names)), regime)
+        theirs = _fastest((entrants[name] for name in names if name in entrants), regime)
+        if ours and theirs and (gain := speedup(ours, theirs, regime)):
+            gains.append(gain.median)
+    if not gains:
+        return NONE
+    mean = math.exp(sum(map(math.log, gains)) / len(gains))
+    shape = "1 shape" if len(gains) == 1 else f"{len(gains)} shapes"
+    return f"{_times(mean)} ({_times(min(gains))} to {_times(max(gains))}, {shape})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 10 else 1}f}x"
+
+
 def escape(text: str) -> str:
     """Return text as Markdown that shows it as it is, in one line: no markup, no HTML, no links, no entities."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$&^])", r"\\\1", " ".join(text.split()))
@@ -206,7 +246,7 @@ def _rival(rival: _Rival, best: Cell, least: Cell | None, entrants: Mapping[str,
         return NONE
     name = f"{code(cell.variant)} " if len(rival.names) > 1 else ""
     gain = speedup(best, cell, regime)
-    return f"{name}{_number(cell, least, regime)}" + (f" ({gain.median:.{2 if gain.median < 10 else 1}f}x)" if gain else "")
+    return f"{name}{_number(cell, least, regime)}" + (f" ({_times(gain.median)})" if gain else "")
 
 
 def _number(cell: Cell, least: Cell | None, regime: Regime) -> str:
