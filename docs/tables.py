@@ -6,7 +6,7 @@ from pathlib import Path
 
 import study_keys
 
-from onelaunch.operation import Operation, operations
+from onelaunch.operation import Operation, Variant, operations
 from onelaunch.workbench.report.documents import code, docs_overview, docs_section, markdown_table
 from onelaunch.workbench.result import Result
 
@@ -50,10 +50,15 @@ def _variants(operation: Operation) -> str:
             code(variant.name),
             "many" if variant.launches is None else str(variant.launches),
             ", ".join(variant.tags.get("fuses", ())) or "-",
-            *([variant.tags.get("gemm", "PyTorch")] if products else []),
+            *([variant.tags.get("gemm", "PyTorch" if variant.launches is None else "-")] if products else []),
             variant.summary.replace("|", "\\|"),
         ]
-        for variant in operation.variants.values()
+        for variant in sorted(operation.variants.values(), key=_rank)
     ]
     heads = ["variant", "launches", "steps in one kernel", *(["matrix product"] if products else []), "what it is"]
     return markdown_table(heads, rows) + "\n"
+
+
+def _rank(variant: Variant) -> int:
+    """Return the place of a variant: kernels of our own first, then PyTorch's forms, then other libraries."""
+    return 2 if "requires" in variant.tags else int(variant.launches is None)
