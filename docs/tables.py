@@ -50,7 +50,7 @@ def _variants(operation: Operation) -> str:
             code(variant.name),
             "many" if variant.launches is None else str(variant.launches),
             ", ".join(variant.tags.get("fuses", ())) or "-",
-            *([variant.tags.get("gemm", "PyTorch" if variant.launches is None else "-")] if products else []),
+            *([variant.tags.get("gemm", "PyTorch" if _rank(variant) == 1 else "-")] if products else []),
             variant.summary.replace("|", "\\|"),
         ]
         for variant in sorted(operation.variants.values(), key=_rank)

@@ -121,12 +121,12 @@ def _compiler() -> str | None:
 
 
 def _bytecode() -> str | None:
-    """Whether PyTorch's modules are kept compiled, as pip leaves them; images are often made without."""
+    """Return ``kept`` where PyTorch's modules have bytecode files, as pip leaves them; images are often made without."""
     return "kept" if Path(importlib.util.cache_from_source(torch.__file__)).exists() else None
 
 
 def _counters() -> str | None:
-    """Whether this user may read the hardware counters."""
+    """Return who may read the hardware counters, where this user may."""
     if os.geteuid() == 0:
         return "root" if Path("/proc/driver/nvidia/params").exists() else None
     try:
