@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,26 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_title = f"onelaunch {version}"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+
+SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Example|Examples|Note):$")
 
 
 def setup(app: Any) -> None:
-    """Write what the pages include before they are read."""
-    del app
-    tables.write(DOCS / "_generated", DOCS.parent / "results", DOCS / "notebook")
+    """Write the generated parts before any page is read, and show equations of docstrings as code."""
+    tables.write(DOCS / "_generated", DOCS.parent / "results", DOCS / "notebook", DOCS.parent / "studies")
+    app.connect("autodoc-process-docstring", show_equations, priority=100)  # before napoleon, which reads the sections
+
+
+def show_equations(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
+    """Turn indented lines before the first section into a code block, so that each equation keeps its own line."""
+    del app, what, name, of, options
+    end = next((index for index, line in enumerate(lines) if SECTION.match(line)), len(lines))
+    starts = [
+        index
+        for index in range(1, end)
+        if lines[index].startswith("    ") and not lines[index - 1].strip() and not lines[index - 2].startswith((" ", "..", "-"))
+    ]
+    for index in reversed(starts):
+        lines[index:index] = [".. code-block:: text", ""]

@@ -1,88 +1,64 @@
-"""Writes the parts of the documentation that are data: the variants of each operation, and what was measured where."""
+"""Writes the parts of the documentation that are data: variants, measured tables, the keys of a study file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from onelaunch.operation import Operation, operations
-from onelaunch.workbench.result import Cell, Result
-from onelaunch.workbench.study import LOOPS, Regime
+import study_keys
+
+from onelaunch.operation import Operation, Variant, operations
+from onelaunch.workbench.report.documents import code, docs_overview, docs_section, markdown_table
+from onelaunch.workbench.result import Result
 
 NOTHING_MEASURED = "Nothing has been measured yet: there is no result of this operation under `results/`.\n"
 
+ELSEWHERE = {"decode_step": "decode.md"}
+"""Operations whose page is not ``operations/NAME.md``."""
 
-def write(folder: Path, results: Path, notebook: Path) -> None:
-    """``variants-NAME.md`` and ``measured-NAME.md`` for every operation, ``notebook.md`` for the pages of the notebook."""
+
+def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
+    """Write ``variants-NAME.md`` and ``measured-NAME.md`` for every operation, ``notebook.md``, and ``keys-MODEL.md``."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = [(path, Result.load(path)) for path in sorted(results.glob("**/*.json"))] if results.is_dir() else []
     for operation in operations():
         _replace(folder / f"variants-{operation.name}.md", _variants(operation))
         about = [(path, result) for path, result in stored if result.study.operation == operation.name]
-        measured = "\n".join(_measured(path.relative_to(results.parent), result) for path, result in about)
+        measured = "\n".join(docs_section(result, str(path.relative_to(results.parent))) for path, result in about)
         _replace(folder / f"measured-{operation.name}.md", measured or NOTHING_MEASURED)
     pages = sorted(path.stem for path in notebook.glob("*.md") if path.stem != "index")
     contents = "\n".join(["```{toctree}", *pages, "```"]) if pages else "There is no entry yet."
     _replace(folder / "notebook.md", contents + "\n")
+    _replace(folder / "overview.md", docs_overview((result for _, result in stored), _page) + "\n")
+    for name, text in study_keys.pages(studies).items():
+        _replace(folder / name, text)
+
+
+def _page(operation: str) -> str:
+    return ELSEWHERE.get(operation, f"operations/{operation}.md")
 
 
 def _replace(path: Path, text: str) -> None:
-    """Written only when it differs, so that Sphinx reads no page again for nothing."""
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+    """Write a file unless it holds this text already, so that Sphinx does not read its page again."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
 
 
 def _variants(operation: Operation) -> str:
     products = any("gemm" in variant.tags for variant in operation.variants.values())
     rows = [
         [
-            f"`{variant.name}`",
+            code(variant.name),
             "many" if variant.launches is None else str(variant.launches),
             ", ".join(variant.tags.get("fuses", ())) or "-",
-            *([variant.tags.get("gemm", "PyTorch")] if products else []),
-            variant.summary,
+            *([variant.tags.get("gemm", "PyTorch" if _rank(variant) == 1 else "-")] if products else []),
+            variant.summary.replace("|", "\\|"),
         ]
-        for variant in operation.variants.values()
+        for variant in sorted(operation.variants.values(), key=_rank)
     ]
-    return _table(["variant", "launches", "steps in one kernel", *(["matrix product"] if products else []), "what it is"], rows)
+    heads = ["variant", "launches", "steps in one kernel", *(["matrix product"] if products else []), "what it is"]
+    return markdown_table(heads, rows) + "\n"
 
 
-def _measured(path: Path, result: Result) -> str:
-    """One stored result: where and when, medians per shape, cold and of steps in a row, the decision."""
-    facts = result.provenance
-    versions = ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "triton", "fla-core") if name in facts.versions)
-    text = [
-        f"### {result.study.name} on {facts.device}",
-        f"{facts.date}, {versions}, driver {facts.driver or '-'}, commit `{facts.commit}`, {facts.rounds} rounds; `{path}`.",
-    ]
-    if result.interrupted:
-        text.append("The run was interrupted: shapes that are missing here were not reached.")
-    for direction in result.study.directions:
-        cells = [cell for cell in result.cells if cell.direction == direction]
-        for regime in ("cold", *LOOPS):
-            if any(_microseconds(cell, regime) for cell in cells):
-                text += [f"Median microseconds, {direction.replace('_', ' and ')}, {regime}:", _times(cells, regime)]
-    if result.decision:
-        text += [
-            f"Decision: **{result.decision.kind.replace('_', ' ')}**.",
-            "\n".join(f"- {why}" for why in result.decision.because),
-        ]
-    return "\n\n".join(text) + "\n"
-
-
-def _times(cells: Sequence[Cell], regime: Regime) -> str:
-    shapes = list(dict.fromkeys(cell.shape for cell in cells if _microseconds(cell, regime)))
-    variants = list(dict.fromkeys(cell.variant for cell in cells if _microseconds(cell, regime)))
-    found = {(cell.variant, cell.shape): _microseconds(cell, regime) for cell in cells}
-    rows = [[shape, *(found.get((variant, shape), "") for variant in variants)] for shape in shapes]
-    return _table(["shape", *(f"`{variant}`" for variant in variants)], rows)
-
-
-def _microseconds(cell: Cell, regime: Regime) -> str:
-    timing = cell.timing(regime)
-    return f"{timing.microseconds.median:,.1f}" if timing is not None and cell.status == "ok" else ""
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(value).replace("|", "\\|") for value in line) + " |" for line in lines) + "\n"
+def _rank(variant: Variant) -> int:
+    """Return the place of a variant: kernels of our own first, then PyTorch's forms, then other libraries."""
+    return 2 if "requires" in variant.tags else int(variant.launches is None)

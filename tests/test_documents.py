@@ -54,12 +54,36 @@ def test_the_python_of_a_page_runs(page, registry_of_its_own, monkeypatch):
 
 
 def test_the_readme_shows_what_it_says(capsys):
-    (block,) = blocks(ROOT / "README.md", "python")
-    assert len(block.strip().splitlines()) <= 10
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    function, layer = blocks(ROOT / "README.md", "python")
+    assert len(function.strip().splitlines()) <= 10
+    exec(compile(function, "README.md", "exec"), {"__name__": "readme"})
     printed = capsys.readouterr().out
     assert "torch.Size([4, 512, 64]) torch.Size([4, 64]) torch.Size([256, 64])" in printed
     assert "fused_chunked" in printed
+    assert "GatedLinearAttention" in layer
+    assert len(layer.strip().splitlines()) <= 11
+    exec(compile(layer, "README.md", "exec"), {"__name__": "readme"})
+    assert "torch.Size([2, 50, 128]) torch.Size([2, 1, 128])" in capsys.readouterr().out
+
+
+def test_the_readme_leads_to_documentation_and_examples():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([^)#:]+)\)", text))
+    assert {"docs/start.md", "docs/workbench.md", "docs/concepts.md", "docs/security.md", "docs/index.md"} <= linked
+    assert {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= linked
+    assert {f"docs/operations/{path.name}" for path in (ROOT / "docs" / "operations").glob("*.md")} <= linked
+    assert "make docs" in text
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "start.md"], ids=lambda page: page.name)
+def test_nobody_is_told_to_install_from_an_index(page):
+    """The package is on none: a clone or a wheel is what there is."""
+    text = page.read_text(encoding="utf-8")
+    commands = re.findall(r"^(?: {4}|\$ )(.*pip install .*)$", text, re.MULTILINE)
+    assert any(command.split("pip install ")[1].startswith(".") for command in commands)
+    assert not any(re.search(r"pip install ['\"]?onelaunch(?!-)", command.split("#")[0]) for command in commands)
+    assert "git clone" in text
+    assert "pytorch.org" in text
 
 
 def test_the_variant_of_the_contributing_page_is_found_wrong_when_it_is(registry_of_its_own):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from onelaunch import __version__, dispatch
+from onelaunch.cli import doctor
 from onelaunch.cli import inspection as inspect_module
 from onelaunch.cli.arguments import parse_case
 from onelaunch.errors import ArgumentError, InspectionError
+from onelaunch.hardware import describe
 from onelaunch.operation import find_operation
+from onelaunch.workbench.count import find_ncu
 from onelaunch.workbench.inspection import Inspection
 from tests.ops.cases import OPERATIONS
 
@@ -216,6 +220,54 @@ def test_doctor_says_what_to_do_about_what_is_missing(call, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda _: None)
     answer = call("doctor", "--no-measure")
     assert re.search(r"C\+\+ compiler missing install g\+\+, .*torch\.compile on a CPU", answer.out)
+
+
+def words_of_needs() -> set[str]:
+    """Every word that doctor has to show whole, whatever was found."""
+    texts = (f"{need.name} {'' if need.look() else need.remedy} {need.purpose}" for need in doctor.NEEDS)
+    return {word for text in texts for word in text.split()}
+
+
+def shown(text: str) -> set[str]:
+    return {word.strip("()") for word in text.split()}
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_doctor_is_whole_on_a_narrow_terminal(call, monkeypatch, width):
+    long = replace(describe("cpu"), name="A Processor With A Long Name 9B14 96-Core")
+    monkeypatch.setattr(doctor, "describe", lambda _: long)
+    answer = call("doctor", "--device", "cpu", width=width)
+    assert {word.strip("()") for word in words_of_needs()} <= shown(answer.raw)
+    if width == 80:
+        assert set(long.name.split()) <= shown(answer.raw)
+        longest = max(len(word) for word in words_of_needs())
+        assert max(len(line.rstrip()) for line in answer.raw.splitlines()) <= max(80, 29 + longest)
+
+
+def test_doctor_leaves_no_column_for_one_long_word_alone(call):
+    """The name of a driver's setting once left the other column three letters wide."""
+    lines = call("doctor", "--no-measure", width=80).raw.splitlines()
+    needs = lines[next(index for index, line in enumerate(lines) if "What is here" in line) :]
+    assert sum(len(line.strip()) > 40 for line in needs) > len(doctor.NEEDS) / 2
+    assert len(needs) < 2.5 * len(doctor.NEEDS)
+
+
+def test_doctor_in_a_file_is_whole(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    with (tmp_path / "doctor.txt").open("w") as file:
+        subprocess.run([sys.executable, "-m", "onelaunch", "doctor", "--no-measure"], stdout=file, env=environment, check=True)
+    assert {word.strip("()") for word in words_of_needs()} <= shown((tmp_path / "doctor.txt").read_text(encoding="utf-8"))
+
+
+def test_doctor_looks_for_the_profiler_where_studies_do(call, monkeypatch, tmp_path):
+    program = tmp_path / "cuda" / "bin" / "ncu"
+    program.parent.mkdir(parents=True)
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert find_ncu() == str(program)
+    assert f"ncu ok {program}" in call("doctor", "--no-measure").out
 
 
 WITHOUT = """

@@ -22,6 +22,7 @@ from onelaunch.hardware import Ceilings, describe, present, resolve
 from onelaunch.operation import plugins
 from onelaunch.peaks import ceilings, stored
 from onelaunch.plugins import Plugin
+from onelaunch.workbench.count import find_ncu
 from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
@@ -33,8 +34,9 @@ class Need:
     name: str
     purpose: str
     look: Callable[[], str | None]
-    """What is here, or ``None``."""
+    """Function that returns the version or place that was found, or ``None``."""
     remedy: str
+    """Advice for when nothing was found."""
 
 
 def doctor(
@@ -57,9 +59,9 @@ def doctor(
             with output.busy(f"Measuring the peaks of {chosen}; they are kept for the next time"):
                 rates = ceilings(chosen, refresh=True)
         output.table(console, _ceilings(chosen, rates))
-    output.table(console, _needs())
+    output.entries(console, "What is here", _needs())
     if announced := plugins():
-        output.table(console, _plugins(announced))
+        output.entries(console, "Plug-ins", _plugins(announced))
 
 
 def _devices() -> Table:
@@ -89,21 +91,21 @@ def _ceilings(device: str, rates: Ceilings) -> Table:
     return Table(f"Measured peaks of {device}", columns("peak", ">measured", ">spread"), rows, note)
 
 
-def _needs() -> Table:
+def _needs() -> list[tuple[str, str, str]]:
+    """Return name, status and text of everything that a part of onelaunch needs."""
     rows = []
     for need in NEEDS:
         found = need.look()
-        rows.append((need.name, "ok" if found else "missing", found or need.remedy, need.purpose))
-    return Table("What is here", columns("thing", "status", "found, or what to do", "needed for"), tuple(rows))
+        rows.append((need.name, "ok" if found else "missing", f"{found or need.remedy} (for {need.purpose})"))
+    return rows
 
 
-def _plugins(announced: Sequence[Plugin]) -> Table:
-    """Return the plug-ins that installed packages announce, with the reason where one was not loaded."""
-    rows = tuple(
-        (each.name, "ok" if each.problem is None else "error", each.problem or each.module, each.distribution)
+def _plugins(announced: Sequence[Plugin]) -> list[tuple[str, str, str]]:
+    """Return name, status and text of each announced plug-in, with the reason where one was not loaded."""
+    return [
+        (each.name, "ok" if each.problem is None else "error", f"{each.problem or each.module} (of {each.distribution})")
         for each in announced
-    )
-    return Table("Plug-ins", columns("plug-in", "status", "module, or why it is left out", "package"), rows)
+    ]
 
 
 def _installed(package: str, distribution: str = "") -> str | None:
@@ -141,16 +143,12 @@ def _compiler() -> str | None:
 
 
 def _bytecode() -> str | None:
-    """Whether PyTorch's modules are kept compiled, as pip leaves them; images are often made without."""
+    """Return ``kept`` where PyTorch's modules have bytecode files, as pip leaves them; images are often made without."""
     return "kept" if Path(importlib.util.cache_from_source(torch.__file__)).exists() else None
 
 
-def _profiler() -> str | None:
-    return shutil.which("ncu") or next((str(path) for path in Path("/usr/local").glob("cuda*/bin/ncu")), None)
-
-
 def _counters() -> str | None:
-    """Whether this user may read the hardware counters."""
+    """Return who may read the hardware counters, where this user may."""
     if os.geteuid() == 0:
         return "root" if Path("/proc/driver/nvidia/params").exists() else None
     try:
@@ -173,14 +171,14 @@ NEEDS: tuple[Need, ...] = (
     Need("a GPU", "running Triton kernels, full-scale studies", _gpu, "everything else works without one"),
     Need("triton", "Triton kernels, onelaunch inspect", lambda: _installed("triton"), 'pip install "onelaunch[triton]"'),
     Need("NVRTC", "kernels in CUDA C++", _nvrtc, 'pip install "onelaunch[cuda]"'),
-    Need("C++ compiler", "torch.compile on a CPU (variant compiled)", _compiler, "install g++, or name one in $CXX"),
+    Need("C++ compiler", "torch.compile on a CPU: variant compiled", _compiler, "install g++, or name one in $CXX"),
     Need(
         "tokenizers", "text in and out of onelaunch generate", lambda: _installed("tokenizers"), 'pip install "onelaunch[decode]"'
     ),
     Need("transformers", "chat templates", lambda: _installed("transformers"), 'pip install "onelaunch[decode]"'),
     Need("nvidia-ml-py", "clocks and power in results", lambda: _installed("pynvml", "nvidia-ml-py"), "pip install nvidia-ml-py"),
     Need("NVIDIA driver", "clocks and power in results", _driver, "install the driver; without a GPU nothing is missed"),
-    Need("ncu", "counted DRAM bytes; else they are arithmetic", _profiler, "install NVIDIA Nsight Compute"),
+    Need("ncu", "counted DRAM bytes; else they are arithmetic", find_ncu, "install NVIDIA Nsight Compute"),
     Need("hardware counters", "counted DRAM bytes", _counters, "run as root, or set NVreg_RestrictProfilingToAdminUsers=0"),
     Need("fla", "variant fla, the peer in studies", lambda: _installed("fla", "fla-core"), 'pip install "onelaunch[peers]"'),
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -75,6 +76,23 @@ def table(console: Console, content: Table) -> None:
     from onelaunch.workbench.report.tables import to_rich
 
     console.print(to_rich(content, console.width))
+
+
+def entries(console: Console, title: str, rows: Iterable[tuple[str, str, str]]) -> None:
+    """Print a list of names, each with a status and a text that wraps between words.
+
+    A word that is longer than a line, such as a path, stays whole, also in a file: this is what people paste into issues.
+    """
+    rows = list(rows)
+    names, statuses = (max(len(row[index]) for row in rows) + 2 for index in (0, 1))
+    console.print(Text(title, style="italic"))
+    for name, status, text in rows:
+        room = max(24, console.width - names - statuses - 1)
+        first, *more = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        rest = "".join(f"\n{' ' * (names + statuses + 1)}{line}" for line in more)
+        line = Text.assemble(f" {name:{names}}", status_text(status), " " * (statuses - len(status)), first, rest)
+        console.print(line, soft_wrap=True)
+    console.print()
 
 
 def status_text(word: str) -> Text:

@@ -13,7 +13,7 @@ class ShortConvolution(nn.Conv1d):
         y_t = silu(bias + sum_j weight_j * x_{t - W + 1 + j})        per channel, j from 0 to W - 1
 
     Args:
-        channels: D.
+        channels: number of channels, D.
         kernel_size: W, at least 1.
         bias: whether there is one.
     """

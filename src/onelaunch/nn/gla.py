@@ -30,7 +30,7 @@ class GatedLinearAttention(GatedLayer):
         hidden_size: D, of inputs and outputs.
         expand_k: channels of all query heads over ``hidden_size``. Heads have 16 to 512 channels.
         expand_v: channels of all value heads over ``hidden_size``, likewise.
-        num_heads: H.
+        num_heads: number of query heads, H.
         num_kv_heads: heads of keys, values and decays, each shared by a group of queries. Default: ``num_heads``.
         feature_map: applied to queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
             ``gelu``. Default: none.

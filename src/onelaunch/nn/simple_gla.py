@@ -23,7 +23,7 @@ class SimpleGatedLinearAttention(GatedLayer):
         hidden_size: D, of inputs and outputs.
         expand_k: channels of all query heads over ``hidden_size``. Heads have 16 to 512 channels.
         expand_v: channels of all value heads over ``hidden_size``, likewise.
-        num_heads: H.
+        num_heads: number of query heads, H.
         num_kv_heads: heads of keys and values, each shared by a group of queries; every query's head has a decay of its own.
             Default: ``num_heads``.
         feature_map: applied to queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,

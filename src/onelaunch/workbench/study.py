@@ -152,14 +152,20 @@ class Shape(Declared):
     LATER = ("directions",)
 
     name: str
+    """Name of the shape in criteria, results and reports; each shape of a study has its own."""
     dtype: str = "float16"
+    """Dtype of the inputs, as PyTorch names it."""
     scale: Scale = "full"
+    """Scale of the shape. Without ``--scale`` a run takes the ``small`` shapes on a CPU, the ``full`` ones on a GPU."""
     sizes: dict[str, int]
+    """Sizes of the operation, all of them. In the file each stands in the shape's table under its own name."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the operation's input maker that differ from their defaults, such as a decay per head or packed lengths. In the
+    file each stands in the shape's table under its own name."""
     skip: tuple[str, ...] = ()
     """Variants and controls left out at this shape, such as a loop over time that would take minutes; the report says so."""
     directions: tuple[Direction, ...] = ()
-    """Those of the study's that run here; all by default."""
+    """Directions of the study that run at this shape; all of the study's when empty."""
 
     _names = field_validator("name", "sizes", "options", "skip")(check_names)
     _sizes = field_validator("sizes")(check_sizes)
@@ -193,30 +199,40 @@ class Criterion(Declared):
     LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals")
 
     name: str
+    """Name of the criterion in results and reports; each criterion of a study has its own."""
     measure: Measure
+    """Quantity that is judged, one of the measures in the table below."""
     of: Selector
+    """Variant that is judged: a variant or control by name, or a table of tags, which stands for the fastest of the variants that
+    have these tags. An empty table stands for the fastest of all."""
     over: Selector | None = None
+    """Variant that ``of`` is compared with, given like ``of``; the study's baseline when left out."""
     at: str | tuple[str, ...] | None = None
-    """Shape names; all full-scale shapes by default (all shapes of a study that has none)."""
+    """Shapes at which the criterion is judged: a name or a list of names. All full-scale shapes when left out, or all shapes of a
+    study that has no full-scale shape."""
     in_at_least: int | None = None
-    """At how many of them it must hold; at all by default."""
+    """Number of these shapes at which the bound must hold; all of them when left out."""
     combine: Literal["each", "geomean"] = "each"
     """``each``: the bound holds shape by shape. ``geomean``: it holds for the geometric mean over the shapes."""
     over_at: str | None = None
-    """The shape at which ``over`` is timed, where that is another one than that of ``of``."""
+    """Shape at which ``over`` is timed, where it is another one than that of ``of``."""
     per: tuple[str, ...] = ()
-    """With ``over_at``: sizes by whose product both times are divided; ``["B", "T"]`` is the time per token."""
+    """With ``over_at``: sizes by whose product both times are divided; ``["B", "T"]`` gives the time per token."""
     decides: bool = True
-    """Whether it takes part in the decision. One that does not is judged and shown all the same, such as a claim of the write-up
-    that is kept for what it taught."""
+    """Switch for taking part in the decision. A criterion that takes no part is judged and shown all the same, such as a claim of
+    a write-up that is kept for what it taught."""
     direction: Direction = "forward"
+    """Direction that is judged: the forward pass alone, or the forward and backward passes together."""
     regime: Regime = "cold"
+    """Regime in which ``of`` is timed."""
     over_regime: Regime | None = None
-    """That of ``over``, where it is another one: such as steps that are served over the same steps running."""
+    """Regime in which ``over`` is timed, where it is another one, such as ``served`` steps over the same steps ``running``."""
     at_least: float | None = None
+    """Lower bound. A criterion has exactly one of ``at_least``, ``at_most`` and ``equals``."""
     at_most: float | None = None
+    """Upper bound."""
     equals: int | None = None
-    """Instead of a bound, for what is counted."""
+    """Exact number, for the counted measures ``launches`` and ``barriers``."""
 
     _names = field_validator("name", "of", "over", "at", "over_at", "per")(check_names)
     _bounds = field_validator("at_least", "at_most", "equals")(check_bound)
@@ -239,19 +255,29 @@ class Study(Declared):
     """A declared study."""
 
     name: str
+    """Name of the study; its results and reports are named after it."""
     question: str
+    """Question that the study answers, in a sentence; the report shows it beside the decision."""
     operation: str
+    """Name of the operation whose variants are compared."""
     baseline: str
+    """Variant that the others are compared with. It is also run against itself (A/A), which gives the noise."""
     variants: tuple[str, ...] = ()
-    """Names; all of the operation's when empty."""
+    """Variants that take part; all of the operation's when empty. The baseline always takes part."""
     controls: tuple[str, ...] = ()
+    """Controls that are timed beside the variants: parts of the operation, such as its matrix product alone."""
     directions: tuple[Direction, ...] = ("forward",)
+    """Directions that are measured: the forward pass alone, the forward and backward passes together, or each of them."""
     regimes: tuple[Regime, ...] = ("cold", "warm", "eager")
+    """Regimes in which variants are timed."""
     rounds: int = Field(default=20, ge=3)
+    """Rounds in which the variants take turns; medians and intervals are taken over them."""
     shapes: tuple[Shape, ...] = Field(min_length=1)
+    """Shapes at which variants are measured, each a table of its own."""
     criteria: tuple[Criterion, ...] = ()
+    """Criteria that the decision rests on, each a table of its own."""
     notes: str = ""
-    """What the original write-up reported, for the reader; never used as a measurement."""
+    """Notes for the reader, in Markdown, such as what an earlier write-up reported; never used as a measurement."""
 
     _file_name = field_validator("name")(check_file_name)
     _names = field_validator("operation", "baseline", "variants", "controls")(check_names)

@@ -159,8 +159,8 @@ def gated_scan(
         throughout.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: naming the argument, what it was and what it has
-        to be.
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: an argument is wrong; the message names it, what it
+            was and what it has to be.
         UnknownVariant: no variant of that name.
         VariantUnsupported: the named variant cannot run this call; says why and which can.
 

@@ -275,8 +275,8 @@ def gla(
         state is float32 between steps.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: naming the argument, what it was and
-        what it has to be.
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError, ArgumentError: an argument is wrong; the message names
+            it, what it was and what it has to be.
         UnknownVariant: no variant of that name.
         VariantUnsupported: the named variant cannot run this call; says why and which can.
 

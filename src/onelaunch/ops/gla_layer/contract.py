@@ -207,7 +207,7 @@ def gla_layer(
         gk_bias: ``[H * K]``, dtype of ``x``.
         norm_weight: ``[V]``, dtype of ``x`` or float32, the same for all heads.
         w_out: ``[D, H * V]``, dtype of ``x``; V from 16 to 512.
-        heads: H.
+        heads: number of heads, H.
         normalizer: of the log-decays; above 0.
         eps: added to the mean of squares; at least 0.
         initial_state: ``[B, H, K, V]`` float32. Default: zeros.

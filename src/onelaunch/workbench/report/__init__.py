@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from onelaunch.workbench.report import markdown, page
-from onelaunch.workbench.report.markdown import docs_table
+from onelaunch.workbench.report.documents import docs_overview, docs_section, docs_table
 from onelaunch.workbench.result import Result
 
-__all__ = ["RESULT", "docs_table", "write_report"]
+__all__ = ["RESULT", "docs_overview", "docs_section", "docs_table", "write_report"]
 
 RESULT = "result.json"
 """The result's name in the folder of its report."""

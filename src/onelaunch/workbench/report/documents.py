@@ -1,0 +1,326 @@
+"""Markdown for the documentation, made from committed results: one section for each result, and single tables.
+
+A section shows the fastest variant of the operation beside its rivals first: other libraries' variants (peers), the study's
+baseline and torch.compile. All other times, the sizes of the shapes, and the reasons for missing times follow, folded. Names and
+texts of a result are escaped, since a result may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from onelaunch.operation import Direction, find_operation
+from onelaunch.workbench.report.details import details, times_table
+from onelaunch.workbench.report.summary import believed, directions, shapes, speedup, summarize, use_table
+from onelaunch.workbench.report.tables import to_markdown
+from onelaunch.workbench.result import Cell, Result
+from onelaunch.workbench.study import LOOPS, Regime, Shape
+
+DocsTable = Literal["use", "times", "criteria", "missing", "provenance"]
+
+NONE = "–"
+"""Mark of a cell without a time."""
+
+SHOWN: tuple[Regime, ...] = ("cold", *LOOPS)
+"""Regimes whose times the documentation shows."""
+
+SIDE_BY_SIDE = 5
+"""Shapes that stand beside each other in a table of all variants, so that it fits a page."""
+
+COMPILED = "compiled"
+"""Name that every operation gives to torch.compile of its plain form."""
+
+READING = (
+    "Times are medians in µs; the least time of a row is bold. In brackets: how many times as fast the fastest variant of "
+    "onelaunch is. Roofline: the roofline bound over the time of that variant; 100 % means that it runs at the measured peaks of "
+    f"the device, and up to 5 % more lies within their error. {NONE}: no time; the reason stands under “Without a time”, or the "
+    "study leaves the variant out at that shape (`skip`), since it would take minutes there."
+)
+
+
+def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction | None = None, shape: str | None = None) -> str:
+    """Return Markdown tables for the documentation, made from a committed result.
+
+    Args:
+        result: what was measured.
+        which: ``use`` (the variant to use at each shape), ``times`` (all variants, shape by shape), ``criteria``, ``missing``
+            (what has no believed time, and why), ``provenance`` (device, versions, measured peaks).
+        direction: ``forward`` or ``forward_backward``; all that were measured by default. For ``use`` and ``times``.
+        shape: the name of one shape, for ``times``; all by default.
+
+    Returns:
+        The tables, each under its title, ending with a line that names device, commit and date.
+    """
+    summary = summarize(result)
+    ways = (direction,) if direction else directions(result)
+    tables = {
+        "use": lambda: [use_table(result, way) for way in ways],
+        "times": lambda: [
+            times_table(result, declared, way)
+            for way in ways
+            for declared in result.study.shapes
+            if shape in (None, declared.name)
+        ],
+        "criteria": lambda: [summary.criteria] if summary.criteria else [],
+        "missing": lambda: [summary.missing] if summary.missing else [],
+        "provenance": lambda: list(details(result)[-1].tables),
+    }[which]()
+    texts = [to_markdown(table) for table in tables] or ["Nothing to show."]
+    return "\n\n".join([*texts, f"*{escape(result.study.name)}: {escape(' · '.join(summary.facts))}*"]) + "\n"
+
+
+def docs_section(result: Result, source: str) -> str:
+    """Return the section about one result: where and when, the winners beside their rivals, everything else folded.
+
+    Args:
+        result: what was measured.
+        source: the path of the stored result, relative to the repository's root.
+    """
+    facts = result.provenance
+    known = (name for name in ("torch", "triton", "fla-core", "liger-kernel") if name in facts.versions)
+    where = [
+        facts.date.replace("T", " ")[:16],
+        *(f"{name} {facts.versions[name]}" for name in known),
+        f"driver {facts.driver or NONE}",
+        f"commit {facts.commit[:12] or NONE}",
+        f"{facts.rounds} rounds",
+    ]
+    blocks = [f"### {escape(result.study.name)} on {escape(facts.device)}", f"{escape(', '.join(where))}; {code(source)}."]
+    if result.interrupted:
+        blocks.append("The run was interrupted: shapes that are missing here were not reached.")
+    blocks.append(" ".join(filter(None, (_legend(result), READING))))
+    ranges = [(way, regime) for way in directions(result) for regime in SHOWN if _timed(result, way, regime)]
+    for way, regime in ranges:
+        blocks += [f"**{_title(way, regime)}**", _winners(result, way, regime)]
+    for way, regime in ranges:
+        blocks.append(folded(f"All variants: {_title(way, regime).lower()}", _everything(result, way, regime)))
+    blocks.append(folded("Sizes of the shapes", _sizes(result)))
+    if missing := summarize(result).missing:
+        heads = [column.title for column in missing.columns]
+        blocks.append(folded("Without a time", [markdown_table(heads, [map(escape, row) for row in missing.rows])]))
+    if result.decision:
+        first, *rest = [*result.decision.because, ""]
+        blocks.append(f"Decision: **{escape(result.decision.kind.replace('_', ' '))}**. {escape(first)}")
+        if evidence := [line for line in rest if line]:
+            blocks.append(folded("The evidence", ["\n".join(f"- {escape(line)}" for line in evidence)]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
+    """Return one table over all results: the fastest variant's speed over peers and over torch.compile.
+
+    Args:
+        results: what was measured.
+        page: the page of an operation of this name, as a link from the page that shows the table.
+    """
+    rows = []
+    for result in results:
+        operation = result.study.operation
+        for way in directions(result):
+            regime: Regime = "running" if _timed(result, way, "running") else "cold"
+            cells, peers = _cells(result, way, regime), _peers(result)
+            over = [_gain(cells, names, peers, regime) for names in (peers, (COMPILED,))]
+            what = "a step of many" if regime == "running" else way.replace("_", " and ")
+            rows.append([f"[{code(operation)}]({page(operation)})", escape(result.provenance.device), what, *over])
+    return markdown_table(["operation", "device", "measured", "over the fastest peer", "over torch.compile"], rows, right=(3, 4))
+
+
+def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: Sequence[str], regime: Regime) -> str:
+    """Return the geometric mean and range of the speed over the fastest of some variants, at the shapes that have both."""
+    gains = []
+    for found in cells.values():
+        entrants = {name: cell for name, cell in found.items() if not cell.control}
+        ours = _fastest((cell for name, cell in entrants.items() if name not in (*peers, *names)), regime)
+        theirs = _fastest((entrants[name] for name in names if name in entrants), regime)
+        if ours and theirs and (gain := speedup(ours, theirs, regime)):
+            gains.append(gain.median)
+    if not gains:
+        return NONE
+    mean = math.exp(sum(map(math.log, gains)) / len(gains))
+    shape = "1 shape" if len(gains) == 1 else f"{len(gains)} shapes"
+    return f"{_times(mean)} ({_times(min(gains))} to {_times(max(gains))}, {shape})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 10 else 1}f}x"
+
+
+def escape(text: str) -> str:
+    """Return text as Markdown that shows it as it is, in one line: no markup, no HTML, no links, no entities."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~$&^])", r"\\\1", " ".join(text.split()))
+
+
+def code(text: str) -> str:
+    """Return a name as code in Markdown, also inside a table."""
+    plain = " ".join(text.split()).replace("|", "\\|")
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", plain)), default=0))
+    return f"{fence}{plain}{fence}" if len(fence) == 1 else f"{fence} {plain} {fence}"
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[str]], *, right: Iterable[int] = ()) -> str:
+    """Return a table of cells that are Markdown already, with the columns of those numbers set to the right."""
+    rules = ["---:" if index in set(right) else "---" for index in range(len(heads))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rules, *rows))
+
+
+def folded(title: str, blocks: Iterable[str]) -> str:
+    """Return blocks of Markdown that a page shows when the reader opens them."""
+    return "\n\n".join([f"<details>\n<summary>{title}</summary>", *blocks, "</details>"])
+
+
+def _title(way: Direction, regime: Regime) -> str:
+    return f"{way.replace('_', ' and ').capitalize()}, {regime}"
+
+
+def _timed(result: Result, way: Direction, regime: Regime) -> bool:
+    return any(believed(cell, regime) for cell in result.cells if cell.direction == way)
+
+
+def _cells(result: Result, way: Direction, regime: Regime) -> dict[str, dict[str, Cell]]:
+    """Believed cells by shape and variant, in the order of the study."""
+    found: dict[str, dict[str, Cell]] = {}
+    for shape in shapes(result, way):
+        cells = [cell for cell in result.cells if (cell.shape, cell.direction) == (shape.name, way)]
+        if times := {cell.variant: cell for cell in cells if believed(cell, regime)}:
+            found[shape.name] = times
+    return found
+
+
+def _time(cell: Cell, regime: Regime) -> float:
+    """Return the median time in microseconds of a cell that has one."""
+    timing = cell.timing(regime)
+    return timing.microseconds.median if timing else float("inf")
+
+
+def _fastest(cells: Iterable[Cell], regime: Regime) -> Cell | None:
+    return min(cells, key=lambda cell: _time(cell, regime), default=None)
+
+
+@dataclass(frozen=True)
+class _Rival:
+    """A column of the table of winners: one variant, or the fastest of several peers."""
+
+    title: str
+    names: tuple[str, ...]
+
+
+def _peers(result: Result) -> tuple[str, ...]:
+    """Names of the variants that are another library's."""
+    variants = find_operation(result.study.operation).variants
+    return tuple(name for name in result.study.variant_names() if name in variants and "requires" in variants[name].tags)
+
+
+def _rivals(result: Result, cells: Mapping[str, Mapping[str, Cell]]) -> list[_Rival]:
+    """The peers, the baseline and torch.compile, as far as they have times."""
+    timed = {name for found in cells.values() for name in found}
+    peers = tuple(name for name in _peers(result) if name in timed)
+    alone = [name for name in dict.fromkeys((result.study.baseline, COMPILED)) if name in timed and name not in peers]
+    first = [_Rival(code(peers[0]) if len(peers) == 1 else "fastest peer", peers)] if peers else []
+    return first + [_Rival(code(name), (name,)) for name in alone]
+
+
+def _winners(result: Result, way: Direction, regime: Regime) -> str:
+    cells = _cells(result, way, regime)
+    rivals, peers = _rivals(result, cells), _peers(result)
+    rows = []
+    for shape, found in cells.items():
+        entrants = {name: cell for name, cell in found.items() if not cell.control}
+        best = _fastest((cell for name, cell in entrants.items() if name not in peers), regime)
+        least = _fastest(entrants.values(), regime)
+        if best is None:
+            continue
+        bound = f"{100 * best.plan.floor_microseconds / _time(best, regime):.0f} %" if best.plan else NONE
+        beside = [_rival(rival, best, least, entrants, regime) for rival in rivals]
+        rows.append([escape(shape), code(best.variant), _number(best, least, regime), bound, *beside])
+    heads = ["shape", "fastest of onelaunch", "µs", "roofline", *(rival.title for rival in rivals)]
+    return markdown_table(heads, rows, right=range(2, len(heads)))
+
+
+def _rival(rival: _Rival, best: Cell, least: Cell | None, entrants: Mapping[str, Cell], regime: Regime) -> str:
+    cell = _fastest((entrants[name] for name in rival.names if name in entrants), regime)
+    if cell is None:
+        return NONE
+    name = f"{code(cell.variant)} " if len(rival.names) > 1 else ""
+    gain = speedup(best, cell, regime)
+    return f"{name}{_number(cell, least, regime)}" + (f" ({_times(gain.median)})" if gain else "")
+
+
+def _number(cell: Cell, least: Cell | None, regime: Regime) -> str:
+    written = f"{_time(cell, regime):,.1f}"
+    return f"**{written}**" if cell is least else written
+
+
+def _everything(result: Result, way: Direction, regime: Regime) -> list[str]:
+    """Tables of all variants and controls, some shapes side by side: the winners first, then peers, then the rest."""
+    cells, peers = _cells(result, way, regime), _peers(result)
+    least = {shape: _fastest((cell for cell in found.values() if not cell.control), regime) for shape, found in cells.items()}
+    wins = [cell.variant for cell in least.values() if cell]
+    names = dict.fromkeys(name for found in cells.values() for name in found)
+    ordered = sorted(names, key=lambda name: (-wins.count(name), name not in peers))
+    tables, declared = [], list(cells)
+    for start in range(0, len(declared), SIDE_BY_SIDE):
+        here = declared[start : start + SIDE_BY_SIDE]
+        rows = [
+            [_label(name, cells), *(_number(cells[s][name], least[s], regime) if name in cells[s] else NONE for s in here)]
+            for name in ordered
+            if any(name in cells[s] for s in here)
+        ]
+        tables.append(markdown_table(["variant", *map(escape, here)], rows, right=range(1, len(here) + 1)))
+    return tables
+
+
+def _label(name: str, cells: Mapping[str, Mapping[str, Cell]]) -> str:
+    return code(name) + (" (control)" if any(name in found and found[name].control for found in cells.values()) else "")
+
+
+def _measured_shapes(result: Result) -> list[Shape]:
+    seen = {cell.shape for cell in result.cells}
+    return [shape for shape in result.study.shapes if shape.name in seen]
+
+
+def _legend(result: Result) -> str:
+    """Return the sentence that says which sizes the numbers in the names of shapes are, where all names agree."""
+    read = {}
+    for shape in _measured_shapes(result):
+        if match := re.match(r"\d+(x\d+)+", shape.name):
+            read[match[0]] = _dimensions([int(number) for number in match[0].split("x")], shape.sizes)
+    meanings = set(read.values())
+    if len(meanings) != 1 or None in meanings:
+        return "The sizes of each shape stand below."
+    (meaning,) = meanings
+    return (
+        f"The numbers of a shape's name are {' x '.join(meaning or ())}, as in {code(next(iter(read)))}; all sizes stand below."
+    )
+
+
+def _dimensions(numbers: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Return the sizes, in their order, that have these values; ``None`` where some number is none of them."""
+    left, found = iter(sizes.items()), []
+    for number in numbers:
+        name = next((name for name, size in left if size == number), None)
+        if name is None:
+            return None
+        found.append(name)
+    return tuple(found)
+
+
+def _sizes(result: Result) -> list[str]:
+    """Return a sentence with the sizes that all shapes have in common, and a table of the others."""
+    measured = _measured_shapes(result)
+    values = [
+        {**shape.sizes, "dtype": shape.dtype, **{key: str(value) for key, value in shape.options.items()}} for shape in measured
+    ]
+    keys = dict.fromkeys(key for row in values for key in row)
+    same = {key: values[0].get(key) for key in keys if len({str(row.get(key)) for row in values}) == 1} if len(values) > 1 else {}
+    differ = [key for key in keys if key not in same]
+    common = ", ".join(f"{key} = {value}" for key, value in same.items())
+    rows = [
+        [escape(shape.name), *(escape(str(row.get(key, NONE))) for key in differ)]
+        for shape, row in zip(measured, values, strict=True)
+    ]
+    table = markdown_table(["shape", *map(escape, differ)], rows)
+    return [f"At every shape: {escape(common)}.", table] if common else [table]

@@ -1,0 +1,119 @@
+"""Markdown that the documentation makes from results: the winner beside its rivals, every other time, nothing that is markup."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from onelaunch.workbench.report import docs_overview, docs_section
+from onelaunch.workbench.report.documents import SIDE_BY_SIDE, code, escape
+from onelaunch.workbench.result import Result
+from tests.workbench import results
+
+STORED = sorted((Path(__file__).parents[2] / "results").rglob("*.json"))
+EVIL = ["<script>alert(1)</script>", "a|b", "`x`", "**b**", "[t](javascript:1)", "{ref}`x`", "$x_{$", "&lt;b&gt;", "~~s~~", "#h"]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The cells of every table, heads first."""
+    found = re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.MULTILINE)
+    return [[line.strip("| ").split(" | ") for i, line in enumerate(table.splitlines()) if i != 1] for table in found]
+
+
+def stored(operation: str) -> Result:
+    (found,) = (each for path in STORED if (each := Result.load(path)).study.operation == operation)
+    return found
+
+
+def test_the_fastest_variant_stands_first_with_its_rivals_beside_it():
+    text = docs_section(stored("gla"), "results/x.json")
+    heads, *rows = tables(text)[0]
+    assert heads == ["shape", "fastest of onelaunch", "µs", "roofline", "`fla`", "`compiled`"]
+    row = next(row for row in rows if row[0] == "1x8192x96x128")
+    assert row == ["1x8192x96x128", "`hopper`", "**462.3**", "51 %", "2,087.5 (4.52x)", "–"]
+
+
+def test_bold_is_the_least_time_even_where_it_is_the_peers():
+    heads, *rows = tables(docs_section(stored("gla"), "results/x.json"))[1]
+    row = next(row for row in rows if row[0] == "1x1x32x128-decode")
+    assert not row[2].startswith("**")
+    assert row[heads.index("`fla`")].startswith("**26.7** (0.53x)")
+    assert all(sum(cell.startswith("**") for cell in row) >= 1 for row in rows)
+
+
+def test_of_several_peers_the_fastest_is_named():
+    heads, *rows = tables(docs_section(stored("swiglu"), "results/x.json"))[0]
+    assert heads[4] == "fastest peer"
+    assert {row[4].split()[0] for row in rows} == {"`liger`", "`liger_fused`", "–"}
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_every_time_is_in_a_table_of_all_variants(path):
+    result = Result.load(path)
+    text = docs_section(result, "results/x.json")
+    wide = [table for table in tables(text) if table[0][0] == "variant" and "status" not in table[0]]
+    assert wide
+    assert all(len(table[0]) <= SIDE_BY_SIDE + 1 for table in wide)
+    written = {cell.strip("*") for table in wide for row in table[1:] for cell in row[1:]}
+    for cell in result.cells:
+        if cell.status == "ok" and (timing := cell.timing("cold")):
+            assert f"{timing.microseconds.median:,.1f}" in written, (cell.shape, cell.variant)
+    assert "Without a time" in text or all(cell.status == "ok" for cell in result.cells)
+
+
+def test_the_legend_says_what_the_numbers_of_a_name_are():
+    assert "B x T x H x K, as in `4x1024x32x64`" in docs_section(stored("gla"), "results/x.json")
+    assert "M x N x K" in docs_section(stored("swiglu"), "results/x.json")
+    assert "B x T x D" in docs_section(stored("gla_layer"), "results/x.json")
+    assert "at every shape: layers = 28" in docs_section(stored("decode_step"), "results/x.json").lower()
+
+
+def test_a_result_without_times_or_decision_has_a_section():
+    text = docs_section(results.nothing_ran(), "results/x.json")
+    assert "Without a time" in text
+    assert docs_section(results.interrupted_on_cpu(), "results/x.json").count("interrupted") >= 1
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_names_and_texts_of_a_result_are_no_markup(evil):
+    render = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
+    shown = render(f"| h |\n| --- |\n| {escape(evil)} {code(evil)} |\n").partition("<tbody>")[2]
+    assert "<script>" not in shown
+    assert not re.search(r"<(b|strong|a|s|h1|em)\b", shown)
+    assert html.unescape(re.sub(r"<[^>]+>", "", shown)).split() == [*evil.split(), *evil.split()]
+
+
+def test_a_foreign_result_puts_nothing_into_a_page():
+    result = results.proceed_on_gpu()
+    name = EVIL[0]
+    first = result.study.shapes[0]
+    result = result.model_copy(
+        update={
+            "study": result.study.model_copy(
+                update={"criteria": (), "shapes": (first.model_copy(update={"name": name}), *result.study.shapes[1:])}
+            ),
+            "cells": tuple(
+                cell.model_copy(update={"shape": name, "reason": name}) if cell.shape == first.name else cell
+                for cell in result.cells
+            ),
+            "provenance": result.provenance.model_copy(update={"device": name, "commit": "<b>"}),
+            "decision": result.decision.model_copy(update={"because": (name, name)}),
+        }
+    )
+    text = docs_section(result, "results/x.json")
+    assert "alert" in text
+    shown = MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+    assert "<script" not in shown
+    assert "<b>" not in shown
+
+
+def test_the_overview_holds_the_mean_and_the_range_over_peers():
+    heads, *rows = tables(docs_overview([stored("gla"), stored("projections")], lambda name: f"{name}.md"))[0]
+    assert heads[3:] == ["over the fastest peer", "over torch.compile"]
+    assert rows[0][0] == "[`gla`](gla.md)"
+    assert rows[0][3] == "2.82x (1.09x to 7.27x, 18 shapes)"
+    assert rows[2][3] == "–"
