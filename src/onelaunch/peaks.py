@@ -135,9 +135,9 @@ def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
     }
     copy = chosen("copy", fresh.copy_bytes_per_second, believed.copy_bytes_per_second)
     read = chosen("read", fresh.read_bytes_per_second, believed.read_bytes_per_second)
-    launch = 1 / chosen("launch", 1 / fresh.launch_seconds, 1 / believed.launch_seconds)
-    if not taken:
+    if not taken:  # a launch's cost bounds nothing, and is taken over only beside others
         return believed
+    launch = 1 / chosen("launch", 1 / fresh.launch_seconds, 1 / believed.launch_seconds)
     spread = {**spreads[0], **{quantity: spreads[1][quantity] for quantity in taken if quantity in spreads[1]}}
     return replace(
         believed,
