@@ -157,7 +157,7 @@ class Cost:
             value = getattr(self, name)
             if value is None and name in ("launches", "written"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
                 raise CostError(name, got=value, want="a number of at least 0 (0 sets no bound)")
         if self.written is not None and self.written > self.bytes:
             raise CostError("written", got=self.written, want=f"at most bytes, {self.bytes}, of which it is a part")
