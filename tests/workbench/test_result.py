@@ -7,6 +7,7 @@ import json
 import pytest
 
 from onelaunch.errors import ResultCorrupt
+from onelaunch.workbench.report.details import details
 from onelaunch.workbench.report.summary import summarize
 from onelaunch.workbench.result import SCHEMA, Result
 from tests.workbench import results
@@ -53,3 +54,17 @@ def test_other_versions_are_refused_with_those_that_can_be_read(tmp_path, versio
     path.write_text(json.dumps({"schema_version": version}))
     with pytest.raises(ResultCorrupt, match="this onelaunch reads 1, 2, 3"):
         Result.load(path)
+
+
+def test_a_read_bandwidth_is_stored_and_shown_where_it_was_measured(tmp_path):
+    old = results.proceed_on_gpu()
+    peaks = old.ceilings.model_copy(update={"read_bytes_per_second": 4.6e12, "spread": {"read": 0.01}})
+    new = old.model_copy(update={"ceilings": peaks})
+    again = Result.load(new.save(tmp_path / "new.json"))
+    assert (again.ceilings.read_bytes_per_second, again.ceilings.spread) == (4.6e12, {"read": 0.01})
+
+    def shown(result):
+        return {row[0]: row[1] for section in details(result) for table in section.tables for row in table.rows if len(row) == 2}
+
+    assert shown(again)["read bandwidth"] == "4.60 TB/s"
+    assert "read bandwidth" not in shown(old)
