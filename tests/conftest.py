@@ -73,6 +73,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(autouse=True)
+def own_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder of measured times in this test run: one without tables."""
+    folder = tmp_path_factory.getbasetemp() / "onelaunch-tables"
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that reaches for the network fails; sockets within the machine stay possible."""
     connect = socket.socket.connect

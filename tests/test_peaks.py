@@ -122,6 +122,8 @@ def test_a_cache_that_cannot_be_written_is_a_warning(measurements, cache):
     cache.write_text("a file")
     with pytest.warns(CacheNotice, match="ONELAUNCH_CACHE"):
         assert peaks.ceilings("cpu") == FOUND
+    assert peaks.ceilings("cpu") == FOUND
+    assert measurements == ["cpu"]  # once by this process, though nothing was kept
 
 
 # Samples

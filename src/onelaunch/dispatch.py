@@ -1,13 +1,15 @@
 """Which variant runs a call here, and why.
 
-Three parts: the key (:class:`onelaunch.operation.Query`), the table of what was measured on a device (shipped with the package,
-see :mod:`onelaunch.measured`), and the choice. Where nothing near was measured, the operation's own order of preference decides.
+Three parts: the key (:class:`onelaunch.operation.Query`), the tables of what was measured on a device (the user's and the
+package's, see :mod:`onelaunch.measured`), and the choice. Where nothing near was measured, the operation's own order of
+preference decides.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ class Explanation:
     chosen: str
     because: str
     standings: tuple[Standing, ...]
+    table: Path | None = None
+    """The file that the measured times were read from, where something near was measured."""
 
 
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
@@ -156,8 +160,19 @@ def explain(query: Query) -> Explanation:
         because = f"fastest measured of ours, or within {TIE - 1:.0%} of it, at {measured.where()}"
     else:
         order = f"{operation.name}'s order of preference on {query.device_type}"
-        because = f"first in {order} that can run; nothing near was measured"
-    return Explanation(query, chosen.name, because, standings)
+        because = f"first in {order} that can run; {_unmeasured(operation, query, measured)}"
+    return Explanation(query, chosen.name, because, standings, measured.path if measured else None)
+
+
+def _unmeasured(operation: Operation[..., Any], query: Query, measured: Measured | None) -> str:
+    """Return why no measured time decides: for a call in one direction, times in the other say nothing."""
+    if measured is not None:
+        return f"near it only others were measured, at {measured.where()}"
+    other = _measured(operation, query._replace(grad=not query.grad))
+    if other is None:
+        return "nothing near was measured"
+    said = "forward was measured near it, forward_backward was not"
+    return said if query.grad else "forward_backward was measured near it, forward was not"
 
 
 def pick(variant: str, query: Query) -> Variant:
@@ -201,4 +216,12 @@ def _measured(operation: Operation[..., Any], query: Query) -> Measured | None:
     if query.device_type not in ("cpu", "cuda"):
         return None
     sizes = dict(zip(operation.dimensions, query.sizes, strict=True))
-    return nearest(describe(query.device).slug, operation.name, query.direction, query.dtype, sizes, query.flags)
+    return nearest(
+        describe(query.device),
+        operation.name,
+        query.direction,
+        query.dtype,
+        sizes,
+        query.flags,
+        variants=operation.variants.keys(),
+    )

@@ -312,11 +312,11 @@ class CacheNotice(OneLaunchError, UserWarning):
 
 
 class TableNotice(OneLaunchError, UserWarning):
-    """A table of measured times cannot be believed, and is left out."""
+    """A table of measured times, or a part of it, cannot be believed and is left out."""
 
-    def __init__(self, path: Path | str, problem: str) -> None:
+    def __init__(self, path: Path | str | None, problem: str, *, part: str = "it is") -> None:
         super().__init__(
-            f"{path} is no table of measured times: {problem}. It is left out. Delete it, or write it again with "
+            f"Table of measured times {path}: {problem}, so {part} left out. Delete the file, or write it again with "
             "onelaunch study adopt."
         )
         self.path = path
@@ -455,6 +455,20 @@ class OutputUnwritable(OneLaunchError, OSError):
     def __init__(self, path: Path | str, problem: str, *, remedy: str = "Choose another place for it.") -> None:
         super().__init__(escaped(f"{path} cannot be written: {problem}. {remedy}"))
         self.path, self.reason = Path(path), problem
+
+
+class TableCorrupt(OneLaunchError, ValueError):
+    """A table of measured times cannot be merged into, since it is none."""
+
+    def __init__(self, path: Path | str, problem: str) -> None:
+        super().__init__(f"{path} is no table of measured times: {problem}. Delete it, or name another folder with --into.")
+
+
+class TableFolderError(ArgumentError):
+    """A table of measured times would be written where it does not belong."""
+
+    def __init__(self, path: Path | str, problem: str) -> None:
+        super().__init__(f"{path} {problem}. Leave --into out for the user's own folder, or name a folder of yours.")
 
 
 class ResultMismatch(AdvisedError, ValueError):

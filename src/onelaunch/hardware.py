@@ -22,8 +22,8 @@ from onelaunch.errors import DeviceMemoryError, NoDeviceError
 HOPPER_SHARED_BYTES = 227 * 1024
 """Of shared memory that a block may have, on Hopper and on Blackwell's data centre chips."""
 
-SLUG = r"^[a-z0-9]+([._-][a-z0-9]+)*$"
-"""Pattern of names that become files and folders: no separator of folders, and no two dots in a row. At most 80 characters."""
+SLUG = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,79}")
+"""Pattern that the whole name of a device's files and folders must match: no separator of folders, and no two dots in a row."""
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,17 @@ def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
     return found or remember(device, measure(device))
 
 
+_UNKEPT: dict[tuple[Path, str], Ceilings] = {}
+"""Peaks that this process measured and could not write, by file and software."""
+
+
 def stored(device: str) -> Ceilings | None:
-    """Return the peaks that the cache holds for this device and software, or ``None``."""
-    found = _entries(device).get(software(device))
+    """Return the peaks that the cache holds for this device and software, or ``None``.
+
+    Where the cache cannot be written, those that this process measured stand for it.
+    """
+    place = cache_path(device), software(device)
+    found = _UNKEPT.get(place) or _entries(device).get(place[1])
     needed = {_name(dtype) for dtype in _multiplied(device)}
     return found if found is not None and needed <= found.matrix_flops_per_second.keys() else None
 
@@ -135,9 +143,9 @@ def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
     }
     copy = chosen("copy", fresh.copy_bytes_per_second, believed.copy_bytes_per_second)
     read = chosen("read", fresh.read_bytes_per_second, believed.read_bytes_per_second)
-    launch = 1 / chosen("launch", 1 / fresh.launch_seconds, 1 / believed.launch_seconds)
-    if not taken:
+    if not taken:  # a launch's cost bounds nothing, and is taken over only beside others
         return believed
+    launch = 1 / chosen("launch", 1 / fresh.launch_seconds, 1 / believed.launch_seconds)
     spread = {**spreads[0], **{quantity: spreads[1][quantity] for quantity in taken if quantity in spreads[1]}}
     return replace(
         believed,
@@ -400,7 +408,11 @@ def remember(device: str, found: Ceilings) -> Ceilings:
     """Add an entry to the device's file, beside those of other software, and return it."""
     entries = {**_entries(device), found.software: found}
     table = {"entries": [asdict(entry) for entry in entries.values()]}
-    folders.keep(cache_path(device), json.dumps(table, indent=1).encode())
+    path = cache_path(device)
+    if folders.keep(path, json.dumps(table, indent=1).encode()):
+        _UNKEPT.pop((path, found.software), None)
+    else:
+        _UNKEPT[path, found.software] = found
     return found
 
 

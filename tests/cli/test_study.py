@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from onelaunch import dispatch, measured
 from onelaunch.cli.study import report as report_module
 from onelaunch.cli.study import run as run_module
 from onelaunch.errors import UNSAFE, OutputUnwritable
@@ -546,6 +547,40 @@ def test_adopt_writes_the_dispatcher_s_table(call, here, stored):
     assert "tables/nvidia-h200.json" in answer.out
     table = json.loads((here / "tables" / "nvidia-h200.json").read_text())
     assert table["rows"]
+
+
+def test_adopt_into_another_folder_says_how_it_is_read(call, here, stored, own_tables):
+    answer = call("study", "adopt", stored[0], "--into", "tables")
+    assert f"ONELAUNCH_TABLES={here / 'tables'}" in answer.out
+    assert not own_tables.exists()
+
+
+def test_adopt_writes_into_the_users_folder(call, here, stored, monkeypatch):
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(here / "mine"))
+    answer = call("study", "adopt", stored[0])
+    assert answer.code == 0
+    assert answer.out == f"Written: {here / 'mine' / 'nvidia-h200.json'}"
+
+
+def test_adopt_never_writes_into_the_package(call, stored):
+    package = Path(measured.__file__).parent
+    before = {path: path.read_bytes() for path in package.glob("*.json")}
+    answer = call("study", "adopt", stored[0], "--into", package)
+    assert answer.code == 2
+    assert "package" in answer.err
+    assert {path: path.read_bytes() for path in package.glob("*.json")} == before
+
+
+def test_what_was_adopted_is_chosen_and_explained(call, here, monkeypatch):
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(here / "mine"))
+    assert call("study", "run", "toy-study", "--device", "cpu").code == 0
+    assert call("study", "adopt", "results/cpu/toy-study.json").code == 0
+    (path,) = (here / "mine").glob("cpu-*.json")
+    dispatch.choose.cache_clear()  # as in the next process
+    found = call("explain", "toy_sum", "--shape", "B=2,T=24,V=8", "--dtype", "float32", "--device", "cpu").out
+    dispatch.choose.cache_clear()
+    assert "fastest measured" in found
+    assert str(path) in found.replace(" ", "")
 
 
 def test_adopt_of_two_devices_is_refused(call, stored):

@@ -7,17 +7,20 @@ import pytest
 import torch
 
 from onelaunch import measured as tables
-from onelaunch.errors import ResultCorrupt, ResultMismatch
+from onelaunch.errors import ResultMismatch, TableCorrupt, TableFolderError
+from onelaunch.hardware import Device
 from onelaunch.operation import Query, find_operation
 from onelaunch.workbench.adopt import adopt
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.study import Shape
 from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study
 
+GPU = Device("cuda", "Some GPU", "sm_90", 132, 60 << 20, 150 << 30)
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "TABLES", tmp_path)
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(tmp_path))
     tables._rows.cache_clear()
     yield tmp_path
     tables._rows.cache_clear()
@@ -25,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 def nearest(sizes: Any, direction: str = "forward", dtype: torch.dtype = torch.float16, flags: tuple[str, ...] = ()) -> Any:
     tables._rows.cache_clear()
-    return tables.nearest("some-gpu", "ladder", direction, dtype, sizes, flags)
+    return tables.nearest(GPU, "ladder", direction, dtype, sizes, flags)
 
 
 def test_the_dispatcher_finds_what_was_adopted(folder):
@@ -84,10 +87,60 @@ def test_a_result_without_times_is_refused_and_writes_nothing(folder):
     assert list(folder.iterdir()) == []
 
 
+def of_device(slug, name="Some GPU", **more):
+    result = measured(study(), ok_cell("one", 5.0))
+    return result.model_copy(update={"provenance": result.provenance.model_copy(update={"slug": slug, "device": name})})
+
+
+@pytest.mark.parametrize(
+    "slug", ["../../up", "/tmp/abs", "a/b", "a..b", "..", "", "A", "x" * 81, "a\n", "a\\b", "~root", "\x1b[2J"]
+)
+def test_a_slug_that_could_leave_the_folder_is_refused_and_writes_nothing(folder, slug):
+    with pytest.raises(ResultMismatch, match="slug"):
+        adopt([of_device(slug)], folder / "here")
+    assert list(folder.iterdir()) == []
+
+
+def test_the_users_folder_is_the_default_and_the_package_is_never_written(folder):
+    assert adopt([of_device("some-gpu")]) == folder / "some-gpu.json"
+    before = sorted(tables.TABLES.iterdir())
+    for into in (tables.TABLES, tables.TABLES.parent, tables.TABLES / "below"):
+        with pytest.raises(TableFolderError, match="package"):
+            adopt([of_device("some-gpu")], into)
+    assert sorted(tables.TABLES.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_written_is_named(folder):
+    (folder / "file").write_text("")
+    with pytest.raises(TableFolderError, match="file cannot be written"):
+        adopt([of_device("some-gpu")], folder / "file")
+
+
+def test_the_table_of_a_cpu_holds_its_model(folder):
+    assert adopt([of_device("cpu", "Some(R) CPU")]).name == "cpu-some-r-cpu.json"
+    with pytest.raises(ResultMismatch, match="cpu-another, cpu-some-r-cpu"):
+        adopt([of_device("cpu", "Some(R) CPU"), of_device("cpu", "Another")])
+    with pytest.raises(ResultMismatch, match=r"is of Some\(R\) CPU"):
+        adopt([of_device("cpu", "Some R CPU")])  # another name, the same file
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 0.0, 1e-9])
+@pytest.mark.parametrize("where", ["median", "a round"])
+def test_times_that_cannot_be_are_refused(folder, time, where):
+    cell = ok_cell("one", 5.0)
+    timing = cell.timing("cold")
+    median = timing.microseconds.model_copy(update={"median": time})
+    update = {"microseconds": median} if where == "median" else {"rounds": (5.0, time)}
+    broken = cell.model_copy(update={"timings": (timing.model_copy(update=update),)})
+    with pytest.raises(ResultMismatch, match="one at mega"):
+        adopt([measured(study(), broken, ok_cell("two", 6.0))], folder)
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": 3, "source": []}', '{"rows": [{"operation": "ladder"}], "source": []}'])
 def test_a_broken_table_is_not_replaced(folder, text):
     (folder / "some-gpu.json").write_text(text)
-    with pytest.raises(ResultCorrupt, match=r"some-gpu\.json"):
+    with pytest.raises(TableCorrupt, match=r"some-gpu\.json"):
         adopt([measured(study(), ok_cell("one", 5.0))], folder)
     assert (folder / "some-gpu.json").read_text() == text
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from onelaunch.errors import UNSAFE, OutputUnwritable, ResultCorrupt, ResultMissing, ResultTooNew
+from onelaunch.workbench.report.details import details
 from onelaunch.workbench.report.summary import summarize
 from onelaunch.workbench.result import READABLE, SCHEMA, Cell, Result
 from tests.workbench import results
@@ -173,3 +174,17 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, mon
         results.proceed_on_gpu().save(path, force=True)
     assert [each.name for each in tmp_path.iterdir()] == ["kept.json"]
     assert Result.load(path) == results.nothing_ran()
+
+
+def test_a_read_bandwidth_is_stored_and_shown_where_it_was_measured(tmp_path):
+    old = results.proceed_on_gpu()
+    peaks = old.ceilings.model_copy(update={"read_bytes_per_second": 4.6e12, "spread": {"read": 0.01}})
+    new = old.model_copy(update={"ceilings": peaks})
+    again = Result.load(new.save(tmp_path / "new.json"))
+    assert (again.ceilings.read_bytes_per_second, again.ceilings.spread) == (4.6e12, {"read": 0.01})
+
+    def shown(result):
+        return {row[0]: row[1] for section in details(result) for table in section.tables for row in table.rows if len(row) == 2}
+
+    assert shown(again)["read bandwidth"] == "4.60 TB/s"
+    assert "read bandwidth" not in shown(old)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from onelaunch import peaks
 from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, ResultMismatch, StudyError
 from onelaunch.hardware import Ceilings
 from onelaunch.workbench import files, sampling, timing
@@ -25,7 +26,7 @@ FEWER = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="parallel",
 
 
 def steps(**others: Any) -> Steps:
-    facts: dict[str, Any] = {"ceilings": lambda device: SLOW_LIGHT}
+    facts: dict[str, Any] = {"ceilings": lambda device: SLOW_LIGHT, "remeasure": lambda device, believed: believed}
     return Steps(**(facts | others))
 
 
@@ -465,9 +466,50 @@ def test_ctrl_c_while_counting_keeps_the_times():
 
 def test_faster_than_the_floor_is_not_believed():
     slow = Ceilings(1.0, {"float32": 1.0}, 1e-6, "", "made up")  # a byte a second: every time is below the floor
-    result = run(study(FASTER), steps=Steps(ceilings=lambda _: slow))
+    result = run(study(FASTER), steps=steps(ceilings=lambda _: slow))
     assert set(statuses(result).values()) == {"invalid"}
     assert result.decision.kind == "debug"
+    reasons = {cell.reason for cell in result.cells}
+    assert all("roofline bound" in reason and "onelaunch doctor --refresh" in reason for reason in reasons)
+
+
+LOADED = Ceilings(1.0, {"float32": 1.0}, 1e-6, "then", peaks.software("cpu"), spread={"copy": 0.02})
+"""Peaks as they come out when much else runs: a byte a second, so that every time is below its bound."""
+FREE = Ceilings(1e12, {"float32": 1e13}, 1e-6, "now", peaks.software("cpu"), 2e12, {"copy": 0.02})
+
+
+def test_peaks_that_were_measured_under_load_are_measured_again_before_a_time_is_called_invalid(monkeypatch):
+    peaks.remember("cpu", LOADED)
+    measured = []
+    monkeypatch.setattr(peaks, "measure", lambda device: measured.append(device) or FREE)
+    result = run(study(FASTER), steps=Steps())
+    assert measured == ["cpu"]
+    assert {cell.status for cell in result.cells} == {"ok"}
+    assert result.decision.kind != "debug"
+    assert result.ceilings.copy_bytes_per_second == 1e12
+    assert {cell.plan.floor_microseconds for cell in result.cells} == {2 * 2 * 24 * 8 * 4 / 1e6}
+    assert any("measured again" in note for note in result.notes)
+    assert peaks.stored("cpu").copy_bytes_per_second == 1e12
+    assert Result.load(default_path(study())) == result
+
+
+def test_shapes_that_were_refused_before_are_believed_once_the_peaks_are_right():
+    """At the first shape the peaks come out as low as before, at the second the load is over."""
+    answers = iter([LOADED, FREE])
+    result = run(study(FASTER), steps=steps(ceilings=lambda _: LOADED, remeasure=lambda *_: next(answers)))
+    assert {cell.status for cell in result.cells} == {"ok"}
+    assert {cell.reason for cell in result.cells} == {""}
+    assert all(cell.traffic is not None and cell.plan.floor_microseconds < 0.01 for cell in result.cells)
+
+
+def test_ctrl_c_while_peaks_are_measured_again_keeps_the_times():
+    def remeasure(*_):
+        raise KeyboardInterrupt
+
+    result = run(study(FASTER), steps=steps(ceilings=lambda _: LOADED, remeasure=remeasure))
+    assert result.interrupted
+    assert result.cell("first", "parallel").status == "interrupted"
+    assert result.cell("first", "parallel").timing("cold") is not None
 
 
 def test_where_the_baseline_cannot_run_another_gives_the_noise():

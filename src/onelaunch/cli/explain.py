@@ -49,7 +49,7 @@ def _table(answer: Explanation, summaries: Mapping[str, str]) -> Table:
     standings = sorted(answer.standings, key=lambda at: (not at.chosen, bool(at.reason_against), at.microseconds or math.inf))
     rows = [_row(standing, summaries[standing.variant]) for standing in standings]
     if any(standing.microseconds is not None for standing in standings):
-        note = "Measured: cold median nearest to this call, from the table of this device."
+        note = f"Measured: cold median nearest to this call, from {answer.table or 'a table of this device'}."
         return Table("", columns("variant", "here", ">measured", ">times slower", "why"), tuple(rows), note)
     return Table("", columns("variant", "here", "why"), tuple((*row[:2], row[-1]) for row in rows))
 

@@ -7,68 +7,104 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onelaunch.errors import ResultCorrupt, ResultMismatch
+import onelaunch
+from onelaunch import folders
+from onelaunch.errors import ResultMismatch, TableCorrupt, TableFolderError, in_a_line
+from onelaunch.hardware import SLUG, table_name
+from onelaunch.measured import Key, is_time, key_of, read
 from onelaunch.operation import find_operation
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.study import Shape, Study
 
-RowKey = tuple[str, str, str, tuple[str, ...], tuple[tuple[str, int], ...]]
+PACKAGE = Path(onelaunch.__file__).resolve().parent
 
 
-def adopt(results: Sequence[Result], into: Path) -> Path:
-    """Merge results of one device into its table, ``into/<slug>.json``, in the format that :mod:`onelaunch.measured` reads.
+def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
+    """Merge results of one device into its table, in the format that :mod:`onelaunch.measured` reads.
 
     A row is one operation, direction, dtype, size and set of flags; its microseconds are cold medians of the variants that are
     correct. Rows that the results do not measure again stay as they are; in rows that they do, only the variants measured again
     change.
 
+    Args:
+        results: what was measured.
+        into: the folder of the table; by default the user's own, :func:`onelaunch.folders.tables_folder`, which the dispatcher
+            reads.
+
     Returns:
         The path of the table.
 
     Raises:
-        ResultMismatch: the results are of several devices, or none was given, or none holds a time to adopt.
-        ResultCorrupt: the table that is there already cannot be read.
+        ResultMismatch: the results are of several devices, or none was given, or none holds a time to adopt, or their device's
+            name or one of their times cannot be.
+        TableCorrupt: the table that is there already cannot be read.
+        TableFolderError: the folder is this package's, which an upgrade would overwrite, or cannot be written.
     """
-    slugs = sorted({result.provenance.slug for result in results})
-    if len(slugs) != 1:
-        named = ", ".join(slugs) if slugs else "no device at all"
-        raise ResultMismatch(f"One table is of one device, the results are of {named}. Adopt those of each device on their own.")
-    path = into / f"{slugs[0]}.json"
-    table = _read(path)
-    rows = {_key(row): row for row in table["rows"]}
+    into = folders.tables_folder() if into is None else into
+    if into.resolve().is_relative_to(PACKAGE):
+        raise TableFolderError(into, "lies within the installed package, where an upgrade would overwrite a table")
+    names = sorted({_table_name(result) for result in results})
+    if len(names) != 1:
+        said = f"the results are of {', '.join(names) or 'no device at all'}"
+        raise ResultMismatch(f"One table is of one device, {said}. Adopt those of each device on their own.")
+    path = into / f"{names[0]}.json"
+    device, sources, rows = _read(path)
+    if names[0].startswith("cpu-") and device not in (None, results[-1].provenance.device):
+        raise ResultMismatch(f"{path} is of {device}, the results are of {results[-1].provenance.device}. Name another folder.")
     found = [row for result in results for row in _rows(result)]
     if not found:
         raise ResultMismatch("No correct variant has a cold time in these results. Run the study to its end, then adopt it.")
     for row in found:
-        kept = rows.get(_key(row), {"microseconds": {}})["microseconds"]
-        rows[_key(row)] = {**row, "microseconds": kept | row["microseconds"]}
-    sources = [*table["source"], *(_source(result) for result in results)]
+        kept = rows.get(key_of(row), {"microseconds": {}})["microseconds"]
+        rows[key_of(row)] = {**row, "microseconds": kept | row["microseconds"]}
     written = {
         "device": results[-1].provenance.device,
-        "source": list(dict.fromkeys(sources)),
+        "source": list(dict.fromkeys([*sources, *(_source(result) for result in results)])),
         "rows": [rows[key] for key in sorted(rows)],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(written, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        folders.replace(path, (json.dumps(written, indent=1, ensure_ascii=False) + "\n").encode())
+    except OSError as error:
+        raise TableFolderError(into, f"cannot be written ({error.strerror or type(error).__name__})") from error
     return path
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {"source": [], "rows": []}
+def _table_name(result: Result) -> str:
+    """Return the name of the file for a result's device, which comes from the result and so may be anything."""
+    slug, device = result.provenance.slug, result.provenance.device
+    if not SLUG.fullmatch(slug):
+        raise ResultMismatch(
+            f"The result of {result.study.name} is of a device with the slug {slug[:100]!r}, which cannot name a file. It must "
+            "be 1 to 80 small letters, digits, dots, hyphens and underscores, with no two dots in a row, such as nvidia-h200."
+        )
+    return table_name(slug, device)
+
+
+def _read(path: Path) -> tuple[str | None, list[str], dict[Key, dict[str, Any]]]:
+    """Return the device, the sources and the rows of a table, as they are stored; nothing where there is no table yet."""
     try:
-        table = json.loads(path.read_text())
-        for row in table["rows"]:
-            _key(row), row["microseconds"].items()
-        return {"source": list(table["source"]), "rows": table["rows"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultCorrupt(path, f"it is no table of measured times ({type(error).__name__}: {error})") from error
+        device, sources, rows = read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None, [], {}
+    except (OSError, ValueError) as error:
+        raise TableCorrupt(path, in_a_line(error)) from error
+    stored = {
+        key: _row(key.operation, key.direction, key.dtype, key.flags, row.sizes, row.microseconds) for key, row in rows.items()
+    }
+    return device, sources, stored
 
 
-def _key(row: dict[str, Any]) -> RowKey:
-    return row["operation"], row["direction"], row["dtype"], tuple(row.get("flags", ())), tuple(row["sizes"].items())
+def _row(
+    operation: str, direction: str, dtype: str, flags: Sequence[str], sizes: Mapping[str, int], times: Mapping[str, float]
+) -> dict[str, Any]:
+    return {
+        "operation": operation,
+        "direction": direction,
+        "dtype": dtype,
+        **({"flags": list(flags)} if flags else {}),
+        "sizes": dict(sizes),
+        "microseconds": dict(times),
+    }
 
 
 def _rows(result: Result) -> list[dict[str, Any]]:
@@ -80,18 +116,11 @@ def _rows(result: Result) -> list[dict[str, Any]]:
             continue
         for direction in result.study.directions:
             cells = [cell for cell in result.cells if (cell.shape, cell.direction) == (shape.name, direction)]
-            times = {cell.variant: time for cell in cells if (time := _adoptable(cell)) is not None}
+            times = {cell.variant: time for cell in cells if (time := _adoptable(result, cell)) is not None}
             if times:
-                rows.append(
-                    {
-                        "operation": result.study.operation,
-                        "direction": direction,
-                        "dtype": shape.dtype,
-                        **({"flags": flags} if flags else {}),
-                        "sizes": {name: shape.sizes[name] for name in dimensions},
-                        "microseconds": dict(sorted(times.items(), key=lambda entry: entry[1])),
-                    }
-                )
+                sizes = {name: shape.sizes[name] for name in dimensions}
+                fastest_first = dict(sorted(times.items(), key=lambda entry: entry[1]))
+                rows.append(_row(result.study.operation, direction, shape.dtype, flags, sizes, fastest_first))
     return rows
 
 
@@ -110,11 +139,23 @@ def _flags(study: Study, shape: Shape) -> list[str] | None:
     return sorted(flags)
 
 
-def _adoptable(cell: Cell) -> float | None:
-    """The cold median of a variant that is correct and believed."""
+def _adoptable(result: Result, cell: Cell) -> float | None:
+    """Return the cold median of a variant that is correct and believed.
+
+    Raises:
+        ResultMismatch: it is no positive number of microseconds, so the result was not written by a run.
+    """
     timing = cell.timing("cold")
     verified = cell.verdict is not None and cell.verdict.ok
-    return round(timing.microseconds.median, 3) if timing and verified and cell.status == "ok" and not cell.control else None
+    if timing is None or not verified or cell.status != "ok" or cell.control:
+        return None
+    for time in (timing.microseconds.median, *timing.rounds):
+        if not is_time(time) or not round(time, 3):
+            raise ResultMismatch(
+                f"{cell.variant} at {cell.shape} takes {time:g} us in the result of {result.study.name}; a time must be a "
+                "positive number. Run the study again, or restore the file."
+            )
+    return round(timing.microseconds.median, 3)
 
 
 def _source(result: Result) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew, escaped, in_a_line, listing, shown
+from onelaunch.hardware import SLUG
 from onelaunch.operation import Direction
 from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.study import Criterion, Grown, Regime, Study, check_names, members
@@ -24,9 +24,6 @@ SCHEMA = 3
 and no criteria that do not decide; version 2 no read bandwidth, no spread of the measured peaks and no written bytes."""
 
 READABLE = (1, 2, 3)
-
-SLUG = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,79}")
-"""Names of devices as files and folders use them."""
 
 
 def _slug(text: str) -> str:

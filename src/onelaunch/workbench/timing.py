@@ -36,7 +36,7 @@ WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
 """Of mixed load before the first round, so that clocks and temperature have settled."""
 
 BELOW_FLOOR = 0.95
-"""A time below this part of its floor is not believed."""
+"""Share of its roofline bound below which a time is not believed."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -88,6 +88,7 @@ def measure(
     device: torch.device | str = "cpu",
     seed: int = 0,
     floors: Mapping[str, float] | None = None,
+    bounds_again: Callable[[], Mapping[str, float]] | None = None,
     judge: Judge | None = None,
     time_cap_seconds: float = 60.0,
     on_progress: Progress | None = None,
@@ -106,7 +107,9 @@ def measure(
         rounds: how many samples of each subject and regime.
         device: where.
         seed: of the inputs.
-        floors: per name, microseconds below which a cold time cannot be: it becomes ``invalid``.
+        floors: per name, the roofline bound: microseconds below which a cold time cannot be. Such a time becomes ``invalid``.
+        bounds_again: called where a cold time is below its bound, before it becomes ``invalid``: measures the device's peaks
+            again and returns the bounds that follow from them.
         judge: keeps the oracle's answers; pass the same one for every measurement of a study.
         time_cap_seconds: no new round begins after this (at least three are measured).
         on_progress: is told how far it is.
@@ -135,12 +138,13 @@ def measure(
         session.prepare()
         session.take_rounds(rounds, time_cap_seconds)
         session.verify_again()
+        session.release()  # peaks are measured with buffers of their own
+        return session.measurements(floors or {}, bounds_again)
     except KeyboardInterrupt:
         session.interrupt()
         raise Interrupted(session.measurements(floors or {})) from None
     finally:
         session.release()
-    return session.measurements(floors or {})
 
 
 @dataclass
@@ -297,14 +301,20 @@ class _Session:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def measurements(self, floors: Mapping[str, float]) -> Measurements:
-        """Everything found so far, as plain values."""
+    def measurements(
+        self, floors: Mapping[str, float], bounds_again: Callable[[], Mapping[str, float]] | None = None
+    ) -> Measurements:
+        """Return everything found so far as plain values; a cold time is held against a bound twice before it is refused."""
         for entry in self.entries.values():
             entry.subject.timings = tuple(
                 Timing(regime=regime, microseconds=stats.estimate(samples), rounds=tuple(samples))
                 for regime, samples in entry.rounds.items()
             )
-            _believe(entry.subject, floors.get(entry.subject.name, 0.0))
+        subjects = [entry.subject for entry in self.entries.values()]
+        if bounds_again is not None and any(_too_fast(each, floors.get(each.name, 0.0)) for each in subjects):
+            floors = bounds_again()
+        for subject in subjects:
+            _believe(subject, floors.get(subject.name, 0.0), again=bounds_again is not None)
         shown = {name: entry.subject for name, entry in self.entries.items() if not entry.hidden}
         return Measurements(shown, self._noise(), self.clocks.medians(), tuple(self.notes))
 
@@ -384,12 +394,27 @@ def order(names: Sequence[str], index: int) -> tuple[str, ...]:
     return rotated[::-1] if index % 2 else rotated
 
 
-def _believe(subject: Subject, floor_microseconds: float) -> None:
-    """A cold time well below the floor is not a time but a mistake."""
-    cold = next((timing for timing in subject.timings if timing.regime == "cold"), None)
-    if subject.status == "ok" and cold is not None and cold.microseconds.median < BELOW_FLOOR * floor_microseconds:
-        subject.status = "invalid"
-        subject.reason = (
-            f"{cold.microseconds.median:.2f} us is below its floor of {floor_microseconds:.2f} us: less was done than must be, "
-            "or the device's ceilings were measured too low"
-        )
+def below(timing: Timing | None, bound_microseconds: float) -> bool:
+    """Return whether a time is so far below its roofline bound that it is not believed."""
+    return timing is not None and timing.microseconds.median < BELOW_FLOOR * bound_microseconds
+
+
+def _cold(subject: Subject) -> Timing | None:
+    return next((timing for timing in subject.timings if timing.regime == "cold"), None)
+
+
+def _too_fast(subject: Subject, bound_microseconds: float) -> bool:
+    return subject.status == "ok" and below(_cold(subject), bound_microseconds)
+
+
+def _believe(subject: Subject, bound_microseconds: float, *, again: bool) -> None:
+    """Refuse a cold time well below its bound: it is no time but a mistake, of the variant or of the peaks."""
+    cold = _cold(subject)
+    if cold is None or not _too_fast(subject, bound_microseconds):
+        return
+    subject.status = "invalid"
+    peaks = "the device's peaks were measured too low" + (", and again when this time was seen" if again else "")
+    subject.reason = (
+        f"{cold.microseconds.median:.2f} us is below its roofline bound of {bound_microseconds:.2f} us: less was done than must "
+        f"be, or {peaks}. Where other work ran on the device, end it and measure the peaks with onelaunch doctor --refresh"
+    )

@@ -260,6 +260,7 @@ def _provenance(result: Result) -> Section:
         ("schema", str(result.schema_version)),
     )
     rates: Iterable[tuple[str, str]] = (
+        *(("read bandwidth", q.rate(rate, "B/s")) for rate in (ceilings.read_bytes_per_second,) if rate is not None),
         ("copy bandwidth", q.rate(ceilings.copy_bytes_per_second, "B/s")),
         *((f"matrix product, {dtype}", q.rate(rate, "FLOP/s")) for dtype, rate in ceilings.matrix_flops_per_second.items()),
         ("launch", q.time(1e6 * ceilings.launch_seconds)),

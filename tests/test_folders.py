@@ -1,0 +1,182 @@
+"""Folders of the user: where they are, what a cache that cannot be written does, and users without a home folder."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from onelaunch import folders
+from onelaunch.errors import CacheNotice
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """As a process that has just started."""
+    folders._temporary.cache_clear()
+    folders._say_unwritable.cache_clear()
+    yield
+    folders._temporary.cache_clear()
+    folders._say_unwritable.cache_clear()
+
+
+def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a Python that sees only this environment."""
+    environment = {"PYTHONPATH": ":".join(sys.path), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path / "own"))
+    assert folders.cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("ONELAUNCH_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert folders.cache_folder() == tmp_path / "xdg" / "onelaunch"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert folders.cache_folder() == tmp_path / "home" / ".cache" / "onelaunch"
+
+
+def test_the_tables_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(tmp_path / "own"))
+    assert folders.tables_folder() == tmp_path / "own"
+    monkeypatch.delenv("ONELAUNCH_TABLES")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    assert folders.tables_folder() == tmp_path / "xdg" / "onelaunch" / "tables"
+
+
+def test_to_name_folders_is_not_to_make_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(tmp_path / "tables"))
+    folders.cache_folder(), folders.tables_folder()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_the_cache_is_kept_and_replaced_whole(tmp_path):
+    path = tmp_path / "a" / "b"
+    assert folders.kept(path) is None
+    assert folders.keep(path, b"first")
+    assert folders.keep(path, b"second")
+    assert folders.kept(path) == b"second"
+    assert [each.name for each in path.parent.iterdir()] == ["b"]
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning_that_says_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("where the folder would be")
+    path = tmp_path / "file" / "entry"
+    with pytest.warns(CacheNotice, match=r"file cannot be written .*ONELAUNCH_CACHE") as said:
+        assert not folders.keep(path, b"first")
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not folders.keep(path, b"again")
+        assert folders.kept(path) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_read_only_folder_is_a_warning(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.warns(CacheNotice):
+        assert not folders.keep(tmp_path / "cache" / "entry", b"")
+    tmp_path.chmod(0o700)
+
+
+HOMELESS = """
+import os, pwd, warnings
+def nobody(*_):
+    raise KeyError("no such user")
+pwd.getpwuid = nobody
+from onelaunch import folders
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        print(folders.cache_folder())
+        print(folders.tables_folder())
+print(len(said), said[0].category.__name__ if said else "")
+folders.keep(folders.cache_folder() / "entry", b"kept")
+print(folders.kept(folders.cache_folder() / "entry"))
+"""
+
+
+def test_a_user_without_home_and_without_an_entry_gets_a_private_folder(tmp_path):
+    answer = in_a_process(HOMELESS, TMPDIR=str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    *said, warned, kept = answer.stdout.splitlines()
+    private = tmp_path / f"onelaunch-{os.getuid()}"
+    assert set(said) == {str(private), str(private / "tables")}
+    assert warned == "1 CacheNotice"
+    assert kept == "b'kept'"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+
+
+def test_xdg_folders_are_honoured_without_a_home(tmp_path):
+    answer = in_a_process(HOMELESS, XDG_CACHE_HOME=str(tmp_path / "cache"), XDG_DATA_HOME=str(tmp_path / "data"))
+    assert answer.returncode == 0, answer.stderr
+    *said, warned, kept = answer.stdout.splitlines()
+    assert set(said) == {str(tmp_path / "cache/onelaunch"), str(tmp_path / "data/onelaunch/tables")}
+    assert warned == "0 "
+    assert kept == "b'kept'"
+
+
+@pytest.mark.parametrize("problem", ["open to others", "a link", "a file"])
+def test_a_folder_that_somebody_else_could_have_made_is_not_taken(monkeypatch, tmp_path, problem):
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    known = tmp_path / f"onelaunch-{os.getuid()}"
+    if problem == "open to others":
+        known.mkdir()
+        known.chmod(0o777)
+    elif problem == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        known.symlink_to(tmp_path / "elsewhere")
+    else:
+        known.write_text("")
+    with pytest.warns(CacheNotice):
+        found = folders._temporary()
+    assert found != known
+    assert found.parent == tmp_path
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("no home"), KeyError("no user"), "~/.cache/onelaunch"])
+def test_what_platformdirs_says_without_a_home_is_understood(monkeypatch, tmp_path, answer):
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("ONELAUNCH_CACHE")
+
+    def ask(*_, **__):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(platformdirs, "user_cache_dir", ask)
+    with pytest.warns(CacheNotice, match="home"):
+        assert folders.cache_folder().parent == tmp_path
+
+
+COMMANDS = (
+    ["doctor", "--device", "cpu"],
+    ["study", "show", "040-linear-rnn", "--device", "cpu"],
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_commands_go_on_with_a_cache_that_cannot_be_written(command, tmp_path):
+    (tmp_path / "file").write_text("where the folder would be")
+    environment = {**os.environ, "ONELAUNCH_CACHE": str(tmp_path / "file"), "PYTHONPATH": ":".join(sys.path)}
+    answer = subprocess.run(
+        [sys.executable, "-m", "onelaunch", *command], env=environment, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr.count("cannot be written") == 1
+    assert "ONELAUNCH_CACHE" in answer.stderr
+
+
+def test_no_file_is_left_beside_what_is_kept(tmp_path: Path):
+    folders.keep(tmp_path / "entry", b"x" * 1000)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["entry"]

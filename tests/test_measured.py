@@ -1,0 +1,200 @@
+"""Tables of measured times: the user's before the package's, of this device alone, and what is no table is one warning."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch import dispatch, measured
+from onelaunch.errors import TableNotice
+from onelaunch.hardware import Device
+from onelaunch.operation import Query
+
+GPU = Device("cuda", "Some GPU", "sm_90", 132, 60 << 20, 150 << 30)
+CPU = Device("cpu", "Some CPU", "x86_64", 2, 1 << 20, 1 << 30)
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """The package's folder and the user's, both empty."""
+    package, user = tmp_path / "package", tmp_path / "user"
+    package.mkdir(), user.mkdir()
+    monkeypatch.setattr(measured, "TABLES", package)
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(user))
+    forget()
+    yield package, user
+    forget()
+
+
+def forget():
+    """As a process that has just started."""
+    measured._rows.cache_clear()
+    measured._warn.cache_clear()
+    dispatch.choose.cache_clear()
+
+
+def row(n=8, microseconds=None, **more):
+    facts = {"operation": "scale", "direction": "forward", "dtype": "float32", "sizes": {"N": n}}
+    return {**facts, "microseconds": {"loop": 1.0} if microseconds is None else microseconds, **more}
+
+
+def table(*rows, device="Some GPU"):
+    return json.dumps({"device": device, "source": ["a study"], "rows": list(rows)})
+
+
+def near(n=8, device=GPU, variants=("loop", "vector")):
+    return measured.nearest(device, "scale", "forward", torch.float32, {"N": n}, variants=variants)
+
+
+def test_rows_of_the_user_win_and_other_rows_of_the_package_stay(places):
+    package, user = places
+    (package / "some-gpu.json").write_text(table(row(8, {"loop": 1.0, "vector": 2.0}), row(64, {"loop": 3.0})))
+    (user / "some-gpu.json").write_text(table(row(8, {"vector": 0.5}), row(512, {"loop": 7.0})))
+    assert near(8).microseconds == {"vector": 0.5}
+    assert near(8).path == user / "some-gpu.json"
+    assert near(64).microseconds == {"loop": 3.0}
+    assert near(64).path == package / "some-gpu.json"
+    assert near(512).microseconds == {"loop": 7.0}
+
+
+def test_a_table_that_is_written_later_is_seen_by_the_next_process(places):
+    assert near() is None
+    (places[1] / "some-gpu.json").write_text(table(row()))
+    assert near() is None
+    forget()
+    assert near() is not None
+
+
+@pytest.mark.parametrize("folder", [0, 1], ids=["package", "user"])
+def test_a_table_of_one_cpu_is_never_believed_on_another(places, folder):
+    path = places[folder] / "cpu-some-cpu.json"
+    path.write_text(table(row(), device="Some CPU"))
+    assert near(device=CPU).device == "Some CPU"
+    assert near(device=replace(CPU, name="Another CPU")) is None
+    with pytest.warns(TableNotice, match="Some CPU.*Some-CPU"):
+        assert near(device=replace(CPU, name="Some-CPU")) is None  # another model whose file has the same name
+
+
+@pytest.mark.parametrize("folder", [0, 1], ids=["package", "user"])
+def test_the_old_table_of_all_cpus_is_believed_on_the_one_that_it_names(places, folder, recwarn):
+    (places[folder] / "cpu.json").write_text(table(row(), device="Some CPU"))
+    assert near(device=CPU) is not None
+    assert near(device=replace(CPU, name="Another CPU")) is None
+    assert not recwarn.list
+
+
+BROKEN = {
+    "empty": "",
+    "cut off": '{"device": "Some GPU", "rows": [',
+    "binary": b"\xff\xfe\x00",
+    "a list": "[]",
+    "a number": "7",
+    "null": "null",
+    "nothing in it": "{}",
+    "nested without end": "[" * 100_000,
+    "no device": json.dumps({"source": [], "rows": []}),
+    "sources of a wrong type": json.dumps({"device": "Some GPU", "source": [1], "rows": []}),
+    "rows of a wrong type": json.dumps({"device": "Some GPU", "source": [], "rows": {}}),
+    "a row of a wrong type": table(3),
+    "no operation": table(row(operation=None)),
+    "a direction of a wrong type": table(row(direction=["forward"])),
+    "flags of a wrong type": table(row(flags="packed")),
+    "sizes of a wrong type": table(row(sizes=[8])),
+    "a negative size": table(row(-1)),
+    "a size that is no whole number": table(row(1.5)),
+    "no times": table(row(microseconds={})),
+    "times of a wrong type": table(row(microseconds=[1.0])),
+    "a time that is text": table(row(microseconds={"loop": "1"})),
+    "a time that is true": table(row(microseconds={"loop": True})),
+    "a time that is NaN": table(row(microseconds={"loop": float("nan")})),
+    "a time that is infinite": table(row(microseconds={"loop": float("inf")})),
+    "a negative time": table(row(microseconds={"loop": -1.0})),
+    "a time of zero": table(row(microseconds={"loop": 0})),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_table_that_is_none_is_one_warning_and_the_package_speaks(places, text):
+    package, user = places
+    (package / "some-gpu.json").write_text(table(row(8, {"vector": 2.0})))
+    (user / "some-gpu.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.warns(TableNotice, match=r"user.some-gpu\.json.*onelaunch study adopt") as said:
+        assert near().microseconds == {"vector": 2.0}
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert near(9).microseconds == {"vector": 2.0}
+
+
+def test_a_folder_in_place_of_a_table_is_one_warning(places):
+    (places[1] / "some-gpu.json").mkdir()
+    with pytest.warns(TableNotice):
+        assert near() is None
+
+
+def test_a_file_in_place_of_the_folder_is_no_table(places, monkeypatch, recwarn):
+    (places[1] / "file").write_text("")
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(places[1] / "file"))
+    assert near() is None
+    assert not recwarn.list
+
+
+def test_rows_of_unknown_sizes_and_variants_are_left_out_and_the_package_speaks(places):
+    package, user = places
+    (package / "some-gpu.json").write_text(table(row(8, {"vector": 2.0}), row(64, {"vector": 3.0})))
+    (user / "some-gpu.json").write_text(
+        table(row(8, {"gone": 0.1}), row(64, {"gone": 0.1, "loop": 0.5}), row(sizes={"Q": 8}), row(sizes={"N": 8, "Q": 8}))
+    )
+    with pytest.warns(TableNotice) as said:
+        found = near(8), near(64)
+    assert [each.microseconds for each in found] == [{"vector": 2.0}, {"loop": 0.5}]
+    assert len([one for one in said if "gone" in str(one.message)]) == 1
+
+
+def test_calls_go_on_with_a_corrupt_table(places, scale):
+    here = dispatch.describe("cpu")
+    (places[1] / f"{here.table}.json").write_text("")
+    with pytest.warns(TableNotice):
+        assert scale(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_explanation_says_which_direction_was_measured_and_where(places, scale):
+    here = dispatch.describe("cpu")
+    path = places[1] / f"{here.table}.json"
+    path.write_text(table(row(), device=here.name))
+    query = Query("scale", "cpu", torch.float32, (8,))
+    found = dispatch.explain(query)
+    assert (found.chosen, found.table) == ("loop", path)
+    other = dispatch.explain(query._replace(grad=True))
+    assert other.table is None
+    assert "forward was measured" in other.because
+    assert "forward_backward was not" in other.because
+    nothing = dispatch.explain(query._replace(sizes=(1000,)))
+    assert "nothing near was measured" in nothing.because
+    path.write_text(table(row(direction="forward_backward"), device=here.name))
+    forget()
+    assert "forward_backward was measured" in dispatch.explain(query).because
+
+
+def test_tables_of_the_package_are_tables():
+    for path in measured.TABLES.glob("*.json"):
+        device, source, rows = measured.read(path)
+        assert device
+        assert source
+        assert rows
+
+
+def test_the_default_folder_is_the_users_data_folder(tmp_path):
+    code = "from onelaunch.folders import tables_folder; print(tables_folder())"
+    environment = {"HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(tmp_path / ".local/share/onelaunch/tables")
+    environment["XDG_DATA_HOME"] = str(tmp_path / "data")
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(tmp_path / "data/onelaunch/tables")
