@@ -14,8 +14,8 @@ from rich.console import Console
 
 from onelaunch.errors import ResultExists
 from onelaunch.operation import DIRECTIONS
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report import docs_table, markdown, page, write_report
-from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.details import details
 from onelaunch.workbench.report.plots import STAND_INS, Plot, plots
 from onelaunch.workbench.report.summary import asked, summarize
@@ -249,7 +249,7 @@ def test_what_a_criterion_asks_is_said_in_words() -> None:
         "semi_fused takes at most 1.5x its floor at target (forward, cold)"
     )
     assert said(measure="time", over=None, at="target", regime="running", at_most=363.6) == (
-        "semi_fused takes at most 363.6 us at target (forward, running)"
+        "semi_fused takes at most 363.6 µs at target (forward, running)"
     )
     assert said(measure="time_ratio", over="semi_fused", at="target", regime="served", over_regime="running", at_most=1.05) == (
         "semi_fused takes at most 1.05x the time of semi_fused at target (forward, served over running)"

@@ -19,7 +19,7 @@ from onelaunch import __version__, nvrtc
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.hardware import Ceilings, ceilings, describe, present, resolve
-from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
 

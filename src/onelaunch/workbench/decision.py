@@ -25,10 +25,11 @@ from typing import Any
 
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared, noise_at
 from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.plan import infeasibilities, matrix_dtype, microseconds
+from onelaunch.workbench.plan import infeasibilities, matrix_dtype
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Noise, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
 
@@ -119,11 +120,11 @@ def bottleneck(result: Result, cell: Cell) -> str:
         "matrix products": 1e6 * plan.flops / rate if rate else 0.0,
         "launches": 1e6 * (plan.launches or 0) * result.ceilings.launch_seconds,
     }
-    parts = ", ".join(f"{name} {microseconds(value)}" for name, value in needs.items())
+    parts = ", ".join(f"{name} {q.time(value)}" for name, value in needs.items())
     largest = max(needs, key=lambda name: needs[name])
     if needs[largest] < MOSTLY * time:
-        return f"most likely latency or too little parallel work: of {microseconds(time)}, {parts}"
-    return f"most likely {largest}: of {microseconds(time)}, {parts}"
+        return f"most likely latency or too little parallel work: of {q.time(time)}, {parts}"
+    return f"most likely {largest}: of {q.time(time)}, {parts}"
 
 
 def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[str]]:
@@ -200,7 +201,7 @@ def _missed(result: Result, outcome: Outcome) -> str:
             above = time / cell.plan.floor_microseconds if cell.plan.floor_microseconds else 0.0
             return (
                 f"{sentence} At {shape.name} {cell.variant} is {above:.3g}x above the floor of "
-                f"{microseconds(cell.plan.floor_microseconds)}; {bottleneck(result, cell)}."
+                f"{q.time(cell.plan.floor_microseconds)}; {bottleneck(result, cell)}."
             )
     return sentence
 
@@ -328,9 +329,9 @@ def _saving_words(saving: Saving, over: str) -> str:
     direction = "" if saving.direction == "forward" else ", forward and backward"
     share = saving.unexplained / saving.saved_microseconds
     return (
-        f"{saving.variant} saves {microseconds(saving.saved_microseconds)} over {over} at {saving.shape}{direction}; saved bytes "
-        f"explain {microseconds(saving.by_bytes)} ({saving.traffic_source}), saved launches {microseconds(saving.by_launches)}, "
-        f"{microseconds(saving.unexplained)} ({share:.0%}) stay unexplained"
+        f"{saving.variant} saves {q.time(saving.saved_microseconds)} over {over} at {saving.shape}{direction}; saved bytes "
+        f"explain {q.time(saving.by_bytes)} ({saving.traffic_source}), saved launches {q.time(saving.by_launches)}, "
+        f"{q.time(saving.unexplained)} ({share:.0%}) stay unexplained"
     )
 
 

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from onelaunch.cli import output
 from onelaunch.cli.study.report import ResultPath
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.compare import Comparison, MemoryChange, TimeChange
 from onelaunch.workbench.compare import compare as hold_against
-from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Result

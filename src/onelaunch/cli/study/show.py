@@ -15,8 +15,8 @@ from onelaunch.cli.study.arguments import ScaleName, StudyName
 from onelaunch.errors import UnknownShape
 from onelaunch.hardware import ceilings, describe, resolve
 from onelaunch.operation import Direction
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
-from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.summary import asked, sizes, way
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.study import Shape, Study

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onelaunch.operation import Direction
-from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onelaunch.operation import Direction
-from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.summary import (
     believed,
     cells_at,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from onelaunch.operation import DIRECTIONS, Direction
-from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio
@@ -149,7 +149,7 @@ def asked(criterion: Criterion, study: Study) -> str:
     what = {
         "speedup": f"{of} {bound}x as fast as {over}",
         "time_ratio": f"{of} takes {bound}x the time of {over}",
-        "time": f"{of} takes {bound} us",
+        "time": f"{of} takes {bound} µs",
         "time_over_floor": f"{of} takes {bound}x its floor",
         "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
         "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
