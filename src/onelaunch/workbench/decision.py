@@ -51,7 +51,7 @@ def concluded(result: Result) -> Result:
 
 def decide(result: Result) -> Decision:
     """The decision on a result whose outcomes are evaluated; its own ``decision`` is not looked at."""
-    aside = {outcome.criterion.name: why for outcome in result.outcomes if (why := _set_aside(result, outcome)) is not None}
+    aside = {outcome.criterion.name: why for outcome in result.outcomes if (why := excluded(result, outcome)) is not None}
     judged = [outcome for outcome in result.outcomes if outcome.criterion.name not in aside]
     kind, grounds = _grounds(result, judged)
     met = [outcome for outcome in judged if outcome.status == "met"]
@@ -144,7 +144,7 @@ def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[
     return "proceed", [f"{outcome.criterion.name!r}: {outcome.evidence}" for outcome in judged]
 
 
-def _set_aside(result: Result, outcome: Outcome) -> str | None:
+def excluded(result: Result, outcome: Outcome) -> str | None:
     """Why a criterion takes no part in the decision, or ``None`` when it does."""
     criterion = outcome.criterion
     if not criterion.decides:
