@@ -259,7 +259,7 @@ def _elsewhere(result: Result) -> tuple[str, ...]:
             same = entry.study_digest == result.study_digest
             digest = f"study {entry.study_digest[:8]}" + ("" if same else ", declared differently from the study that ran here")
             source = f"{entry.date[:10]}, commit {entry.commit[:12]}, {digest}"
-            lines.append(f"On {entry.device} ({source}), the decision is {entry.decision}: {entry.sentence}")
+            lines.append(f"On {entry.device} ({source}): {entry.decision}; {entry.sentence}")
     return tuple(lines)
 
 

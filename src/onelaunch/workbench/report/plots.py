@@ -136,8 +136,8 @@ def _time_lines(
         colour = series.colour(variant)
         axes.plot(x, medians, marker=series.marker(variant), label=_label(variant), color=colour, lw=1.3, ms=4.5, **style)
         axes.vlines(x, [time.low for time in times], [time.high for time in times], color=colour, lw=1.6)
-    if len(shown) < len(order):
-        axes.plot([], [], marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{len(order) - len(shown)} others", **style)
+    if series.others:
+        axes.plot([], [], marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{series.others} others", **style)
     bounds = [(places[shape.name], bound) for shape in members if (bound := _floor(result, shape, direction))]
     _bounds(axes, bounds, joined=joined)
     axes.set_yscale("log")
@@ -234,8 +234,8 @@ def _distance_bars(
             axes.plot(x, y, ls="", ms=5, label=_label(variant), marker=series.marker(variant), color=series.colour(variant))
         elif x:
             axes.plot(x, y, ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55)
-    if len(shown) < len(order):
-        axes.plot([], [], ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55, label=f"{len(order) - len(shown)} others")
+    if series.others:
+        axes.plot([], [], ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55, label=f"{series.others} others")
     axes.axvline(1, color=FLOOR, lw=2.2, ls=DASHES)
     _rows(axes, [_label(shape.name) for shape in reversed(rows)], "ratio")
     return len(rows)

@@ -31,6 +31,8 @@ class Series:
     """Drawn in colour and named; the others are faint."""
     order: tuple[str, ...]
     """All variants, the prominent ones first."""
+    others: int
+    """Variants with a time that are not prominent."""
 
     @classmethod
     def of(cls, result: Result) -> Series:
@@ -39,14 +41,16 @@ class Series:
         All of up to :data:`MOST_SERIES`; of more, the reference, the peers' libraries and those that are fastest somewhere,
         filled up to :data:`PROMINENT` by speed.
         """
-        names = _variants(result)
+        every = list(dict.fromkeys(cell.variant for cell in result.cells if not cell.control))
+        timed = {cell.variant for cell in result.cells if cell.status == "ok" and cell.timings}
+        names = [name for name in every if name in timed]
         if len(names) <= MOST_SERIES:
-            return cls(tuple(names), tuple(names))
+            return cls(tuple(names), (*names, *(name for name in every if name not in timed)), 0)
         wanted = dict.fromkeys([reference(result), *_peers(result, names), *_winners(result)])
         most = max(PROMINENT, min(len(wanted), MOST_SERIES))
         kept = list(dict.fromkeys([*wanted, *_by_speed(result, names)]))[:most]
         shown = tuple(name for name in names if name in kept)
-        return cls(shown, (*shown, *(name for name in names if name not in shown)))
+        return cls(shown, (*shown, *(name for name in every if name not in shown)), len(names) - len(shown))
 
     def colour(self, variant: str) -> str:
         """Return the stand-in colour of a variant."""
@@ -55,11 +59,6 @@ class Series:
     def marker(self, variant: str) -> str:
         """Return matplotlib's name of a variant's marker."""
         return MARKERS[self.order.index(variant) % len(MARKERS)]
-
-
-def _variants(result: Result) -> list[str]:
-    """Return the variants in the order in which they first appear."""
-    return list(dict.fromkeys(cell.variant for cell in result.cells if not cell.control))
 
 
 def _winners(result: Result) -> list[str]:
@@ -74,8 +73,7 @@ def _peers(result: Result, names: Iterable[str]) -> list[str]:
         known = find_operation(result.study.operation).variants
     except OneLaunchError:
         return []
-    timed = {cell.variant for cell in result.cells if cell.status == "ok"}
-    return [name for name in names if name in timed and name in known and known[name].tags.get("requires")]
+    return [name for name in names if name in known and known[name].tags.get("requires")]
 
 
 def _by_speed(result: Result, names: Iterable[str]) -> list[str]:
