@@ -96,18 +96,6 @@ def clause(result: Result, outcome: Outcome) -> str:
     if not values:
         return ""
     of, over = _measured_one(result, outcome), selector(result.study.over(criterion))
-    said = {
-        "speedup": f"{of} is {{}} as fast as {over}",
-        "time_ratio": f"{of} takes {{}} the time of {over}",
-        "time": f"{of} takes {{}}",
-        "time_over_floor": f"{of} takes {{}} its roofline bound",
-        "dram_bytes_ratio": f"the DRAM bytes of {over} are {{}} those of {of}",
-        "dram_bytes_over_least": f"the DRAM bytes of {of} are {{}} the least",
-        "peak_memory_ratio": f"{of} takes {{}} the peak memory of {over}",
-        "launches": f"{of} launches {{}} times a call",
-        "barriers": f"{of} meets {{}} barriers over the grid a call",
-        "error": f"the norm-wise error of {of} is {{}}",
-    }[criterion.measure]
     if outcome.overall is not None:
         amount, at = _amount(criterion, outcome.overall), f"in the geometric mean over {q.plural(len(values), 'shape')}"
     elif len(values) == 1:
@@ -117,9 +105,21 @@ def clause(result: Result, outcome: Outcome) -> str:
         ends = [q.number(pick(value.median for value in values.values())) for pick in (min, max)]
         amount = f"{ends[0]} to {ends[1]}{_unit(criterion)}"
         at = f"at {len(values)} shapes"
-    other = f" {criterion.over_at}" if criterion.over_at is not None else ""
+    said = {
+        "speedup": f"{of} is {amount} as fast as {over}",
+        "time_ratio": f"{of} takes {amount} the time of {over}",
+        "time": f"{of} takes {amount}",
+        "time_over_floor": f"{of} takes {amount} its roofline bound",
+        "dram_bytes_ratio": f"the DRAM bytes of {over} are {amount} those of {of}",
+        "dram_bytes_over_least": f"the DRAM bytes of {of} are {amount} the least",
+        "peak_memory_ratio": f"{of} takes {amount} the peak memory of {over}",
+        "launches": f"{of} launches {amount} times a call",
+        "barriers": f"{of} meets {amount} barriers over the grid a call",
+        "error": f"the norm-wise error of {of} is {amount}",
+    }[criterion.measure]
+    other = f" at {criterion.over_at}, itself" if criterion.over_at is not None else ""
     how = [way(criterion.direction), *([criterion.regime] if criterion.measure in TIMES else [])]
-    return f"{said.format(amount)}{' at' + other if other else ''} {at} ({', '.join(how)})"
+    return f"{said}{other} {at} ({', '.join(how)})"
 
 
 def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:

@@ -54,7 +54,7 @@ def render(result: Result, width: int, *, full: bool = False) -> Group:
 
 
 def _heading(title: str) -> list[RenderableType]:
-    return [Text(), Text(title, style="bold")]
+    return [Text(), Text(one_line(title), style="bold")]
 
 
 def _list(lines: Sequence[str]) -> list[RenderableType]:
