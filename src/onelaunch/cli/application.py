@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Annotated, Any
 
 import typer
@@ -80,6 +81,11 @@ application = typer.Typer(
 )
 
 
+def _is_about_this_machine(record: logging.LogRecord) -> bool:
+    """Drop PyTorch's warning that a machine with CUDA's tools has no GPU: it would stand between a command's own lines."""
+    return "No CUDA runtime is found" not in record.getMessage()
+
+
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"onelaunch {__version__}")
@@ -103,3 +109,4 @@ def onelaunch(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or name, 130 interrupted.
     """
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_about_this_machine)

@@ -33,4 +33,6 @@ def report(
     show(stored, console, full=full)
     if report_dir:
         paths = write_report(stored, report_dir, force=force)
-        console.print(f"\nReport: {paths['html']} (also {paths['markdown'].name}, {paths['json'].name})", soft_wrap=True)
+        console.print(
+            f"\nReport: {paths['html']} (also {paths['markdown'].name}, {paths['json'].name})", soft_wrap=True, markup=False
+        )

@@ -11,6 +11,7 @@ import hashlib
 import io
 import math
 import re
+import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -270,11 +271,11 @@ def _bytes_bars(axes: Axes, cells: Sequence[Cell], series: Series) -> int:
             alpha = 0.8 if cell.traffic.source == "ncu" else 0.3
             axes.barh(place, _moved(cell), height=0.6, color=series.colour(cell.variant), alpha=alpha, lw=0)
             axes.plot([cell.plan.bytes] * 2, [place - 0.38, place + 0.38], color=INK, lw=2)
-            axes.annotate(q.size(_moved(cell)), (1.28 * most, place), ha="right", va="center", color=INK)  # right of all ticks
+            axes.annotate(q.size(_moved(cell)), (1.4 * most, place), ha="right", va="center", color=INK)  # right of all ticks
             axes.axvline(cell.plan.least_bytes, color=FLOOR, lw=2.2, ls=DASHES)
     axes.set_yticks(range(len(ordered)), [_label(cell.variant) for cell in ordered])
     unit = next((scale for scale, _ in q.BYTES if most >= scale), 1.0)
-    axes.set_xlim(0, 1.3 * most)
+    axes.set_xlim(0, 1.42 * most)
     axes.set_xticks([unit * step for step in _steps(most / unit) if unit * step <= 1.05 * most])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}" if value else "0")
     axes.set_xlabel(q.size(unit).partition(" ")[2])
@@ -310,7 +311,8 @@ def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes],
         "ytick.color": INK,
         "xtick.minor.visible": False,
     }
-    with mpl.rc_context(settings):
+    with mpl.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the page's fonts draw the text
         figure = Figure(figsize=(WIDTH, height or 3.0), layout="constrained")
         axes = figure.add_subplot()
         rows = draw(axes)
