@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from sphinx.pycode import ModuleAnalyzer
 
 from onelaunch.operation import find_operation
-from onelaunch.workbench.report.documents import code, escape, markdown_table
+from onelaunch.workbench.report.documents import code, markdown_table
 from onelaunch.workbench.study import Criterion, Shape, Study
 
 if sys.version_info >= (3, 11):
@@ -98,7 +98,7 @@ def _example(key: str, field: FieldInfo, declared: Iterable[Mapping[str, Any]]) 
     default = field.get_default(call_default_factory=True)
     used = [table[key] for table in declared if table.get(key) not in (None, default, {}, [])]
     written = sorted({_assigned(key, value) for value in used}, key=lambda text: (len(text) < len(key) + 6, len(text), text))
-    return code(written[0]) if written else escape("")
+    return code(written[0]) if written else ""
 
 
 def _assigned(key: str, value: Any) -> str:

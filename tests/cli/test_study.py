@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -587,3 +588,28 @@ def test_adopt_of_two_devices_is_refused(call, stored):
     answer = call("study", "adopt", *stored, "--into", "tables")
     assert answer.code == 1
     assert "error: One table is of one device" in answer.err
+
+
+def test_a_time_cap_ends_the_rounds_after_three(call, here):
+    answer = call("study", "run", "toy-study", "--device", "cpu", "--rounds", "50", "--time-cap", "0.1", "--out", "r")
+    assert answer.code == 0
+    result = Result.load(here / "r" / "result.json")
+    assert any("Stopped by the time cap of 0.1 s" in note for note in result.notes)
+    assert "Stopped by the time cap of 0.1 s" in answer.out
+
+
+def test_a_run_prints_the_decision_and_what_was_found_within_forty_lines(call, here):
+    answer = call("study", "run", "toy-study", "--device", "cpu", "--out", "r")
+    top = answer.raw.splitlines()[:40]
+    (decision,) = [at for at, line in enumerate(top) if line.startswith("Decision: ")]
+    (found,) = [at for at, line in enumerate(top) if line.startswith("What was found")]
+    assert decision < found
+    assert any("µs [" in line or "ms [" in line for line in top[found:])
+
+
+def test_the_warning_of_a_machine_with_cuda_but_no_gpu_is_left_out(call, caplog):
+    call("study", "list")
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local/cuda")
+    logger.warning("another warning")
+    assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["another warning"]

@@ -54,7 +54,7 @@ def test_a_time_ratio_is_judged_from_above(time, status):
 def test_the_evidence_holds_the_numbers():
     found = outcome(faster(), ok_cell("three", 15.0), ok_cell("one", 10.0))
     assert found.evidence == (
-        "one is 1.5x as fast as three at mega (1.5 to 1.5 in 20 rounds, cold: 10 us against 15 us, A/A noise 1.01), "
+        "one is 1.5x as fast as three at mega (1.5 to 1.5 in 20 rounds, cold: 10.0 µs against 15.0 µs, A/A noise 1.01), "
         "at least 1.3 was asked."
     )
     assert found.values["mega"].median == pytest.approx(1.5)
@@ -172,7 +172,7 @@ def test_a_speedup_beyond_the_floor_is_infeasible_once_the_baseline_is_measured(
     """The floor is 4 us: over a baseline of 6 us nothing can be 2x."""
     found = outcome(faster(2.0), ok_cell("three", 6.0), ok_cell("one", 5.0))
     assert found.status == "infeasible"
-    assert "at most 1.50x the speed of three is possible, as the floor is 4 us" in found.evidence
+    assert "at most 1.50x the speed of three is possible, as the floor is 4.00 µs" in found.evidence
     assert outcome(faster(1.4), ok_cell("three", 6.0), ok_cell("one", 5.0)).status == "missed"
 
 
@@ -200,7 +200,7 @@ def test_bytes_count_only_when_both_sides_were_counted():
         found = outcome(traffic(1.5), *cells)
         assert found.status == "not_measured"
         assert "no counted bytes" in found.evidence
-    assert "by arithmetic 2.00 (7.6 MiB of three against 3.8 MiB of one)" in found.evidence
+    assert "by arithmetic 2.00 (7.63 MiB of three against 3.81 MiB of one)" in found.evidence
     assert found.values == {}
 
 
@@ -397,7 +397,7 @@ def test_times_at_two_shapes_are_held_against_each_other_for_their_share_of_the_
 def test_the_evidence_of_two_shapes_names_both():
     found = outcome(at_two(), ok_cell("one", 10.0), ok_cell("one", 40.0, of=LONG), shapes=(MEGA, LONG))
     assert found.evidence == (
-        "one takes 1x the time of one at mega per N, itself at long (1 to 1 in 20 rounds, cold: 40 us against 10 us, "
+        "one takes 1x the time of one at mega per N, itself at long (1 to 1 in 20 rounds, cold: 40.0 µs against 10.0 µs, "
         "A/A noise 1.01), at most 1.3 was asked."
     )
     whole = outcome(at_two(5.0, per=()), ok_cell("one", 10.0), ok_cell("one", 40.0, of=LONG), shapes=(MEGA, LONG))
@@ -452,7 +452,7 @@ def test_peak_memory_is_held_against_that_of_another():
     cells = ok_cell("three", 2.0, peak=10 << 20), ok_cell("one", 1.0, peak=6 << 20)
     met = outcome(memory(0.6), *cells, floor=None)
     assert met.status == "met"
-    assert met.evidence == "one takes 0.6x the peak memory of three at mega (6.0 MiB against 10.0 MiB), at most 0.6 was asked."
+    assert met.evidence == "one takes 0.6x the peak memory of three at mega (6.00 MiB against 10.0 MiB), at most 0.6 was asked."
     assert outcome(memory(0.5), *cells).status == "missed"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.criteria import evaluate
 from onelaunch.workbench.study import Criterion
 from tests.workbench.ladder import measured, ok_cell, study
@@ -20,14 +21,16 @@ def least(at_most, **more: Any) -> Criterion:
 def test_counted_bytes_are_held_against_the_least():
     met = outcome(least(1.6), ok_cell("one", 1.0, counted=6e6))
     assert met.status == "met"
-    assert met.evidence == ("Counted by ncu at mega: 1.50x (5.7 MiB of one against 3.8 MiB at the least), at most 1.6 was asked.")
+    assert met.evidence == (
+        "Counted by ncu at mega: 1.50x (5.72 MiB of one against 3.81 MiB at the least), at most 1.6 was asked."
+    )
     assert outcome(least(1.4), ok_cell("one", 1.0, counted=6e6)).status == "missed"
 
 
 def test_bytes_by_arithmetic_are_no_count_over_the_least_either():
     found = outcome(least(1.6, of="two"), ok_cell("two", 1.0))
     assert (found.status, found.values) == ("not_measured", {})
-    assert "no counted bytes at mega; by arithmetic 1.50 (5.7 MiB of two against 3.8 MiB at the least)" in found.evidence
+    assert "no counted bytes at mega; by arithmetic 1.50 (5.72 MiB of two against 3.81 MiB at the least)" in found.evidence
 
 
 def launched(at_most, **more: Any) -> Criterion:
@@ -70,7 +73,7 @@ def test_a_time_is_held_against_its_floor():
     assert met.status == "met"
     assert met.values["mega"].median == pytest.approx(10 / floor)
     assert met.evidence.startswith(f"one takes {10 / floor:.3g}x its floor at mega (")
-    assert f"20 rounds, cold: 10 us against {floor:.3g} us, A/A noise 1.01)" in met.evidence
+    assert f"20 rounds, cold: 10.0 µs against {q.time(floor)}, A/A noise 1.01)" in met.evidence
     assert outcome(over_floor(10.05 / floor), cell).status == "inconclusive"  # by less than the noise
     assert outcome(over_floor(9 / floor), cell).status == "missed"
     assert outcome(over_floor(9 / floor), cell, floor=1.2).status == "inconclusive"
@@ -81,7 +84,7 @@ def test_a_time_is_held_against_microseconds():
     asked = over_floor(11.0, measure="time")
     met = outcome(asked, ok_cell("one", 10.0))
     assert (met.status, met.values["mega"].median) == ("met", 10.0)
-    assert met.evidence == "one takes 10 us at mega (10 to 10 in 20 rounds, cold, A/A noise 1.01), at most 11 was asked."
+    assert met.evidence == "one takes 10 µs at mega (10 to 10 in 20 rounds, cold, A/A noise 1.01), at most 11 was asked."
     assert outcome(asked, ok_cell("one", 10.95)).status == "inconclusive"
     assert outcome(asked, ok_cell("one", 12.0)).status == "missed"
     assert outcome(asked, ok_cell("one", 12.0), floor=1.2).status == "inconclusive"
@@ -111,7 +114,7 @@ def test_a_time_is_held_against_another_regime():
     }
     (met,) = evaluate(result.model_copy(update={"noise": tuple(noises.values())}), {})
     assert (met.status, met.values["mega"].median) == ("met", pytest.approx(1.03))
-    assert "served: 10.3 us against 10 us running, A/A noise 1.01" in met.evidence
+    assert "served: 10.3 µs against 10.0 µs running, A/A noise 1.01" in met.evidence
     (alone,) = evaluate(result.model_copy(update={"noise": (noises["served"],)}), {})
     assert alone.status == "inconclusive", "both regimes need an A/A run"
     missing = cell.model_copy(update={"timings": cell.timings[1:]})

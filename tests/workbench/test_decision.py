@@ -83,10 +83,9 @@ def test_a_broken_baseline_is_no_bystander():
 def test_debug_names_the_bottleneck_when_missed_with_headroom():
     decision = decided(study(FASTER), ok_cell("three", 100.0), ok_cell("one", 90.0))
     assert decision.kind == "debug"
-    assert "22.5x above the floor of 4 us" in all_of(decision)
-    assert "latency or too little parallel work: of 90 us, memory traffic 4 us, matrix products 1 us, launches 0.5 us" in all_of(
-        decision
-    )
+    assert "22.5x above the floor of 4.00 µs" in all_of(decision)
+    needs = "memory traffic 4.00 µs, matrix products 1.00 µs, launches 0.500 µs"
+    assert f"latency or too little parallel work: of 90.0 µs, {needs}" in all_of(decision)
 
 
 def test_a_miss_within_the_noise_is_no_reason_to_debug():
@@ -113,7 +112,7 @@ def test_the_bottleneck_is_the_largest_need_when_it_fills_the_time():
     one = ok_cell("one", 5.0)
     assert bottleneck(measured(study(), one), one).startswith("most likely memory traffic")
     wasteful = ok_cell("one", 30.0, counted=25e6)
-    assert "memory traffic: of 30 us, memory traffic 25 us" in bottleneck(measured(study(), wasteful), wasteful)
+    assert "memory traffic: of 30.0 µs, memory traffic 25.0 µs" in bottleneck(measured(study(), wasteful), wasteful)
 
 
 def test_abandon_when_no_variant_could_gain_enough():
@@ -187,7 +186,8 @@ def test_a_saving_that_nothing_explains_and_nothing_isolates_forbids_proceed():
     criterion = Criterion(name="two is faster", measure="speedup", of="two", at_least=1.3)
     decision = decided(study(criterion), ok_cell("three", 1380.0), ok_cell("two", 860.0))
     assert decision.kind == "measure_more"
-    assert "two saves 520 us over three at mega; saved bytes explain 2 us (analytic), saved launches 0.5 us" in all_of(decision)
+    saved = "two saves 520 µs over three at mega; saved bytes explain 2.00 µs (analytic), saved launches 0.500 µs"
+    assert saved in all_of(decision)
     assert "two and three differ in fusion, gemm, and no measured pair differs in one factor only" in all_of(decision)
 
 
@@ -202,7 +202,7 @@ def test_the_missing_control_lifts_it():
 def test_what_stays_unexplained_is_said_even_when_a_control_isolates_it():
     decision = decided(study(FASTER), ok_cell("three", 1380.0), ok_cell("one", 860.0))
     assert decision.kind == "proceed"  # one and three differ in fusion alone
-    assert "515 us (99%) stay unexplained" in all_of(decision)
+    assert "515 µs (99%) stay unexplained" in all_of(decision)
 
 
 def test_comparisons_with_a_peer_are_facts_that_need_no_control():

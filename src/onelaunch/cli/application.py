@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -143,6 +144,11 @@ application = typer.Typer(
 )
 
 
+def _is_about_this_machine(record: logging.LogRecord) -> bool:
+    """Drop PyTorch's warning that a machine with CUDA's tools has no GPU: it would stand between a command's own lines."""
+    return "No CUDA runtime is found" not in record.getMessage()
+
+
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"onelaunch {__version__}")
@@ -173,3 +179,4 @@ def onelaunch(
       141  the reader of stdout went away, as with "| head"
       143  terminated (SIGTERM)
     """
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_about_this_machine)

@@ -22,8 +22,8 @@ from onelaunch.hardware import Ceilings, describe, present, resolve
 from onelaunch.operation import plugins
 from onelaunch.peaks import ceilings, stored
 from onelaunch.plugins import Plugin
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.count import find_ncu
-from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
 

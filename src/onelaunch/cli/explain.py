@@ -14,7 +14,7 @@ from onelaunch.cli.arguments import DeviceName, OperationName, parse_case
 from onelaunch.dispatch import Explanation, Standing
 from onelaunch.hardware import resolve
 from onelaunch.operation import find_operation
-from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
 

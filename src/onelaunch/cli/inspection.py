@@ -11,8 +11,8 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import OperationName
 from onelaunch.errors import listing
 from onelaunch.operation import find_operation
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.inspection import Inspection, inspect_operation
-from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
 

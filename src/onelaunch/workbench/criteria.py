@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onelaunch.errors import listing
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.candidates import asked_of_over, compared, timing_of, why_none
-from onelaunch.workbench.plan import mebibytes, microseconds
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Outcome, Result
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
 
@@ -231,9 +231,9 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
         status = "infeasible"
         floor = _floor(result, criterion, of.shape) or 0.0
         most = f"at most {gain:.2f}x the speed" if faster else f"at least {1 / gain:.2f}x the time"
-        why = f"{most} of {over.variant} is possible, as the floor is {microseconds(floor)}"
+        why = f"{most} of {over.variant} is possible, as the floor is {q.time(floor)}"
     other = f" {criterion.over_regime}" if criterion.over_regime else ""
-    medians = [microseconds(timing.microseconds.median) for timing in (of_time, over_time)]
+    medians = [q.time(timing.microseconds.median) for timing in (of_time, over_time)]
     relation = "is {:.3g}x as fast as" if faster else "takes {:.3g}x the time of"
     details = [
         f"{ratio.low:.3g} to {ratio.high:.3g} in {ratio.samples} rounds",
@@ -253,7 +253,7 @@ def _times(result: Result, criterion: Criterion, of: Cell, over: Cell, among: in
 def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Finding:
     """Judge the time of one variant, in microseconds or as a multiple of its roofline bound."""
     floor, time = 1.0, timing_of(cell, criterion).microseconds
-    took = f"{time.median:.4g} us"
+    took = f"{time.median:.4g} µs"
     if criterion.measure == "time_over_floor":
         if cell.plan is None or not cell.plan.floor_microseconds:
             text = f"not measured: there is no floor of {cell.variant} at {cell.shape}"
@@ -263,7 +263,7 @@ def _time(result: Result, criterion: Criterion, cell: Cell, among: int) -> Findi
     ratio = _scaled(time, 1 / floor)
     noise = _noise(result, criterion, (cell.shape,))
     status, why = _judge(ratio, criterion, noise)
-    against = f": {microseconds(time.median)} against {microseconds(floor)}" if criterion.measure == "time_over_floor" else ""
+    against = f": {q.time(time.median)} against {q.time(floor)}" if criterion.measure == "time_over_floor" else ""
     details = [
         f"{ratio.low:.4g} to {ratio.high:.4g} in {ratio.samples} rounds",
         f"{criterion.regime}{against}",
@@ -354,7 +354,7 @@ def _bytes(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
         text = f"not measured: there is no traffic of {missing} at {of.shape}"
         return Finding(of.shape, "not_measured", text, "no traffic")
     value = over.traffic.total / of.traffic.total
-    amounts = f"{mebibytes(over.traffic.total)} of {over.variant} against {mebibytes(of.traffic.total)} of {of.variant}"
+    amounts = f"{q.size(over.traffic.total)} of {over.variant} against {q.size(of.traffic.total)} of {of.variant}"
     if {of.traffic.source, over.traffic.source} != {"ncu"}:
         text = f"not measured: no counted bytes at {of.shape}; by arithmetic {value:.2f} ({amounts}), {criterion.bound} was asked"
         return Finding(of.shape, "not_measured", text, f"{value:.2f} by arithmetic, not counted", None, among)
@@ -369,7 +369,7 @@ def _bytes_over_least(criterion: Criterion, cell: Cell, among: int) -> Finding:
         return Finding(cell.shape, "not_measured", text, "no traffic")
     value = cell.traffic.total / cell.plan.least_bytes
     chosen = f", best of {among}" if among > 1 else ""
-    amounts = f"{mebibytes(cell.traffic.total)} of {cell.variant} against {mebibytes(cell.plan.least_bytes)} at the least{chosen}"
+    amounts = f"{q.size(cell.traffic.total)} of {cell.variant} against {q.size(cell.plan.least_bytes)} at the least{chosen}"
     if cell.traffic.source != "ncu":
         by_hand = f"by arithmetic {value:.2f} ({amounts}), {criterion.bound} was asked"
         text = f"not measured: no counted bytes at {cell.shape}; {by_hand}"
@@ -385,7 +385,7 @@ def _memory(criterion: Criterion, of: Cell, over: Cell, among: int) -> Finding:
         return Finding(of.shape, "not_measured", text, "not measured")
     value = of.peak_bytes / over.peak_bytes
     chosen = f", best of {among}" if among > 1 else ""
-    amounts = f"{mebibytes(of.peak_bytes)} against {mebibytes(over.peak_bytes)}{chosen}"
+    amounts = f"{q.size(of.peak_bytes)} against {q.size(over.peak_bytes)}{chosen}"
     relation = f"takes {value:.3g}x the peak memory of"
     text = f"{of.variant} {relation} {over.variant} at {of.shape} ({amounts}), {criterion.bound} was asked"
     return _exactly(criterion, of.shape, value, text, f"{value:.3g}", among)

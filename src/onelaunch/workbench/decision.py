@@ -28,10 +28,11 @@ from typing import Any
 
 from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared
 from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.plan import bandwidth, infeasibilities, matrix_dtype, microseconds
+from onelaunch.workbench.plan import bandwidth, infeasibilities, matrix_dtype
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
 
@@ -53,7 +54,7 @@ def concluded(result: Result) -> Result:
 
 def decide(result: Result) -> Decision:
     """Decide on a result whose criteria have been judged; a ``decision`` that it already has is ignored."""
-    aside = {outcome.criterion.name: why for outcome in result.outcomes if (why := _set_aside(result, outcome)) is not None}
+    aside = {outcome.criterion.name: why for outcome in result.outcomes if (why := excluded(result, outcome)) is not None}
     judged = [outcome for outcome in result.outcomes if outcome.criterion.name not in aside]
     kind, grounds = _grounds(result, judged)
     met = [outcome for outcome in judged if outcome.status == "met"]
@@ -122,11 +123,11 @@ def bottleneck(result: Result, cell: Cell) -> str:
         "matrix products": 1e6 * plan.flops / rate if rate else 0.0,
         "launches": 1e6 * (plan.launches or 0) * result.ceilings.launch_seconds,
     }
-    parts = ", ".join(f"{name} {microseconds(value)}" for name, value in needs.items())
+    parts = ", ".join(f"{name} {q.time(value)}" for name, value in needs.items())
     largest = max(needs, key=lambda name: needs[name])
     if needs[largest] < MOSTLY * time:
-        return f"most likely latency or too little parallel work: of {microseconds(time)}, {parts}"
-    return f"most likely {largest}: of {microseconds(time)}, {parts}"
+        return f"most likely latency or too little parallel work: of {q.time(time)}, {parts}"
+    return f"most likely {largest}: of {q.time(time)}, {parts}"
 
 
 def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[str]]:
@@ -146,7 +147,7 @@ def _grounds(result: Result, judged: list[Outcome]) -> tuple[DecisionKind, list[
     return "proceed", [f"{outcome.criterion.name!r}: {outcome.evidence}" for outcome in judged]
 
 
-def _set_aside(result: Result, outcome: Outcome) -> str | None:
+def excluded(result: Result, outcome: Outcome) -> str | None:
     """Return the reason why a criterion is excluded from the decision, or ``None`` if it takes part."""
     criterion = outcome.criterion
     if not criterion.decides:
@@ -203,7 +204,7 @@ def _missed(result: Result, outcome: Outcome) -> str:
             above = time / cell.plan.floor_microseconds if cell.plan.floor_microseconds else 0.0
             return (
                 f"{sentence} At {shape.name} {cell.variant} is {above:.3g}x above the floor of "
-                f"{microseconds(cell.plan.floor_microseconds)}; {bottleneck(result, cell)}."
+                f"{q.time(cell.plan.floor_microseconds)}; {bottleneck(result, cell)}."
             )
     return sentence
 
@@ -327,9 +328,9 @@ def _saving_words(saving: Saving, over: str) -> str:
     direction = "" if saving.direction == "forward" else ", forward and backward"
     share = saving.unexplained / saving.saved_microseconds
     return (
-        f"{saving.variant} saves {microseconds(saving.saved_microseconds)} over {over} at {saving.shape}{direction}; saved bytes "
-        f"explain {microseconds(saving.by_bytes)} ({saving.traffic_source}), saved launches {microseconds(saving.by_launches)}, "
-        f"{microseconds(saving.unexplained)} ({share:.0%}) stay unexplained"
+        f"{saving.variant} saves {q.time(saving.saved_microseconds)} over {over} at {saving.shape}{direction}; saved bytes "
+        f"explain {q.time(saving.by_bytes)} ({saving.traffic_source}), saved launches {q.time(saving.by_launches)}, "
+        f"{q.time(saving.unexplained)} ({share:.0%}) stay unexplained"
     )
 
 

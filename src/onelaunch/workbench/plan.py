@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from onelaunch.operation import Cost, Direction, Variant, find_operation
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.result import Plan
 from onelaunch.workbench.stats import geometric_mean
 from onelaunch.workbench.study import Criterion, Scale, Selector, Shape, Study
@@ -126,17 +127,6 @@ def infeasibility(study: Study, criterion: Criterion) -> str | None:
     return "; ".join(refuted) if len(shapes) - len(refuted) < needed else None
 
 
-def mebibytes(count: float) -> str:
-    """Bytes as people read them: ``0.031 MiB``, ``11.0 MiB``, ``1.50 GiB``."""
-    amount = count / 2**20
-    return f"{amount:.1f} MiB" if 1 <= amount < 1000 else f"{amount:.3g} MiB" if amount < 1 else f"{amount / 1024:.2f} GiB"
-
-
-def microseconds(value: float) -> str:
-    """A time as people read it: ``8.12 us``, ``1.38 ms``."""
-    return f"{value / 1000:.3g} ms" if value >= 999.5 else f"{value:.3g} us"
-
-
 def _infeasible_mean(study: Study, criterion: Criterion, shapes: Sequence[Shape]) -> str | None:
     """The same for the geometric mean of the bytes saved."""
     moved = [
@@ -160,12 +150,12 @@ def _infeasible_at(study: Study, criterion: Criterion, shape: Shape) -> str | No
         least = _least(study, shape, criterion.direction).bytes
         if least and most / least < criterion.at_least:
             return (
-                f"at most {most / least:.2f}x fewer bytes is possible at {shape.name} ({mebibytes(most)} against "
-                f"{mebibytes(least)}), the study asks for at least {criterion.at_least:g}x"
+                f"at most {most / least:.2f}x fewer bytes is possible at {shape.name} ({q.size(most)} against "
+                f"{q.size(least)}), the study asks for at least {criterion.at_least:g}x"
             )
     if criterion.measure == "dram_bytes_over_least" and criterion.at_most is not None and criterion.at_most < 1:
         least = _least(study, shape, criterion.direction).bytes
-        least_words = f"fewer than the least bytes cannot move at {shape.name} ({mebibytes(least)})"
+        least_words = f"fewer than the least bytes cannot move at {shape.name} ({q.size(least)})"
         return f"{least_words}, the study asks for {criterion.at_most:g}x"
     if criterion.measure == "time_over_floor" and criterion.at_most is not None and criterion.at_most < 1:
         return f"nothing runs below its floor, the study asks for {criterion.at_most:g}x at {shape.name}"

@@ -105,6 +105,7 @@ def run_study(
     device: str = "auto",
     scale: Scale | Literal["auto"] = "auto",
     rounds: int | None = None,
+    time_cap: float | None = None,
     count: bool | Literal["all"] = True,
     on_progress: Callable[[Progress], None] | None = None,
     save_to: Path | None = None,
@@ -121,6 +122,8 @@ def run_study(
         device: ``cuda:0``, ``cpu``...; ``auto`` is the first GPU, or the CPU.
         scale: which of the study's shapes; ``auto`` is ``full`` on a GPU and ``small`` on a CPU.
         rounds: instead of the study's own number.
+        time_cap: seconds after which no new round of a shape and direction begins, once three are measured;
+            :data:`TIME_CAP_SECONDS` of the scale by default.
         count: DRAM bytes by the hardware's counters where they can be read: at the shapes where a criterion asks for bytes
             (``True``; of what launches a known number of kernels, and of what the criterion names: a loop of thousands would keep
             the profiler busy for minutes), of everything everywhere (``"all"``), or nowhere. Elsewhere bytes are by arithmetic.
@@ -164,6 +167,7 @@ def run_study(
         device=where,
         ceilings=ceilings,
         rounds=rounds or study.rounds,
+        time_cap=time_cap or TIME_CAP_SECONDS[chosen],
         counted=_places_to_count(study, count),
         counts={what: _places_of(study, (what,)) for what in COUNTS if count},
         count_everything=count == "all",
@@ -211,6 +215,7 @@ class _Run:
     device: torch.device
     ceilings: StoredCeilings
     rounds: int
+    time_cap: float
     counted: frozenset[tuple[str, Direction]]
     counts: Mapping[Measure, frozenset[tuple[str, Direction]]]
     """Where launches and barriers are counted."""
@@ -329,7 +334,7 @@ class _Run:
                 floors=self._bounds(able),
                 bounds_again=lambda: self._bounds_again(able),
                 judge=self.judge,
-                time_cap_seconds=TIME_CAP_SECONDS[self.plan.scale],
+                time_cap_seconds=self.time_cap,
                 on_progress=lambda step, done, total: self._tell(case.name, direction, step, done, total),
             )
         except Interrupted as stop:

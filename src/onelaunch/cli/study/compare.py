@@ -11,9 +11,9 @@ from rich.console import Console
 
 from onelaunch.cli import output
 from onelaunch.cli.study.report import ResultPath
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.compare import Change, Comparison, MemoryChange, TimeChange, require_repeat
 from onelaunch.workbench.compare import compare as compare_sides
-from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.tables import ROOMY, Table, columns, words
 from onelaunch.workbench.result import Result

@@ -24,6 +24,7 @@ from onelaunch.workbench.files import probe_file, probe_folder, within
 from onelaunch.workbench.report import RESULT
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.terminal import show
+from onelaunch.workbench.report.text import one_line
 from onelaunch.workbench.run import Progress as Step
 from onelaunch.workbench.run import ResultUnsaved, default_path, interrupted_run, is_resumable, partial_path, run_study
 from onelaunch.workbench.study import Study
@@ -37,6 +38,15 @@ def run(
     device: DeviceName = "auto",
     scale: ScaleName = None,
     rounds: Annotated[int | None, typer.Option("--rounds", min=3, help="Rounds of timing.", show_default="the study's")] = None,
+    time_cap: Annotated[
+        float | None,
+        typer.Option(
+            "--time-cap",
+            min=0.1,
+            help="Seconds of timing after which no new round of a shape and direction begins (three are always measured).",
+            show_default="15 on a CPU, 60 on a GPU",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="The result's JSON file, or a folder.", show_default="results/DEVICE/NAME.json"),
@@ -84,6 +94,7 @@ def run(
                 device=where,
                 scale=scale or "auto",
                 rounds=rounds,
+                time_cap=time_cap,
                 count=counted,
                 on_progress=tell,
                 save_to=result_path,
@@ -98,9 +109,9 @@ def run(
     show(result, console)
     if unsaved:
         raise unsaved
-    console.print(f"\nResult: {result_path}", soft_wrap=True)
+    console.print(f"\nResult: {result_path}", soft_wrap=True, markup=False)
     report = write_into(result, report_path, force=replace)
-    console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True)
+    console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True, markup=False)
     if result.interrupted:
         output.stderr().print(f"interrupted: what was measured is kept in {result_path}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
@@ -170,4 +181,4 @@ def _progress() -> Iterator[Callable[[Step], None]]:
 
 
 def _place(step: Step) -> str:
-    return f"{step.shape}, {way(step.direction)}: {step.step}"
+    return one_line(f"{step.shape}, {way(step.direction)}: {step.step}")

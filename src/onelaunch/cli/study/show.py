@@ -16,8 +16,8 @@ from onelaunch.errors import UnknownShape
 from onelaunch.hardware import describe, resolve
 from onelaunch.operation import Direction
 from onelaunch.peaks import ceilings
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
-from onelaunch.workbench.report import quantities as q
 from onelaunch.workbench.report.summary import asked, sizes, way
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.study import Shape, Study

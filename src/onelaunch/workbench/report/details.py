@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onelaunch.operation import Direction
-from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,
@@ -87,8 +87,8 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
     heads = [f"{'?' if name == 'warm' else ''}>{name}" for name in regimes(result)]
     floor = next((q.time(cell.plan.floor_microseconds) for cell in cells if cell.plan and not cell.control), "not known")
     return Table(
-        f"{shape.name}: {sizes(shape)}, {way(direction)}; floor {floor}",
-        columns("variant", "status", *heads, f">speed ({regime or 'not timed'})", ">/ floor", "?>rounds"),
+        f"{shape.name}: {sizes(shape)}, {way(direction)}; roofline bound {floor}",
+        columns("variant", "status", *heads, f">speed ({regime or 'not timed'})", ">/ bound", "?>rounds"),
         tuple(rows),
     )
 
@@ -104,10 +104,10 @@ def _shapes(result: Result) -> Section:
         known = (q.work(plan.flops), q.size(plan.least_bytes), q.time(plan.floor_microseconds)) if plan else (q.NONE,) * 3
         rows.append((shape.name, sizes(shape), shape.scale, *known))
     note = (
-        "By arithmetic, for one forward call; the floor is the larger of bytes and FLOPs over the measured ceilings. "
+        "By arithmetic, for one forward call; the roofline bound is the longer time of bytes and FLOPs at the measured peaks. "
         "Shapes of a scale that did not run have none."
     )
-    table = Table("", columns("shape", "sizes", "scale", ">matrix work", ">least bytes", ">floor"), tuple(rows), note)
+    table = Table("", columns("shape", "sizes", "scale", ">matrix work", ">least bytes", ">roofline bound"), tuple(rows), note)
     return Section("Shapes", tables=(table,))
 
 
@@ -160,7 +160,7 @@ def _traffic(result: Result, direction: Direction) -> Section:
             tables.append(Table(title, heads, tuple(_traffic_row(cell) for cell in cells), "; ".join(notes)))
     text = (
         "Own bytes: the fewest that this way of computing must move; planned: the time that those, its FLOPs and launches take "
-        "at the measured ceilings. Barriers: over the grid, as the kernel counted them. "
+        "at the measured peaks. Barriers: over the grid, as the kernel counted them. "
         "Read and written: one call, counted by the hardware (ncu) or by arithmetic. "
         "Peak memory: most that PyTorch had allocated above the inputs during one call; results and gradients are in it."
     )
@@ -267,9 +267,9 @@ def _provenance(result: Result) -> Section:
     )
     measured = f"Measured at {ceilings.measured_at} with {ceilings.software}."
     return Section(
-        "Provenance and ceilings",
+        "Provenance and measured peaks",
         tables=(
             Table("Where this comes from", columns("fact", "value"), run),
-            Table("Ceilings of the device", columns("ceiling", ">measured"), tuple(rates), measured),
+            Table("Measured peaks of the device", columns("peak", ">measured"), tuple(rates), measured),
         ),
     )

@@ -17,6 +17,7 @@ from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench.report.details import details, times_table
 from onelaunch.workbench.report.summary import believed, directions, shapes, speedup, summarize, use_table
 from onelaunch.workbench.report.tables import to_markdown
+from onelaunch.workbench.report.text import markdown
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.study import LOOPS, Regime, Shape
 
@@ -70,7 +71,7 @@ def docs_table(result: Result, which: DocsTable = "use", *, direction: Direction
         "provenance": lambda: list(details(result)[-1].tables),
     }[which]()
     texts = [to_markdown(table) for table in tables] or ["Nothing to show."]
-    return "\n\n".join([*texts, f"*{escape(result.study.name)}: {escape(' · '.join(summary.facts))}*"]) + "\n"
+    return "\n\n".join([*texts, f"*{markdown(result.study.name)}: {markdown(' · '.join(summary.facts))}*"]) + "\n"
 
 
 def docs_section(result: Result, source: str) -> str:
@@ -89,7 +90,7 @@ def docs_section(result: Result, source: str) -> str:
         f"commit {facts.commit[:12] or NONE}",
         f"{facts.rounds} rounds",
     ]
-    blocks = [f"### {escape(result.study.name)} on {escape(facts.device)}", f"{escape(', '.join(where))}; {code(source)}."]
+    blocks = [f"### {markdown(result.study.name)} on {markdown(facts.device)}", f"{markdown(', '.join(where))}; {code(source)}."]
     if result.interrupted:
         blocks.append("The run was interrupted: shapes that are missing here were not reached.")
     blocks.append(" ".join(filter(None, (_legend(result), READING))))
@@ -101,12 +102,12 @@ def docs_section(result: Result, source: str) -> str:
     blocks.append(folded("Sizes of the shapes", _sizes(result)))
     if missing := summarize(result).missing:
         heads = [column.title for column in missing.columns]
-        blocks.append(folded("Without a time", [markdown_table(heads, [map(escape, row) for row in missing.rows])]))
+        blocks.append(folded("Without a time", [markdown_table(heads, [map(markdown, row) for row in missing.rows])]))
     if result.decision:
         first, *rest = [*result.decision.because, ""]
-        blocks.append(f"Decision: **{escape(result.decision.kind.replace('_', ' '))}**. {escape(first)}")
+        blocks.append(f"Decision: **{markdown(result.decision.kind.replace('_', ' '))}**. {markdown(first)}")
         if evidence := [line for line in rest if line]:
-            blocks.append(folded("The evidence", ["\n".join(f"- {escape(line)}" for line in evidence)]))
+            blocks.append(folded("The evidence", ["\n".join(f"- {markdown(line)}" for line in evidence)]))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -125,7 +126,7 @@ def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
             cells, peers = _cells(result, way, regime), _peers(result)
             over = [_gain(cells, names, peers, regime) for names in (peers, (COMPILED,))]
             what = "a step of many" if regime == "running" else way.replace("_", " and ")
-            rows.append([f"[{code(operation)}]({page(operation)})", escape(result.provenance.device), what, *over])
+            rows.append([f"[{code(operation)}]({page(operation)})", markdown(result.provenance.device), what, *over])
     return markdown_table(["operation", "device", "measured", "over the fastest peer", "over torch.compile"], rows, right=(3, 4))
 
 
@@ -147,11 +148,6 @@ def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: 
 
 def _times(ratio: float) -> str:
     return f"{ratio:.{2 if ratio < 10 else 1}f}x"
-
-
-def escape(text: str) -> str:
-    """Return text as Markdown that shows it as it is, in one line: no markup, no HTML, no links, no entities."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~$&^])", r"\\\1", " ".join(text.split()))
 
 
 def code(text: str) -> str:
@@ -235,7 +231,7 @@ def _winners(result: Result, way: Direction, regime: Regime) -> str:
             continue
         bound = f"{100 * best.plan.floor_microseconds / _time(best, regime):.0f} %" if best.plan else NONE
         beside = [_rival(rival, best, least, entrants, regime) for rival in rivals]
-        rows.append([escape(shape), code(best.variant), _number(best, least, regime), bound, *beside])
+        rows.append([markdown(shape), code(best.variant), _number(best, least, regime), bound, *beside])
     heads = ["shape", "fastest of onelaunch", "µs", "roofline", *(rival.title for rival in rivals)]
     return markdown_table(heads, rows, right=range(2, len(heads)))
 
@@ -269,7 +265,7 @@ def _everything(result: Result, way: Direction, regime: Regime) -> list[str]:
             for name in ordered
             if any(name in cells[s] for s in here)
         ]
-        tables.append(markdown_table(["variant", *map(escape, here)], rows, right=range(1, len(here) + 1)))
+        tables.append(markdown_table(["variant", *map(markdown, here)], rows, right=range(1, len(here) + 1)))
     return tables
 
 
@@ -319,8 +315,8 @@ def _sizes(result: Result) -> list[str]:
     differ = [key for key in keys if key not in same]
     common = ", ".join(f"{key} = {value}" for key, value in same.items())
     rows = [
-        [escape(shape.name), *(escape(str(row.get(key, NONE))) for key in differ)]
+        [markdown(shape.name), *(markdown(str(row.get(key, NONE))) for key in differ)]
         for shape, row in zip(measured, values, strict=True)
     ]
-    table = markdown_table(["shape", *map(escape, differ)], rows)
-    return [f"At every shape: {escape(common)}.", table] if common else [table]
+    table = markdown_table(["shape", *map(markdown, differ)], rows)
+    return [f"At every shape: {markdown(common)}.", table] if common else [table]

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 from onelaunch.workbench.report.details import details
-from onelaunch.workbench.report.summary import summarize
+from onelaunch.workbench.report.headline import headline, unexplained
+from onelaunch.workbench.report.summary import NO_CRITERIA, NOTHING_OPEN, first_tables, summarize
 from onelaunch.workbench.report.tables import to_markdown
+from onelaunch.workbench.report.text import markdown as escape
+from onelaunch.workbench.report.text import markdown_block
 from onelaunch.workbench.result import Result
 
 
 def render(result: Result) -> str:
-    """The whole report as one Markdown text."""
-    summary = summarize(result)
-    blocks = [f"# {summary.name}: {summary.decision}", summary.question, " · ".join(summary.facts)]
-    blocks += [f"> **{alert}**" for alert in summary.alerts]
-    blocks += [f"## Decision: {summary.decision}", bullets(summary.because)]
-    blocks.append(to_markdown(summary.criteria) if summary.criteria else "No criteria were declared.")
-    blocks += ["## Which variant to use", *(to_markdown(table) for table in summary.use)]
-    blocks.append("## Unexplained or unmeasured")
-    if summary.open:
-        blocks.append(bullets(summary.open))
-    if summary.missing:
-        blocks.append(to_markdown(summary.missing))
-    if not summary.open and not summary.missing:
-        blocks.append("Nothing: every declared cell has a believed time.")
+    """Return the whole report as one Markdown text, in which no text of the result is markup."""
+    summary, head = summarize(result), headline(result)
+    first, later = first_tables(summary.use)
+    blocks = [f"# {escape(f'{summary.name}: {summary.decision}')}", escape(summary.question)]
+    blocks.append(" · ".join(map(escape, summary.facts)))
+    blocks += [f"> **{escape(alert)}**" for alert in summary.alerts]
+    blocks.append(f"## Decision: {escape(summary.decision)}")
+    blocks += map(escape, (*head.found, head.sentence, *head.elsewhere))
+    blocks += ["## What was found", *(map(to_markdown, first) if first else ["Nothing was timed."])]
+    blocks.append("## Not measured or unexplained")
+    left_open = (*unexplained(result, head.grounds), *summary.open)
+    blocks += [bullets(left_open)] if left_open else []
+    blocks += [to_markdown(summary.missing)] if summary.missing else []
+    blocks += [] if left_open or summary.missing else [NOTHING_OPEN]
+    blocks.append("## Criteria")
+    blocks += [bullets(head.grounds)] if head.grounds else []
+    blocks.append(to_markdown(summary.criteria) if summary.criteria else NO_CRITERIA)
+    blocks += ["## Which variant to use, continued", *map(to_markdown, later)] if later else []
     for section in details(result):
-        blocks += [f"## {section.title}", *section.text, *(to_markdown(table) for table in section.tables)]
-        blocks += [section.notes] if section.notes else []
+        blocks += [f"## {escape(section.title)}", *map(escape, section.text), *map(to_markdown, section.tables)]
+        blocks += [markdown_block(section.notes)] if section.notes else []
     return "\n\n".join(blocks) + "\n"
 
 
 def bullets(lines: tuple[str, ...]) -> str:
-    """A Markdown list."""
-    return "\n".join(f"- {line}" for line in lines)
+    """Return a Markdown list of texts."""
+    return "\n".join(f"- {escape(line)}" for line in lines)

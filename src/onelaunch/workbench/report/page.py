@@ -1,4 +1,8 @@
-"""One self-contained page: style and pictures inside, nothing is fetched, readable on a phone, light and dark."""
+"""One self-contained page: style and pictures inside, nothing is fetched, readable on a phone, light and dark.
+
+Every text of a result is escaped: the template escapes what it is given, tables and plots escape their own texts, and an author's
+notes become HTML without raw elements. A content security policy forbids scripts, should any of that fail.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +14,62 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from onelaunch.workbench.report.details import details
-from onelaunch.workbench.report.plots import plots
-from onelaunch.workbench.report.summary import directions, summarize
+from onelaunch.workbench.report.headline import headline, unexplained
+from onelaunch.workbench.report.plots import Plot, plots
+from onelaunch.workbench.report.summary import NO_CRITERIA, NOTHING_OPEN, first_tables, summarize
 from onelaunch.workbench.report.tables import TONES, Table, to_html
+from onelaunch.workbench.report.text import html, one_line, visible
 from onelaunch.workbench.result import Result
 
 
 def render(result: Result) -> str:
-    """The page as text."""
-    summary = summarize(result)
+    """Return the page as text."""
+    summary, head = summarize(result), headline(result)
+    first, later = first_tables(summary.use)
+    pictures = plots(result)
     return _template().render(
         summary=summary,
+        head=head,
+        first=first,
+        later=later,
+        picture=pictures[:1],
+        pictures=pictures[1:],
+        left_open=(*unexplained(result, head.grounds), *summary.open),
         sections=details(result),
-        uses=tuple(zip(directions(result), summary.use, strict=True)),
-        pictures=plots(result),
         tone=TONES.get(summary.decision, "open"),
-        style=Markup(_file("page.css")),  # noqa: S704  our own file
+        nothing_open=NOTHING_OPEN,
+        no_criteria=NO_CRITERIA,
+        style=Markup(_file("page.css")),  # noqa: S704 - our own file
         table=_table,
-        written=_written,
+        drawn=_drawn,
+        written=notes_html,
     )
 
 
-def _table(table: Table) -> Markup:
-    return Markup(to_html(table))  # noqa: S704  it escapes its texts
-
-
-def _written(notes: str) -> Markup:
-    """Markdown of a study's author as HTML; raw HTML stays text, pictures (they would be fetched) stay out."""
+def notes_html(notes: str) -> Markup:
+    """Return an author's Markdown as HTML: raw HTML stays text, pictures are left out, links lead to web pages only."""
     writer = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
-    return Markup(writer.render(notes))  # noqa: S704  raw HTML is escaped
+    writer.validateLink = _is_web_page  # type: ignore[method-assign]
+    return Markup(writer.render(visible(notes)))  # noqa: S704 - the writer escapes raw HTML
+
+
+def _is_web_page(address: str) -> bool:
+    return address.strip().lower().startswith(("https://", "http://"))
+
+
+def _table(table: Table) -> Markup:
+    return Markup(to_html(table))  # noqa: S704 - it escapes its texts
+
+
+def _drawn(plot: Plot) -> Markup:
+    return Markup(plot.svg)  # noqa: S704 - it is serialized from a tree, which escapes its texts
 
 
 @functools.cache
 def _template() -> Template:
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html.j2"))
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"prose": html, "line": one_line}
+    return environment.from_string(_file("page.html.j2"))
 
 
 def _file(name: str) -> str:

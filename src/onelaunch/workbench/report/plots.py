@@ -1,20 +1,25 @@
 """The plots of a report as SVG to be placed inside a page: colours come from the page, so that light and dark both work.
 
 Drawn by matplotlib with stand-in colours that are replaced by CSS variables (``--ink``, ``--faint``, ``--floor``, ``--v0`` to
-``--v9``). A plot is narrow enough to be read on a phone; a page puts several side by side.
+``--v9``). A plot is narrow enough to be read on a phone; a page puts several side by side. Names may hold anything: they are
+clipped to one line without hidden characters, are never read as mathematics, and the SVG is serialized from a tree.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
+import warnings
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onelaunch.operation import Direction
-from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench import quantities as q
+from onelaunch.workbench.report.series import COLOURS, Series
 from onelaunch.workbench.report.summary import (
     believed,
     cells_at,
@@ -24,6 +29,7 @@ from onelaunch.workbench.report.summary import (
     times_floor,
     way,
 )
+from onelaunch.workbench.report.text import clipped, one_line
 from onelaunch.workbench.result import Cell, Regime, Result
 from onelaunch.workbench.study import Shape
 
@@ -31,18 +37,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, FAINT, FLOOR = "#010101", "#020202", "#030303"
-SERIES = tuple(f"#04{index:02x}04" for index in range(10))
-STAND_INS = {INK: "var(--ink)", FAINT: "var(--faint)", FLOOR: "var(--floor)"} | {
-    colour: f"var(--v{index})" for index, colour in enumerate(SERIES)
+INK, FAINT, FLOOR, SOFT = "#010101", "#020202", "#030303", "#050505"
+STAND_INS = {INK: "var(--ink)", FAINT: "var(--faint)", FLOOR: "var(--floor)", SOFT: "var(--soft)"} | {
+    colour: f"var(--v{index})" for index, colour in enumerate(COLOURS)
 }
-MARKERS = "osD^vPX*<>"
 DASHES = (0, (2, 1.4))
 CROWDED = 5
 """More labels than this on an axis need care."""
 
 WIDTH = 4.6
 """Inches; a page shows an inch as about 80 pixels."""
+
+LONGEST_LABEL = 28
+"""Characters of a name in a plot; the rest is an ellipsis."""
 
 SWEPT = ("B", "T", "N")
 """Dimensions whose product is the amount of work at one size of the model: batch, time, tokens."""
@@ -63,56 +70,77 @@ def plots(result: Result) -> tuple[Plot, ...]:
     regime = main_regime(result)
     if regime is None:
         return ()
+    series = Series.of(result)
     made: list[Plot] = []
     for direction in directions(result):
-        made += _times(result, direction, regime) + _distance(result, direction, regime)
-    return tuple(made + _bytes(result))
+        made += _times(result, series, direction, regime) + _distance(result, series, direction, regime)
+    return tuple(made + _bytes(result, series))
 
 
 # Time against size
 
 
-def _times(result: Result, direction: Direction, regime: Regime) -> list[Plot]:
+def _times(result: Result, series: Series, direction: Direction, regime: Regime) -> list[Plot]:
     """One plot for every group of shapes that differ in batch and time alone."""
     groups: dict[tuple[Any, ...], list[Shape]] = {}
     for shape in shapes(result, direction):
         fixed = tuple((key, value) for key, value in shape.sizes.items() if key not in SWEPT)
         if _timed(result, shape, direction, regime):
-            groups.setdefault((fixed, tuple(shape.options.items()), shape.dtype), []).append(shape)
+            options = tuple((key, str(value)) for key, value in shape.options.items())
+            groups.setdefault((fixed, options, shape.dtype), []).append(shape)
     made = []
     for (fixed, options, dtype), members in groups.items():
         model = " ".join([*(f"{key}={value}" for key, value in (*fixed, *options)), dtype])
         title = f"Time, {way(direction)}, {model}"
         if len(members) == 1:
             name = members[0].name
-            caption = f"{name} ({regime}): each variant's median with its 95 % interval; the line is the floor."
+            caption = f"{name} ({regime}): each variant's median with its 95 % interval; the line is the roofline bound."
             made.append(
-                _plot(title, caption, direction, lambda axes, at=members[0]: _time_bars(axes, result, at, direction, regime), 0.0)
+                _plot(
+                    title,
+                    caption,
+                    direction,
+                    lambda axes, at=members[0]: _time_bars(axes, result, series, at, direction, regime),
+                    0.0,
+                )
             )
         else:
-            caption = f"Medians ({regime}) with their 95 % intervals; nothing can run below the floor. Lower is better."
-            draw: Callable[[Axes], int] = lambda axes, at=members: _time_lines(axes, result, at, direction, regime)  # noqa: E731
-            made.append(_plot(title, caption, direction, draw, 3.4))
+            caption = f"Medians ({regime}) with their 95 % intervals; nothing can run below the roofline bound. Lower is better."
+            draw: Callable[[Axes], int] = lambda axes, at=members: _time_lines(axes, result, series, at, direction, regime)  # noqa: E731
+            made.append(_plot(title, caption, direction, draw, 3.2))
     return made
 
 
-def _time_lines(axes: Axes, result: Result, members: Sequence[Shape], direction: Direction, regime: Regime) -> int:
+def _time_lines(
+    axes: Axes, result: Result, series: Series, members: Sequence[Shape], direction: Direction, regime: Regime
+) -> int:
+    """Draw times against the size that varies, joined by lines; or, where no such axis exists, as points shape by shape."""
     members = sorted(members, key=lambda shape: (_amount(shape), shape.sizes.get("T", 0)))
-    places = _size_axis(axes, members)
-    for variant in _variants(result):
+    places, joined = _size_axis(axes, members)
+    style: dict[str, Any] = {"ls": "-"} if joined else {"ls": "none"}
+    shown, order = series.prominent, series.order
+    spread = 0.0 if joined else 0.5 / max(1, len(shown))
+    for variant in sorted(order, key=lambda name: name in shown):  # the faint ones below
         points = [
             (places[shape.name], timing.microseconds)
             for shape in members
             if (timing := believed(result.cell(shape.name, variant, direction), regime))
         ]
-        if points:
-            x, times = [x for x, _ in points], [time for _, time in points]
-            colour = _colour(result, variant)
-            medians = [time.median for time in times]
-            axes.plot(x, medians, marker=_marker(result, variant), label=variant, color=colour, lw=1.3, ms=4.5)
-            axes.vlines(x, [time.low for time in times], [time.high for time in times], color=colour, lw=1.6)
-    floors = [(places[shape.name], floor) for shape in members if (floor := _floor(result, shape, direction))]
-    axes.plot([x for x, _ in floors], [floor for _, floor in floors], color=FLOOR, lw=2.2, ls=DASHES, label="floor")
+        if not points:
+            continue
+        dodge = spread * (shown.index(variant) - (len(shown) - 1) / 2) if variant in shown else 0.0
+        x, times = [x + dodge for x, _ in points], [time for _, time in points]
+        medians = [time.median for time in times]
+        if variant not in shown:
+            axes.plot(x, medians, marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, **style)
+            continue
+        colour = series.colour(variant)
+        axes.plot(x, medians, marker=series.marker(variant), label=_label(variant), color=colour, lw=1.3, ms=4.5, **style)
+        axes.vlines(x, [time.low for time in times], [time.high for time in times], color=colour, lw=1.6)
+    if series.others:
+        axes.plot([], [], marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{series.others} others", **style)
+    bounds = [(places[shape.name], bound) for shape in members if (bound := _floor(result, shape, direction))]
+    _bounds(axes, bounds, joined=joined)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
     axes.yaxis.set_minor_formatter(lambda *_: "")
@@ -120,45 +148,64 @@ def _time_lines(axes: Axes, result: Result, members: Sequence[Shape], direction:
     return len(axes.lines)
 
 
-def _size_axis(axes: Axes, members: Sequence[Shape]) -> dict[str, int]:
-    """Where each shape stands: at the one size that varies, else at its amount of work, else side by side in that order."""
-    swept = [key for key in SWEPT if key in members[0].sizes]
+def _bounds(axes: Axes, bounds: Sequence[tuple[float, float]], *, joined: bool) -> None:
+    """Draw the roofline bounds: one line along an axis of sizes, a tick for each shape where there is none."""
+    if not bounds:
+        return
+    x, y = zip(*bounds, strict=True)
+    if joined:
+        axes.plot(x, y, color=FLOOR, lw=2.2, ls=DASHES, label="roofline bound")
+    else:
+        axes.hlines(y, [at - 0.32 for at in x], [at + 0.32 for at in x], color=FLOOR, lw=2.2)
+        axes.plot([], [], color=FLOOR, lw=2.2, label="roofline bound")
+
+
+def _size_axis(axes: Axes, members: Sequence[Shape]) -> tuple[dict[str, int], bool]:
+    """Place each shape at the one size that varies, else at its amount of work, else side by side in that order.
+
+    Returns:
+        The places by shape, and whether they are sizes: a line from shape to shape says nothing where they are not.
+    """
+    swept = [key for key in SWEPT if all(key in shape.sizes for shape in members)]
     varied = [key for key in swept if len({shape.sizes[key] for shape in members}) > 1]
     along = [shape.sizes[varied[0]] for shape in members] if len(varied) == 1 else [_amount(shape) for shape in members]
-    if len(set(along)) < len(members):
+    if len(set(along)) < len(members) or min(along) < 1:
         axes.set_xticks(range(len(members)), [_short(shape) for shape in members], rotation=45 if len(members) > CROWDED else 0)
         axes.set_xlabel(f"{' × '.join(swept)}, by their product" if swept else "")
-        return {shape.name: place for place, shape in enumerate(members)}
+        axes.set_xlim(-0.6, len(members) - 0.4)
+        return {shape.name: place for place, shape in enumerate(members)}, False
     axes.set_xscale("log", base=2)
     ticks = _spaced(along)
     axes.set_xticks(ticks, [f"{value:,}" for value in ticks])
     axes.minorticks_off()
     fixed = ", ".join(f"{key}={members[0].sizes[key]}" for key in swept if key not in varied)
     axes.set_xlabel(" × ".join(varied) + (f" ({fixed})" if fixed else ""))
-    return dict(zip([shape.name for shape in members], along, strict=True))
+    return dict(zip([shape.name for shape in members], along, strict=True)), True
 
 
-def _time_bars(axes: Axes, result: Result, shape: Shape, direction: Direction, regime: Regime) -> int:
+def _time_bars(axes: Axes, result: Result, series: Series, shape: Shape, direction: Direction, regime: Regime) -> int:
     cells = _timed(result, shape, direction, regime)
     cells.sort(key=lambda cell: -_median(cell, regime))
     for place, cell in enumerate(cells):
         timing = believed(cell, regime)
         if timing:
             time = timing.microseconds
-            axes.plot([time.low, time.high], [place, place], color=_colour(result, cell.variant), lw=3)
-            axes.plot(time.median, place, marker=_marker(result, cell.variant), ms=6, color=_colour(result, cell.variant))
+            axes.plot([time.low, time.high], [place, place], color=series.colour(cell.variant), lw=3)
+            axes.plot(time.median, place, marker=series.marker(cell.variant), ms=6, color=series.colour(cell.variant))
             axes.annotate(q.time(time.median), (time.high, place), (7, 0), textcoords="offset points", va="center", color=INK)
     if floor := _floor(result, shape, direction):
         axes.axvline(floor, color=FLOOR, lw=2.2, ls=DASHES)
-        axes.annotate(f"floor {q.time(floor)}", (floor, len(cells) - 0.4), (3, 0), textcoords="offset points", color=FLOOR)
-    _rows(axes, [cell.variant for cell in cells], "time")
+        axes.annotate(
+            f"roofline bound {q.time(floor)}", (floor, len(cells) - 0.4), (3, 0), textcoords="offset points", color=FLOOR
+        )
+    _rows(axes, [_label(cell.variant) for cell in cells], "time")
     return len(cells)
 
 
 # Distance from the roofline
 
 
-def _distance(result: Result, direction: Direction, regime: Regime) -> list[Plot]:
+def _distance(result: Result, series: Series, direction: Direction, regime: Regime) -> list[Plot]:
     rows = [
         shape
         for shape in shapes(result, direction)
@@ -167,39 +214,44 @@ def _distance(result: Result, direction: Direction, regime: Regime) -> list[Plot
     if not rows:
         return []
     title = f"Distance from the roofline, {way(direction)}"
-    caption = (
-        f"Time over the floor ({regime}). The bar is the fastest variant, the marks are all; 1 would be the roofline itself."
-    )
-    return [_plot(title, caption, direction, lambda axes: _distance_bars(axes, result, rows, direction, regime), 0.0)]
+    caption = f"Time over the roofline bound ({regime}). The bar is the fastest variant, the marks are all; 1 is the bound."
+    return [_plot(title, caption, direction, lambda axes: _distance_bars(axes, result, series, rows, direction, regime), 0.0)]
 
 
-def _distance_bars(axes: Axes, result: Result, rows: Sequence[Shape], direction: Direction, regime: Regime) -> int:
-    marks: dict[str, list[tuple[float, int]]] = {variant: [] for variant in _variants(result)}
+def _distance_bars(
+    axes: Axes, result: Result, series: Series, rows: Sequence[Shape], direction: Direction, regime: Regime
+) -> int:
+    shown, order = series.prominent, series.order
+    marks: dict[str, list[tuple[float, int]]] = {variant: [] for variant in order}
     for place, shape in enumerate(reversed(rows)):
         far = {cell.variant: value for cell in _timed(result, shape, direction, regime) if (value := times_floor(cell, regime))}
         best = min(far, key=lambda name: far[name])
-        axes.barh(place, far[best] - 1, left=1, height=0.56, color=_colour(result, best), alpha=0.45, lw=0)
+        axes.barh(place, far[best] - 1, left=1, height=0.56, color=series.colour(best), alpha=0.45, lw=0)
         for variant, value in far.items():
             marks[variant].append((value, place))
-    for variant, points in marks.items():
-        if points:
-            style = {"marker": _marker(result, variant), "color": _colour(result, variant)}
-            axes.plot([x for x, _ in points], [y for _, y in points], ls="", ms=5, label=variant, **style)
+    for variant in sorted(order, key=lambda name: name in shown):
+        x, y = [x for x, _ in marks[variant]], [y for _, y in marks[variant]]
+        if x and variant in shown:
+            axes.plot(x, y, ls="", ms=5, label=_label(variant), marker=series.marker(variant), color=series.colour(variant))
+        elif x:
+            axes.plot(x, y, ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55)
+    if series.others:
+        axes.plot([], [], ls="", ms=3.5, marker=".", color=SOFT, alpha=0.55, label=f"{series.others} others")
     axes.axvline(1, color=FLOOR, lw=2.2, ls=DASHES)
-    _rows(axes, [shape.name for shape in reversed(rows)], "ratio")
+    _rows(axes, [_label(shape.name) for shape in reversed(rows)], "ratio")
     return len(rows)
 
 
 # Bytes
 
 
-def _bytes(result: Result) -> list[Plot]:
+def _bytes(result: Result, series: Series) -> list[Plot]:
     """The shapes with counted bytes, or the first one where nothing was counted."""
     candidates = []
     for direction in directions(result):
         for shape in shapes(result, direction):
             cells = [cell for cell in cells_at(result, shape.name, direction) if cell.traffic and cell.plan and not cell.control]
-            if cells:
+            if any(0 < cell.traffic.total < math.inf for cell in cells if cell.traffic):
                 candidates.append((any(cell.traffic.source == "ncu" for cell in cells if cell.traffic), direction, shape, cells))
     chosen = [entry for entry in candidates if entry[0]] or candidates[:1]
     made = []
@@ -207,36 +259,32 @@ def _bytes(result: Result) -> list[Plot]:
         title = f"DRAM bytes, {way(direction)}, {shape.name}"
         how = "counted by the hardware (ncu) where the bar is solid" if counted else "by arithmetic, not counted"
         caption = f"Bytes of one call, {how}; the tick is what this way of computing must move, the line the least of any."
-        made.append(_plot(title, caption, direction, lambda axes, cells=cells: _bytes_bars(axes, cells, result), 0.0))
+        made.append(_plot(title, caption, direction, lambda axes, cells=cells: _bytes_bars(axes, cells, series), 0.0))
     return made
 
 
-def _bytes_bars(axes: Axes, cells: Sequence[Cell], result: Result) -> int:
-    ordered = sorted(cells, key=lambda cell: -(cell.traffic.total if cell.traffic else 0))
+def _bytes_bars(axes: Axes, cells: Sequence[Cell], series: Series) -> int:
+    ordered = sorted(cells, key=lambda cell: -_moved(cell))
+    most = max(max(_moved(cell), cell.plan.bytes, cell.plan.least_bytes) for cell in ordered if cell.plan)
     for place, cell in enumerate(ordered):
         if cell.traffic and cell.plan:
-            counted = cell.traffic.source == "ncu"
-            axes.barh(
-                place, cell.traffic.total, height=0.6, color=_colour(result, cell.variant), alpha=0.8 if counted else 0.3, lw=0
-            )
+            alpha = 0.8 if cell.traffic.source == "ncu" else 0.3
+            axes.barh(place, _moved(cell), height=0.6, color=series.colour(cell.variant), alpha=alpha, lw=0)
             axes.plot([cell.plan.bytes] * 2, [place - 0.38, place + 0.38], color=INK, lw=2)
-            axes.annotate(
-                q.size(cell.traffic.total),
-                (cell.traffic.total, place),
-                (5, 0),
-                textcoords="offset points",
-                va="center",
-                color=INK,
-            )
+            axes.annotate(q.size(_moved(cell)), (1.4 * most, place), ha="right", va="center", color=INK)  # right of all ticks
             axes.axvline(cell.plan.least_bytes, color=FLOOR, lw=2.2, ls=DASHES)
-    axes.set_yticks(range(len(ordered)), [cell.variant for cell in ordered])
-    most = max(cell.traffic.total for cell in ordered if cell.traffic)
+    axes.set_yticks(range(len(ordered)), [_label(cell.variant) for cell in ordered])
     unit = next((scale for scale, _ in q.BYTES if most >= scale), 1.0)
-    axes.set_xlim(0, 1.25 * most)
-    axes.set_xticks([unit * step for step in _steps(most / unit)])
+    axes.set_xlim(0, 1.42 * most)
+    axes.set_xticks([unit * step for step in _steps(most / unit) if unit * step <= 1.05 * most])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}" if value else "0")
     axes.set_xlabel(q.size(unit).partition(" ")[2])
     return len(ordered)
+
+
+def _moved(cell: Cell) -> float:
+    total = cell.traffic.total if cell.traffic else 0.0
+    return total if math.isfinite(total) else 0.0
 
 
 # What the plots share
@@ -249,6 +297,7 @@ def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes],
 
     settings = {
         "svg.fonttype": "none",
+        "text.parse_math": False,
         "svg.hashsalt": title,
         "font.family": "sans-serif",
         "font.size": 9.5,
@@ -262,7 +311,8 @@ def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes],
         "ytick.color": INK,
         "xtick.minor.visible": False,
     }
-    with mpl.rc_context(settings):
+    with mpl.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the page's fonts draw the text
         figure = Figure(figsize=(WIDTH, height or 3.0), layout="constrained")
         axes = figure.add_subplot()
         rows = draw(axes)
@@ -271,24 +321,42 @@ def _plot(title: str, caption: str, direction: Direction, draw: Callable[[Axes],
         if labels:
             figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
         figure.set_figheight((height or 0.75 + 0.27 * rows) + 0.19 * lines)
-        return Plot(title, caption, direction, _svg(figure, title))
+        return Plot(one_line(title), one_line(caption), direction, _svg(figure, title))
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The figure as one SVG element whose ids are its own and whose colours are the page's."""
+    """Return the figure as one SVG element whose ids are its own and whose colours are the page's."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)
-    text = re.sub(r' xmlns(?::xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
-    own = re.sub(r"\W+", "-", title)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{own}-", text)
+    root = ET.fromstring(buffer.getvalue())  # noqa: S314 - written by matplotlib just now
+    own = f"plot-{hashlib.sha256(title.encode(errors='replace')).hexdigest()[:12]}-"
+    for parent in root.iter():
+        for child in [child for child in parent if _local(child.tag) == "metadata"]:
+            parent.remove(child)
+    for element in root.iter():
+        element.tag = _local(element.tag)
+        given = {_local(name): value for name, value in element.attrib.items()}
+        element.attrib.clear()
+        element.attrib.update({name: _page_value(name, value, own) for name, value in given.items()})
+    for size in ("width", "height"):
+        del root.attrib[size]
+    root.attrib.update({"role": "img", "aria-label": one_line(title)})
+    return ET.tostring(root, encoding="unicode").strip()
+
+
+def _local(name: str) -> str:
+    """Return a name of XML without its namespace."""
+    return name.rpartition("}")[2]
+
+
+def _page_value(name: str, value: str, own: str) -> str:
+    """Return an attribute's value with the page's colours and font, ids prefixed."""
+    if name == "id":
+        return own + value
+    value = re.sub(r"^#(?=[A-Za-z])", f"#{own}", value) if name == "href" else value.replace("url(#", f"url(#{own}")
     for colour, variable in STAND_INS.items():
-        text = text.replace(colour, variable)
-    text = re.sub(r"(font: [\d.]+px )[^;\"]*", r"\1inherit-family", text).replace("inherit-family", "var(--font)")
-    return text.replace("<svg", f'<svg role="img" aria-label="{title}"', 1).strip()
+        value = value.replace(colour, variable)
+    return re.sub(r"(font: [\d.]+px )[^;]*", r"\1var(--font)", value)
 
 
 def _rows(axes: Axes, labels: Sequence[str], kind: str) -> None:
@@ -324,21 +392,17 @@ def _timed(result: Result, shape: Shape, direction: Direction, regime: Regime) -
     return [cell for cell in cells_at(result, shape.name, direction) if not cell.control and believed(cell, regime)]
 
 
-def _variants(result: Result) -> list[str]:
-    """In the order in which they first appear: a variant has one colour in all plots of a report."""
-    return list(dict.fromkeys(cell.variant for cell in result.cells if not cell.control))
-
-
-def _colour(result: Result, variant: str) -> str:
-    return SERIES[_variants(result).index(variant) % len(SERIES)]
-
-
-def _marker(result: Result, variant: str) -> str:
-    return MARKERS[_variants(result).index(variant) % len(MARKERS)]
+def _label(name: str) -> str:
+    """Return a name as a plot shows it. Matplotlib hides what begins with an underscore from legends: a thin space goes first."""
+    label = clipped(name, LONGEST_LABEL)
+    return f"\u2009{label}" if label.startswith("_") else label
 
 
 def _floor(result: Result, shape: Shape, direction: Direction) -> float | None:
-    return next((c.plan.floor_microseconds for c in cells_at(result, shape.name, direction) if c.plan and not c.control), None)
+    """Return the roofline bound of a shape, or ``None`` where it is not known or zero."""
+    plans = (cell.plan for cell in cells_at(result, shape.name, direction) if cell.plan and not cell.control)
+    bound = next((plan.floor_microseconds for plan in plans), 0.0)
+    return bound if 0 < bound < math.inf else None
 
 
 def _median(cell: Cell, regime: Regime) -> float:
@@ -351,7 +415,7 @@ def _amount(shape: Shape) -> int:
 
 
 def _short(shape: Shape) -> str:
-    return "×".join(str(shape.sizes[key]) for key in SWEPT if key in shape.sizes) or shape.name
+    return "×".join(str(shape.sizes[key]) for key in SWEPT if key in shape.sizes) or _label(shape.name)
 
 
 def _spaced(values: Sequence[int]) -> list[int]:

@@ -1,17 +1,20 @@
 """What a report says, as plain values: made once from a result, then only spelt by the terminal, Markdown and HTML.
 
-The first screen answers three questions: what was asked and decided, on which evidence; which variant to use where; what stays
-unexplained or unmeasured. The details follow (:mod:`onelaunch.workbench.report.details`).
+The first screen answers three questions: what was asked and decided (:mod:`onelaunch.workbench.report.headline`), which variant
+to use where, and what stays unmeasured or unexplained. The criteria and the details follow
+(:mod:`onelaunch.workbench.report.details`).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onelaunch.operation import DIRECTIONS, Direction
-from onelaunch.workbench.report import quantities as q
+from onelaunch.workbench import quantities as q
+from onelaunch.workbench.decision import excluded
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio
@@ -19,6 +22,12 @@ from onelaunch.workbench.study import LOOPS, TIMES, Criterion, Selector, Shape, 
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """In the order of preference for comparing variants."""
+
+FIRST_ROWS = 8
+"""Rows of the tables on a first screen, if they are of several directions."""
+
+NO_CRITERIA = "No criteria were declared."
+NOTHING_OPEN = "Nothing: every declared variant has a believed time at every shape."
 
 FEW = 4
 """Longer lists than this are not for a first screen."""
@@ -45,7 +54,6 @@ class Summary:
     question: str
     decision: str
     """``proceed``, ``debug``, ``abandon``, ``measure more`` or ``not decided``."""
-    because: tuple[str, ...]
     facts: tuple[str, ...]
     """On what, when and how it was measured."""
     alerts: tuple[str, ...]
@@ -55,6 +63,7 @@ class Summary:
     missing: Table | None
     """Every variant that has no believed time somewhere, with the reason."""
     open: tuple[str, ...]
+    """What else was not measured, in sentences."""
 
 
 def summarize(result: Result) -> Summary:
@@ -64,14 +73,27 @@ def summarize(result: Result) -> Summary:
         name=result.study.name,
         question=result.study.question,
         decision=words(decision.kind) if decision else "not decided",
-        because=decision.because if decision else ("The study ended before anything was decided.",),
         facts=_facts(result),
         alerts=_alerts(result),
         criteria=_criteria(result),
-        use=_once([use_table(result, direction) for direction in directions(result)]),
+        use=tuple(use_table(result, direction) for direction in directions(result)),
         missing=_missing(result),
         open=_open(result),
     )
+
+
+def first_tables(tables: tuple[Table, ...]) -> tuple[tuple[Table, ...], tuple[Table, ...]]:
+    """Split tables into those of the first screen and the others: all if they are short, else the first alone.
+
+    Tables of a group share their last one's note.
+    """
+    few = sum(len(table.rows) for table in tables) <= FIRST_ROWS
+    first = len(tables) if few else 1
+    return _note_once(tables[:first]), _note_once(tables[first:])
+
+
+def _note_once(tables: tuple[Table, ...]) -> tuple[Table, ...]:
+    return (*(replace(table, note="") for table in tables[:-1]), *tables[-1:])
 
 
 # What other parts of the report ask of a result
@@ -105,8 +127,11 @@ def main_regime(result: Result) -> Regime | None:
 
 
 def believed(cell: Cell | None, regime: Regime | None) -> Timing | None:
-    """The time of a cell in a regime, if there is one to be believed."""
-    return cell.timing(regime) if cell and cell.status == "ok" and regime else None
+    """Return the time of a cell in a regime, if there is one to be believed: from a correct call, above zero and finite."""
+    timing = cell.timing(regime) if cell and cell.status == "ok" and regime else None
+    if timing is None or not timing.rounds:
+        return None
+    return timing if all(0 < value < math.inf for value in (timing.microseconds.median, *timing.rounds)) else None
 
 
 def speedup(cell: Cell | None, over: Cell | None, regime: Regime | None) -> Estimate | None:
@@ -116,9 +141,27 @@ def speedup(cell: Cell | None, over: Cell | None, regime: Regime | None) -> Esti
 
 
 def times_floor(cell: Cell, regime: Regime | None) -> float | None:
-    """A cell's time over the floor of its shape."""
+    """Return a cell's time over the roofline bound of its shape, or ``None`` where the bound is zero or not known."""
     timing = believed(cell, regime)
-    return timing.microseconds.median / cell.plan.floor_microseconds if timing and cell.plan else None
+    bound = cell.plan.floor_microseconds if cell.plan else 0.0
+    return timing.microseconds.median / bound if timing and bound > 0 else None
+
+
+def fastest(result: Result, shape: str, direction: Direction) -> Cell | None:
+    """Return the fastest correct variant's cell in the regime in which variants are compared."""
+    regime = main_regime(result)
+    timed = {
+        timing.microseconds.median: cell
+        for cell in reversed(cells_at(result, shape, direction))
+        if not cell.control and (timing := believed(cell, regime))
+    }
+    return timed[min(timed)] if timed else None
+
+
+def noise_floor(result: Result, cell: Cell, regime: Regime | None) -> float:
+    """Return the smallest factor that may be claimed at a cell's shape, 1 where no A/A run tells it."""
+    wanted = (cell.shape, cell.direction, regime)
+    return next((noise.floor for noise in result.noise if (noise.shape, noise.direction, noise.regime) == wanted), 1.0)
 
 
 def way(direction: str) -> str:
@@ -149,8 +192,8 @@ def asked(criterion: Criterion, study: Study) -> str:
     what = {
         "speedup": f"{of} {bound}x as fast as {over}",
         "time_ratio": f"{of} takes {bound}x the time of {over}",
-        "time": f"{of} takes {bound} us",
-        "time_over_floor": f"{of} takes {bound}x its floor",
+        "time": f"{of} takes {bound} µs",
+        "time_over_floor": f"{of} takes {bound}x its roofline bound",
         "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
         "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
         "peak_memory_ratio": f"{of} takes {bound}x the peak memory of {over}",
@@ -176,21 +219,20 @@ def use_table(result: Result, direction: Direction) -> Table:
     over_name = reference(result)
     rows, counts = [], []
     for shape in shapes(result, direction):
-        cells = {cell.variant: cell for cell in cells_at(result, shape.name, direction) if not cell.control}
-        timed = {name: timing.microseconds for name, cell in cells.items() if (timing := believed(cell, regime))}
-        if not timed:
+        best = fastest(result, shape.name, direction)
+        time = believed(best, regime)
+        if best is None or time is None:
             rows.append((shape.name, sizes(shape), "none was timed", q.NONE, q.NONE, q.NONE))
             continue
-        name = min(timed, key=lambda name: timed[name].median)
-        best, time, over = cells[name], timed[name], cells.get(over_name)
-        counts.append(time.samples)
+        over = result.cell(shape.name, over_name, direction)
+        counts.append(time.microseconds.samples)
         gain, distance = speedup(best, over, regime), times_floor(best, regime)
         rows.append(
             (
                 shape.name,
                 sizes(shape),
-                " or ".join([name, *_as_good(result, best, [cells[other] for other in timed], regime)]),
-                q.interval(time),
+                " or ".join([best.variant, *_as_good(result, best, regime)]),
+                q.interval(time.microseconds),
                 "the reference" if best is over else q.ratio_interval(gain) if gain else q.NONE,
                 q.ratio(distance) if distance else q.NONE,
             )
@@ -198,10 +240,10 @@ def use_table(result: Result, direction: Direction) -> Table:
     how = f"{regime}, median [95 % interval] of {q.span(counts)} rounds" if regime else "nothing was timed"
     return Table(
         f"{way(direction).capitalize()}: {how}",
-        columns("shape", "?sizes", "use", ">time", ">speed", ">/ floor"),
+        columns("shape", "?sizes", "use", ">time", ">speed", ">/ bound"),
         tuple(rows),
-        f"Speed: over {over_name}{_instead(result)}. Floor: least bytes and FLOPs at the measured ceilings. "
-        "A second name is as good within the noise.",
+        f"Speed is over {over_name}{_instead(result)}. The bound is the roofline bound: the fewest bytes and FLOPs at the "
+        "measured peaks. A second name is as fast within the noise.",
     )
 
 
@@ -211,11 +253,6 @@ def use_table(result: Result, direction: Direction) -> Table:
 def _instead(result: Result) -> str:
     """Why the reference is not the declared baseline, when it is not."""
     return "" if reference(result) == result.study.baseline else f", as the baseline {result.study.baseline} was not timed"
-
-
-def _once(tables: list[Table]) -> tuple[Table, ...]:
-    """Tables that share a note show it under the last."""
-    return (*(replace(table, note="") for table in tables[:-1]), *tables[-1:])
 
 
 def _facts(result: Result) -> tuple[str, ...]:
@@ -249,19 +286,23 @@ def _criteria(result: Result) -> Table | None:
     judged = {outcome.criterion.name: outcome for outcome in result.outcomes}
     if not result.study.criteria:
         return None
-    return Table(
-        "",
-        columns("criterion", "status", "?asked", "evidence"),
-        tuple(_criterion(criterion, judged.get(criterion.name), result) for criterion in result.study.criteria),
-    )
+    rows = [_criterion(criterion, judged.get(criterion.name), result) for criterion in result.study.criteria]
+    rows.sort(key=lambda row: row[1].endswith("(excluded)"))  # what the decision rests on comes first
+    return Table("", columns("criterion", "status", "?asked", "evidence"), tuple(rows))
 
 
 def _criterion(criterion: Criterion, outcome: Outcome | None, result: Result) -> tuple[str, ...]:
     demand = asked(criterion, result.study)
     if outcome is None:
         return (criterion.name, "not measured", demand, "The study ended before this was judged.")
-    chosen = f" Best of {outcome.best_of} candidates." if outcome.best_of > 1 else ""
-    return (criterion.name, words(outcome.status), demand, outcome.evidence + chosen)
+    evidence = outcome.evidence
+    if outcome.best_of > 1 and "best of" not in evidence:
+        evidence += f" Best of {outcome.best_of} candidates."
+    why_not = excluded(result, outcome)
+    if why_not is None:
+        return (criterion.name, words(outcome.status), demand, evidence)
+    reason = why_not.replace(outcome.evidence, "").rstrip(" :.").removeprefix("is ")
+    return (criterion.name, f"{words(outcome.status)} (excluded)", demand, f"{reason[:1].upper()}{reason[1:]}. {evidence}")
 
 
 def _missing(result: Result) -> Table | None:
@@ -305,12 +346,7 @@ def _where(cells: Sequence[Cell], result: Result) -> str:
 
 
 def _open(result: Result) -> tuple[str, ...]:
-    lines = list(result.decision.unexplained) if result.decision else []
-    for status in ("inconclusive", "not_measured", "infeasible"):
-        names = [outcome.criterion.name for outcome in result.outcomes if outcome.status == status]
-        if names:
-            which = ", ".join(names) if len(names) <= FEW else f"{len(names)} of {len(result.outcomes)}, listed above"
-            lines.append(f"{'Criterion' if len(names) == 1 else 'Criteria'} {words(status)}: {which}.")
+    lines: list[str] = []
     lines += _uncounted(result)
     if main_regime(result) and not result.noise:
         lines.append("No A/A run: the smallest difference that may be claimed here is not known.")
@@ -347,15 +383,17 @@ def _regimes_timed(result: Result) -> set[str]:
     return {timing.regime for cell in result.cells for timing in cell.timings}
 
 
-def _as_good(result: Result, best: Cell, timed: Iterable[Cell], regime: Regime | None) -> list[str]:
-    """Variants whose time differs from the best one's by no more than the noise."""
-    floor = next((n.floor for n in result.noise if (n.shape, n.direction, n.regime) == (best.shape, best.direction, regime)), 1.0)
-    gains = {cell.variant: speedup(best, cell, regime) for cell in timed if cell is not best}
-    return [name for name, gain in gains.items() if gain and gain.low <= floor]
+def _as_good(result: Result, best: Cell, regime: Regime | None) -> list[str]:
+    """Return the variants whose time differs from the best one's by no more than the noise."""
+    noise = noise_floor(result, best, regime)
+    others = [cell for cell in cells_at(result, best.shape, best.direction) if not cell.control and cell is not best]
+    gains = {cell.variant: speedup(best, cell, regime) for cell in others}
+    return [name for name, gain in gains.items() if gain and gain.low <= noise]
 
 
 def _asked_at(criterion: Criterion, study: Study) -> str:
-    names = [shape.name for shape in study.shapes_of(criterion)]
+    at = [shape.name for shape in study.shapes_of(criterion)] if criterion.at is None else criterion.at
+    names = [at] if isinstance(at, str) else list(at)
     where = ", ".join(names)
     if criterion.at is None:
         where = f"every {'full-scale ' if study.at_scale('full') else ''}shape"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
+
+from onelaunch.workbench.report.text import LONG, attribute, html, one_line
+from onelaunch.workbench.report.text import markdown as _markdown
 
 if TYPE_CHECKING:
     import rich.table
@@ -41,6 +43,11 @@ TONES: Mapping[str, Tone] = {
     "not installed": "quiet",
     "cannot run": "quiet",
     "same": "quiet",
+    "met (excluded)": "quiet",
+    "missed (excluded)": "quiet",
+    "inconclusive (excluded)": "quiet",
+    "not measured (excluded)": "quiet",
+    "infeasible (excluded)": "quiet",
 }
 """How a status word is coloured. Colour never says anything that the word does not."""
 
@@ -49,9 +56,6 @@ STYLES: Mapping[Tone, str] = {"good": "green", "bad": "red", "open": "yellow", "
 
 ROOMY = 100
 """A terminal of at least this many columns shows optional columns too."""
-
-LONG = 40
-"""A text of more characters than this is a sentence: it gets room on a page, and wraps."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +108,15 @@ def to_html(table: Table) -> str:
     stacks = ' class="stacks"' if any(len(text) > LONG for row in table.rows for text in row) else ""
     parts = ['<figure class="table">']
     if table.title:
-        parts.append(f"<figcaption>{html.escape(table.title)}</figcaption>")
+        parts.append(f"<figcaption>{html(table.title)}</figcaption>")
     parts.append(f'<div class="scroll" tabindex="0"><table{stacks}><thead><tr>')
-    parts += [f"<th{_html_class(column)}>{html.escape(column.title)}</th>" for column in table.columns]
+    parts += [f"<th{_html_class(column)}>{html(column.title)}</th>" for column in table.columns]
     parts.append("</tr></thead><tbody>")
     for row in table.rows:
         parts.append(f"<tr>{''.join(map(_html_cell, row, table.columns))}</tr>")
     parts.append("</tbody></table></div>")
     if table.note:
-        parts.append(f'<p class="note">{html.escape(table.note)}</p>')
+        parts.append(f'<p class="note">{html(table.note)}</p>')
     return "\n".join([*parts, "</figure>"])
 
 
@@ -122,12 +126,13 @@ def to_rich(table: Table, width: int) -> rich.table.Table:
     from rich.table import Table as RichTable
     from rich.text import Text
 
+    table = _plain(table)
     shown = [index for index, column in enumerate(table.columns) if width >= ROOMY or not column.optional]
     drawn = RichTable(
-        title=table.title or None,
+        title=Text(table.title) if table.title else None,
         title_justify="left",
         title_style="italic",
-        caption=table.note or None,
+        caption=Text(table.note) if table.note else None,
         caption_justify="left",
         caption_style="dim",
         box=box.SIMPLE_HEAD,
@@ -140,7 +145,7 @@ def to_rich(table: Table, width: int) -> rich.table.Table:
         column = table.columns[index]
         right = column.right
         drawn.add_column(
-            column.title,
+            Text(column.title),
             justify="right" if right else "left",
             no_wrap=right and whole,
             overflow="fold",
@@ -149,6 +154,13 @@ def to_rich(table: Table, width: int) -> rich.table.Table:
     for row in table.rows:
         drawn.add_row(*(Text(row[index], style=STYLES[TONES[row[index]]] if row[index] in TONES else "") for index in shown))
     return drawn
+
+
+def _plain(table: Table) -> Table:
+    """Return the table with every text on one line and without hidden characters."""
+    heads = tuple(replace(column, title=one_line(column.title)) for column in table.columns)
+    rows = tuple(tuple(map(one_line, row)) for row in table.rows)
+    return Table(one_line(table.title), heads, rows, one_line(table.note))
 
 
 def _fits(table: Table, shown: list[int], width: int) -> bool:
@@ -161,28 +173,21 @@ def _fits(table: Table, shown: list[int], width: int) -> bool:
 
 
 def _longest_word(table: Table, index: int) -> int:
-    texts = [table.columns[index].title, *(row[index] for row in table.rows)]
-    return max((len(word) for text in texts for word in text.split() if len(word) <= LONG), default=0)
+    cells = [table.columns[index].title, *(row[index] for row in table.rows)]
+    return max((len(word) for text in cells for word in text.split() if len(word) <= LONG), default=0)
 
 
-def _markdown(text: str) -> str:
-    """Text that Markdown leaves as it is."""
-    for mark in "\\|<`*":
-        text = text.replace(mark, "\\" + mark)
-    return " ".join(text.split())
-
-
-def _markdown_row(texts: Iterable[str], widths: list[int], heads: tuple[Column, ...]) -> str:
+def _markdown_row(cells: Iterable[str], widths: list[int], heads: tuple[Column, ...]) -> str:
     cells = (
-        text.rjust(width) if column.right else text.ljust(width) for text, width, column in zip(texts, widths, heads, strict=True)
+        text.rjust(width) if column.right else text.ljust(width) for text, width, column in zip(cells, widths, heads, strict=True)
     )
     return f"| {' | '.join(cells)} |"
 
 
 def _html_cell(text: str, column: Column) -> str:
     tone = TONES.get(text)
-    content = f'<span class="{tone}">{html.escape(text)}</span>' if tone else html.escape(text)
-    return f'<td{_html_class(column, text)} data-head="{html.escape(column.title)}">{content}</td>'
+    content = f'<span class="{tone}">{html(text)}</span>' if tone else html(text)
+    return f'<td{_html_class(column, text)} data-head="{attribute(column.title)}">{content}</td>'
 
 
 def _html_class(column: Column, text: str = "") -> str:

@@ -1,6 +1,8 @@
-"""The first screen of a report for a terminal."""
+"""The first screen of a report for a terminal, in which no text of a result is markup or a command to the terminal."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.markdown import Markdown
@@ -8,8 +10,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from onelaunch.workbench.report.details import details
-from onelaunch.workbench.report.summary import summarize
+from onelaunch.workbench.report.headline import headline, unexplained
+from onelaunch.workbench.report.summary import NO_CRITERIA, NOTHING_OPEN, first_tables, summarize
 from onelaunch.workbench.report.tables import STYLES, TONES, to_rich
+from onelaunch.workbench.report.text import one_line, visible
 from onelaunch.workbench.result import Result
 
 
@@ -19,39 +23,44 @@ def show(result: Result, console: Console, *, full: bool = False) -> None:
 
 
 def render(result: Result, width: int, *, full: bool = False) -> Group:
-    """The report as one thing that rich prints on a terminal of that many columns."""
-    summary = summarize(result)
+    """Return the report as one thing that rich prints on a terminal of that many columns."""
+    summary, head = summarize(result), headline(result)
+    first, later = first_tables(summary.use)
     parts: list[RenderableType] = [
-        Text.assemble((summary.name, "bold"), "  ", summary.question),
-        Text(" · ".join(summary.facts), style="dim"),
+        Text.assemble((one_line(summary.name), "bold"), "  ", one_line(summary.question)),
+        Text(one_line(" · ".join(summary.facts)), style="dim"),
     ]
-    parts += [Text.assemble(("! ", "bold yellow"), alert) for alert in summary.alerts]
+    parts += [Text.assemble(("! ", "bold yellow"), one_line(alert)) for alert in summary.alerts]
     parts += [Text(), Text.assemble("Decision: ", (summary.decision, f"bold {STYLES[TONES.get(summary.decision, 'open')]}"))]
-    parts += _list(summary.because)
-    if summary.criteria:
-        parts.append(to_rich(summary.criteria, width))
-    parts += _heading("Which variant to use")
-    parts += [to_rich(table, width) for table in summary.use]
-    parts += _heading("Unexplained or unmeasured")
-    parts += _list(summary.open or (() if summary.missing else ("Nothing: every declared cell has a believed time.",)))
+    parts += [Text(one_line(line)) for line in (*head.found, head.sentence, *head.elsewhere)]
+    parts += _heading("What was found")
+    parts += [to_rich(table, width) for table in first] or [Text("Nothing was timed.")]
+    parts += _heading("Not measured or unexplained")
+    left_open = (*unexplained(result, head.grounds), *summary.open)
+    parts += _list(left_open or (() if summary.missing else (NOTHING_OPEN,)))
     if summary.missing:
         parts.append(to_rich(summary.missing, width))
+    parts += _heading("Criteria")
+    parts += _list(head.grounds)
+    parts.append(to_rich(summary.criteria, width) if summary.criteria else Text(NO_CRITERIA))
+    if later:
+        parts += [*_heading("Which variant to use, continued"), *(to_rich(table, width) for table in later)]
     for section in details(result) if full else ():
         parts += _heading(section.title)
-        parts += [Padding(Text(paragraph), (0, 0, 1, 0)) for paragraph in section.text]
+        parts += [Padding(Text(one_line(paragraph)), (0, 0, 1, 0)) for paragraph in section.text]
         parts += [to_rich(table, width) for table in section.tables]
-        parts += [Markdown(section.notes)] if section.notes else []
+        parts += [Markdown(visible(section.notes), hyperlinks=False)] if section.notes else []
     return Group(*parts)
 
 
 def _heading(title: str) -> list[RenderableType]:
-    return [Text(), Text(title, style="bold")]
+    return [Text(), Text(one_line(title), style="bold")]
 
 
-def _list(lines: tuple[str, ...]) -> list[RenderableType]:
+def _list(lines: Sequence[str]) -> list[RenderableType]:
     from rich.table import Table as Grid
 
     grid = Grid.grid(padding=(0, 1))
     for line in lines:
-        grid.add_row("-", Text(line))
+        grid.add_row("-", Text(one_line(line)))
     return [grid] if lines else []

@@ -1,0 +1,288 @@
+"""The first lines of a report: the decision in one sentence with its strongest evidence, computed from the result.
+
+A run that could not measure what its study asks, such as a CPU's run of a study of GPU kernels, first says what it did find, and
+then what a committed result of the same study says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from onelaunch.operation import Direction
+from onelaunch.workbench import quantities as q
+from onelaunch.workbench.decision import excluded
+from onelaunch.workbench.report.committed import committed
+from onelaunch.workbench.report.summary import (
+    directions,
+    fastest,
+    main_regime,
+    noise_floor,
+    reference,
+    selector,
+    shapes,
+    speedup,
+    way,
+)
+from onelaunch.workbench.report.tables import words
+from onelaunch.workbench.result import Cell, Estimate, Outcome, Result
+from onelaunch.workbench.study import TIMES, Criterion, Measure
+
+STRONGEST_FIRST: tuple[Measure, ...] = (
+    "speedup",
+    "time_ratio",
+    "peak_memory_ratio",
+    "dram_bytes_ratio",
+    "dram_bytes_over_least",
+    "time_over_floor",
+    "time",
+    "launches",
+    "barriers",
+    "error",
+)
+"""Measures in the order in which a headline quotes them."""
+
+COUNTED = re.compile(r"(Every criterion is met|None of \d+ criteria|\d+ of \d+ criteria|Set aside: )")
+"""How a decision's own sentences begin that only count or repeat criteria."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What a report says before anything else."""
+
+    found: tuple[str, ...]
+    """What this machine could answer, where it could not answer the study's question."""
+    sentence: str
+    """Why the decision is what it is."""
+    elsewhere: tuple[str, ...]
+    """What committed results of the same study say, where this machine could not answer its question."""
+    grounds: tuple[str, ...]
+    """What the decision says beyond the criteria's own evidence."""
+
+
+def headline(result: Result) -> Headline:
+    """Return the first lines of a result's report."""
+    needing = _needing_another_scale(result)
+    sentence, used = _sentence(result, needing)
+    answered = any(outcome.values for outcome in result.outcomes if outcome not in needing)
+    return Headline(
+        found=_found(result) if needing or not answered else (),
+        sentence=sentence,
+        elsewhere=_elsewhere(result) if needing else (),
+        grounds=tuple(line for line in _grounds(result) if line != used),
+    )
+
+
+def counts(result: Result, leaving_out: Sequence[Outcome] = ()) -> str:
+    """Return how many criteria are met, and what became of the others: ``7 of 10 criteria are met, 3 are excluded ...``."""
+    outcomes = [outcome for outcome in result.outcomes if outcome not in leaving_out]
+    left = [outcome for outcome in outcomes if excluded(result, outcome) is None]
+    by_status = Counter(outcome.status for outcome in left)
+    met = by_status.pop("met", 0)
+    others = [f"{_are(count)} {words(status)}" for status, count in by_status.most_common()]
+    others += [f"{_are(len(outcomes) - len(left))} excluded (do not decide)"] if len(left) < len(outcomes) else []
+    if leaving_out:
+        return ", ".join([*([f"{_are(met)} met"] if met else []), *others])
+    total = len(outcomes)
+    head = f"all {total} criteria are met" if met == total > 1 else f"{met} of {total} criteria {'is' if met == 1 else 'are'} met"
+    return ", ".join([head, *others])
+
+
+def clause(result: Result, outcome: Outcome) -> str:
+    """Return what was measured for a criterion as a short clause with its interval, or nothing where nothing was."""
+    criterion, values = outcome.criterion, outcome.values
+    if not values:
+        return ""
+    of, over = _measured_one(result, outcome), selector(result.study.over(criterion))
+    if outcome.overall is not None:
+        amount, at = _amount(criterion, outcome.overall), f"in the geometric mean over {q.plural(len(values), 'shape')}"
+    elif len(values) == 1:
+        ((shape, value),) = values.items()
+        amount, at = _amount(criterion, value), f"at {shape}"
+    else:
+        ends = [q.number(pick(value.median for value in values.values())) for pick in (min, max)]
+        amount = f"{ends[0]} to {ends[1]}{_unit(criterion)}"
+        at = f"at {len(values)} shapes"
+    said = {
+        "speedup": f"{of} is {amount} as fast as {over}",
+        "time_ratio": f"{of} takes {amount} the time of {over}",
+        "time": f"{of} takes {amount}",
+        "time_over_floor": f"{of} takes {amount} its roofline bound",
+        "dram_bytes_ratio": f"the DRAM bytes of {over} are {amount} those of {of}",
+        "dram_bytes_over_least": f"the DRAM bytes of {of} are {amount} the least",
+        "peak_memory_ratio": f"{of} takes {amount} the peak memory of {over}",
+        "launches": f"{of} launches {amount} times a call",
+        "barriers": f"{of} meets {amount} barriers over the grid a call",
+        "error": f"the norm-wise error of {of} is {amount}",
+    }[criterion.measure]
+    other = f" at {criterion.over_at}, itself" if criterion.over_at is not None else ""
+    how = [way(criterion.direction), *([criterion.regime] if criterion.measure in TIMES else [])]
+    return f"{said}{other} {at} ({', '.join(how)})"
+
+
+def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
+    """Return the decision's sentence, and that of its own grounds which the sentence repeats."""
+    if result.decision is None:
+        return "The study ended before anything was decided.", ""
+    if not result.outcomes:
+        return (result.decision.because or ("No criterion was declared.",))[0], (*result.decision.because, "")[0]
+    left = [outcome for outcome in result.outcomes if excluded(result, outcome) is None]
+    statuses = ("met", "missed", "infeasible", "inconclusive")
+    by_status = {status: [outcome for outcome in left if outcome.status == status] for status in statuses}
+    kind, grounds = result.decision.kind, _grounds(result)
+    if kind == "debug" and not by_status["missed"] and grounds:
+        return f"{grounds[0].rstrip('.')}; {counts(result)}.", grounds[0]
+    if kind in ("debug", "abandon") and (failed := by_status["missed" if kind == "debug" else "infeasible"]):
+        return f"{_failing(result, min(failed, key=_margin))}; {counts(result)}.", ""
+    if kind == "measure_more" and needing:
+        scale = "full" if result.provenance.scale == "small" else "small"
+        where = "a GPU" if scale == "full" else "a CPU's shapes"
+        asked = f"{len(needing)} of {q.plural(len(result.outcomes), 'criterion', 'criteria')}"
+        asks = "asks" if len(needing) == 1 else "ask"
+        others = counts(result, leaving_out=needing)
+        return f"{asked} {asks} for {scale} scale, which needs {where}{f'; of the others, {others}' if others else ''}.", ""
+    if kind == "measure_more" and by_status["inconclusive"]:
+        return f"{_failing(result, min(by_status['inconclusive'], key=_margin))}; {counts(result)}.", ""
+    measured = [outcome for outcome in by_status["met"] if outcome.values]
+    best = min(measured, key=lambda one: (STRONGEST_FIRST.index(one.criterion.measure), -_margin(one)), default=None)
+    said = clause(result, best) if best else ""
+    loose = kind == "measure_more" and len(by_status["met"]) == len(left) > 0
+    unexplained = ", but a saving that they rest on is not explained" if loose else ""
+    text = "; ".join(part for part in (said, f"{counts(result)}{unexplained}.") if part)
+    return (text if said.startswith(_names(result)) else text[:1].upper() + text[1:]), ""
+
+
+def _failing(result: Result, outcome: Outcome) -> str:
+    """Return how a criterion failed: its name, what was measured, and what was asked."""
+    said = clause(result, outcome)
+    status = "out of reach" if outcome.status == "infeasible" else words(outcome.status)
+    measured = f": {said}, {outcome.criterion.bound} was asked" if said else ""
+    return f"{outcome.criterion.name!r} is {status}{measured}"
+
+
+def _margin(outcome: Outcome) -> float:
+    """Return by which factor the worst value of a criterion is better than its bound; below 1 it is worse."""
+    values = [outcome.overall] if outcome.overall else list(outcome.values.values())
+    criterion = outcome.criterion
+    factors = []
+    for value in values:
+        if criterion.at_least:
+            factors.append(value.median / criterion.at_least)
+        elif criterion.at_most and value.median > 0:
+            factors.append(criterion.at_most / value.median)
+        else:
+            factors.append(1.0)
+    return min(factors, default=0.0)
+
+
+def _amount(criterion: Criterion, value: Estimate) -> str:
+    if criterion.measure == "time":
+        return q.interval(value)
+    if criterion.measure == "error":
+        return q.scientific(value.median)
+    if criterion.measure in TIMES:
+        return q.ratio_interval(value)
+    return f"{q.number(value.median)}{_unit(criterion)}"
+
+
+def _unit(criterion: Criterion) -> str:
+    return {"time": " µs", "launches": "", "barriers": "", "error": ""}.get(criterion.measure, "x")
+
+
+def _measured_one(result: Result, outcome: Outcome) -> str:
+    """Return the variant that a criterion was asked of; of a choice by tags, the one that its evidence names."""
+    chosen = outcome.criterion.of
+    if isinstance(chosen, str):
+        return chosen
+    first = outcome.evidence.partition(" ")[0]
+    return first if first in _names(result) else selector(chosen)
+
+
+def _names(result: Result) -> tuple[str, ...]:
+    return tuple({cell.variant for cell in result.cells})
+
+
+def _are(count: int) -> str:
+    return f"{count} {'is' if count == 1 else 'are'}"
+
+
+# What a machine could answer, and what others did
+
+
+def _needing_another_scale(result: Result) -> list[Outcome]:
+    """Return the criteria that decide and are asked at shapes of a scale that did not run."""
+    ran = {cell.shape for cell in result.cells}
+    scales = {shape.name: shape.scale for shape in result.study.shapes}
+
+    def elsewhere(outcome: Outcome) -> bool:
+        asked = [shape.name for shape in result.study.shapes_of(outcome.criterion)]
+        return not ran.intersection(asked) and all(scales[name] != result.provenance.scale for name in asked)
+
+    open_ones = [one for one in result.outcomes if one.status != "met" and excluded(result, one) is None]
+    return [outcome for outcome in open_ones if elsewhere(outcome)]
+
+
+def _found(result: Result) -> tuple[str, ...]:
+    """Return for each direction the largest gain over the reference that is beyond the noise."""
+    regime = main_regime(result)
+    if regime is None:
+        return ("Nothing was timed.",)
+    sentences = [line for direction in directions(result) if (line := _largest_gain(result, direction))]
+    here = "CPU" if result.provenance.slug.startswith("cpu") else "GPU"
+    if not sentences:
+        return (f"On this {here} no variant was faster than {reference(result)} by more than the noise ({regime}).",)
+    return (f"On this {here} {'; '.join(sentences)}.",)
+
+
+def _largest_gain(result: Result, direction: Direction) -> str:
+    regime, over_name = main_regime(result), reference(result)
+    gains: list[tuple[Estimate, Cell, Cell]] = []
+    for shape in shapes(result, direction):
+        best, over = fastest(result, shape.name, direction), result.cell(shape.name, over_name, direction)
+        gain = speedup(best, over, regime)
+        if best and over and gain and gain.low > noise_floor(result, best, regime):
+            gains.append((gain, best, over))
+    if not gains:
+        return ""
+    gain, best, over = max(gains, key=lambda each: each[0].median)
+    how = f"({way(direction)}, {regime})"
+    return f"{best.variant} is {q.ratio_interval(gain)} as fast as {over_name} at {best.shape} {how}"
+
+
+def _elsewhere(result: Result) -> tuple[str, ...]:
+    """Return what committed results of the same study on other devices say."""
+    lines = []
+    for entry in committed(result.study.name):
+        if entry.slug != result.provenance.slug:
+            same = entry.study_digest == result.study_digest
+            digest = f"study {entry.study_digest[:8]}" + ("" if same else ", declared differently from the study that ran here")
+            source = f"{entry.date[:10]}, commit {entry.commit[:12]}, {digest}"
+            lines.append(f"On {entry.device} ({source}): {entry.decision}; {entry.sentence}")
+    return tuple(lines)
+
+
+# What the decision says itself
+
+
+def _grounds(result: Result) -> list[str]:
+    """Return the sentences of the stored decision without what the table of criteria says."""
+    if result.decision is None:
+        return []
+    kept = []
+    for line in result.decision.because:
+        quoted = [outcome for outcome in result.outcomes if outcome.evidence and outcome.evidence in line]
+        if quoted:
+            rest = line.partition(quoted[0].evidence)[2].strip()
+            kept += [f"{quoted[0].criterion.name!r}: {rest}"] if rest and not COUNTED.match(line) else []
+        elif not COUNTED.match(line):
+            kept.append(line)
+    return list(dict.fromkeys(kept))
+
+
+def unexplained(result: Result, grounds: Iterable[str]) -> tuple[str, ...]:
+    """Return what the stored decision leaves open, without what its grounds say already."""
+    said = tuple(grounds)
+    left = result.decision.unexplained if result.decision else ()
+    return tuple(line for line in left if not any(line.rstrip(".") in ground for ground in said))

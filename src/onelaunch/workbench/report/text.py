@@ -1,0 +1,109 @@
+"""Text from studies and results, made safe for each form of a report.
+
+Names, questions, reasons and notes may come from a file that somebody else wrote. In every form they read as they were written,
+and none of them becomes markup: no element, link, heading or table cell, and no command to a terminal.
+"""
+
+from __future__ import annotations
+
+import html as standard_html
+import re
+import unicodedata
+
+from markupsafe import Markup
+
+LONG = 40
+"""A text of more characters than this is a sentence: it gets room on a page, and wraps."""
+
+CONTROL_PICTURES = 0x2400
+"""First of the Unicode symbols for control characters: ``\\x1b`` is shown as the symbol for ESC."""
+
+HIDDEN = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
+"""Unicode categories of characters that a reader cannot see, or that reorder or break the text around them."""
+
+MICROSECONDS = re.compile(r"(?<=\d) us\b")
+"""The unit as results of earlier versions spell it in their sentences."""
+
+MARKDOWN_ALWAYS = re.compile(r"[\\`*<|~$]")
+"""Characters that can begin markup anywhere."""
+
+MARKDOWN_SOMEWHERE = re.compile(
+    r"(?<![^\W_])_+"  # an underscore that no letter or digit precedes
+    r"|_+(?![^\W_])"  # or follows: inside a word it is no emphasis
+    r"|\](?=[(:\[{])"  # the end of a link's text
+    r"|&(?=#?\w+;)"  # an entity
+    r"|:(?=//)"  # an address that some readers make a link
+    r"|(?<=\bwww)\.",
+    re.IGNORECASE,
+)
+"""Characters that begin markup in some places only, so that ordinary text keeps its look."""
+
+MARKDOWN_START = re.compile(
+    r"(?:(?P<digits>\d{1,9})(?=[.)](?:\s|$)))?"  # of an ordered list
+    r"(?:(?<=\d)[.)]|#{1,6}(?=\s|$)|[-+](?=\s|$)|[-=]{2,}\s*$|\+{3}|>|%|:(?=[\s:])|\((?=[^)]*\)=)|\[(?=[ xX]\]))"
+)
+"""What begins a heading, quotation, list, rule, directive, comment, target or task at the start of a line."""
+
+OPTION = re.compile(r"(?<![\w-])--\w[\w-]*(?: [\w.]+)?")
+"""A command-line option with its value, such as ``--scale full``."""
+
+
+def visible(text: str) -> str:
+    """Return the text with every invisible or control character replaced by a symbol; line breaks and tabs stay."""
+    return text if text.isprintable() else "".join(_symbol(character) for character in text)
+
+
+def one_line(text: str) -> str:
+    """Return the text as one line without hidden characters, its microseconds spelt ``µs``."""
+    return MICROSECONDS.sub(" µs", visible(" ".join(text.split())))
+
+
+def clipped(text: str, most: int) -> str:
+    """Return the text on one line of at most ``most`` characters, the rest replaced by an ellipsis."""
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"
+
+
+def markdown(text: str) -> str:
+    """Return the text as one line that CommonMark and GitHub's Markdown show as it is, in a paragraph, list or table cell."""
+    escaped = MARKDOWN_ALWAYS.sub(r"\\\g<0>", one_line(text))
+    escaped = MARKDOWN_SOMEWHERE.sub(lambda found: "".join(f"\\{mark}" for mark in found[0]), escaped)
+    begins = MARKDOWN_START.match(escaped)
+    if begins:
+        at = begins.end("digits") if begins["digits"] else 0
+        escaped = f"{escaped[:at]}\\{escaped[at:]}"
+    return re.sub(r"(#+)$", r"\\\1", escaped)
+
+
+def markdown_block(text: str) -> str:
+    """Return text of several lines as a code block of Markdown, which no line of it can end."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{visible(text)}\n{fence}"
+
+
+def html(text: str) -> Markup:
+    """Return the text escaped for HTML, where it breaks no line inside an option such as ``--scale full``."""
+    line = one_line(text)
+    parts: list[str] = []
+    end = 0
+    for option in OPTION.finditer(line):
+        parts += [
+            standard_html.escape(line[end : option.start()]),
+            f'<span class="option">{standard_html.escape(option[0])}</span>',
+        ]
+        end = option.end()
+    return Markup("".join([*parts, standard_html.escape(line[end:])]))  # noqa: S704 - every part is escaped
+
+
+def attribute(text: str) -> str:
+    """Return the text escaped for a quoted attribute of HTML or SVG."""
+    return standard_html.escape(one_line(text), quote=True)
+
+
+def _symbol(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in HIDDEN:
+        return character
+    if ord(character) < ord(" "):
+        return chr(CONTROL_PICTURES + ord(character))
+    return "\u2421" if character == "\x7f" else "\ufffd"

@@ -1,0 +1,59 @@
+"""A result whose every text comes from somebody hostile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onelaunch.workbench.result import Result
+from tests.workbench import results
+
+ELEMENT = '"><script>document.title="PWNED"</script><img src=x onerror=document.title="PWNED">'
+HANDLER = '" onload="document.title=\'PWNED\'" x="'
+LINK = "[here](javascript:document.title='PWNED') ![picture](https://example.org/p.png)"
+STRUCTURE = "a | b\n\n# Heading\n\n---\n<b>bold</b>\n- item\n`code` *em* __strong__ $x_{$ &lt;"
+CODES = "\x1b[2J\x1b]8;;http://example.org\x07 [red]markup[/red] \x00\u202e"
+ATTACK = f"{ELEMENT} {HANDLER} {LINK} {STRUCTURE} {CODES}"
+NOTES = f"# Notes\n\n{ELEMENT}\n\n{LINK} <javascript:alert(1)> [data](data:text/html,x) [page](https://example.org/)\n\n```\n{CODES}\n"
+
+FIXED = frozenset(
+    {
+        "operation",
+        "direction",
+        "directions",
+        "regime",
+        "regimes",
+        "over_regime",
+        "status",
+        "kind",
+        "measure",
+        "scale",
+        "source",
+        "combine",
+        "study_digest",
+        "traffic_source",
+        "slug",
+    }
+)
+"""Fields that hold one of a few words, or that nothing shows as they are."""
+
+
+def hostile(attack: str = ATTACK) -> Result:
+    """A result that is valid, and in which every free text, name and key ends with the attack."""
+    honest = results.proceed_on_gpu().model_dump(mode="json")
+    honest["cells"][0] |= {"status": "error", "reason": "failed"}
+    honest["notes"] = ["No A/A run at target"]
+    honest["study"]["notes"] = ""
+    poisoned = _poison(honest, attack)
+    poisoned["study"]["notes"] = NOTES
+    return Result.model_validate(poisoned)
+
+
+def _poison(value: Any, attack: str, key: str = "") -> Any:
+    if isinstance(value, dict):
+        names = key in ("values", "versions", "clocks", "options", "matrix_flops_per_second")
+        return {f"{name}{attack}" if names else name: _poison(each, attack, name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_poison(each, attack, key) for each in value]
+    if isinstance(value, str) and key not in FIXED:
+        return f"{value}{attack}"
+    return value

@@ -1,0 +1,151 @@
+"""Reports as a reader's browser shows them: the first screen, the margins, and no script of anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onelaunch.workbench.report import page
+from onelaunch.workbench.result import Result
+from tests.browser import DESKTOP, PHONE, boxes, open_page
+from tests.workbench import hostile
+from tests.workbench.test_report_headline import on_cpu
+
+pytestmark = pytest.mark.browser
+
+H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """One browser for the module, and the folder of the pages."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = {
+        "h200": Result.load(H200 / "040-linear-rnn.json"),
+        "cpu": on_cpu(),
+        "hostile": hostile.hostile(),
+    }
+    for name, result in made.items():
+        (folder / f"{name}.html").write_text(page.render(result), encoding="utf-8")
+    with open_page(folder / "h200.html") as driver:
+        yield driver, folder
+
+
+def show(browser: tuple[Any, Path], name: str, size: tuple[int, int], scheme: str = "light") -> Any:
+    driver, folder = browser
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    driver.get((folder / f"{name}.html").as_uri())
+    return driver
+
+
+def inside(box: dict[str, float], size: tuple[int, int]) -> bool:
+    return box["left"] >= 0 and box["top"] >= 0 and box["right"] <= size[0] and box["bottom"] <= size[1]
+
+
+@pytest.mark.parametrize("name", ["h200", "cpu"])
+def test_the_first_screen_holds_decision_table_and_picture(browser: tuple[Any, Path], name: str) -> None:
+    driver = show(browser, name, DESKTOP)
+    for selector in ("section.decision", ".found .tables table", ".found svg"):
+        found = boxes(driver, selector)
+        assert found, selector
+        assert all(inside(box, DESKTOP) for box in found), selector
+    (decision,), (table, *_) = boxes(driver, "section.decision"), boxes(driver, ".found .tables table")
+    assert decision["bottom"] < table["top"]
+
+
+@pytest.mark.parametrize("name", ["h200", "cpu"])
+def test_the_first_screen_of_a_phone_holds_the_decision_and_the_start_of_the_table(browser: tuple[Any, Path], name: str) -> None:
+    driver = show(browser, name, PHONE)
+    (decision,) = boxes(driver, "section.decision")
+    assert inside(decision, PHONE)
+    heads, rows = boxes(driver, ".found thead tr"), boxes(driver, ".found tbody tr")
+    assert heads[0]["bottom"] <= PHONE[1]
+    assert rows[0]["bottom"] <= PHONE[1]
+
+
+OVERFLOWING = """
+const cut = [];
+for (const e of document.querySelectorAll('body *')) {
+  if (e.closest('.scroll') || e.closest('svg')) continue;
+  const box = e.getBoundingClientRect();
+  const wide = e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline';
+  if (box.right > document.documentElement.clientWidth + 1 || box.left < -1 || wide)
+    cut.push(e.tagName + '.' + e.className + ': ' + e.textContent.slice(0, 60));
+}
+return cut;
+"""
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("name", ["h200", "cpu", "hostile"])
+def test_nothing_is_cut_at_the_margin(browser: tuple[Any, Path], name: str, size: tuple[int, int]) -> None:
+    driver = show(browser, name, size)
+    driver.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    assert driver.execute_script("return innerWidth") == size[0]  # a phone shrinks a page that is too wide
+    assert driver.execute_script(OVERFLOWING) == []
+
+
+def test_the_winning_columns_are_in_sight(browser: tuple[Any, Path]) -> None:
+    driver = show(browser, "h200", DESKTOP)
+    assert driver.execute_script(
+        "return [...document.querySelectorAll('.found .scroll')].every(each => each.scrollWidth <= each.clientWidth)"
+    )
+
+
+def test_labels_of_a_plot_are_inside_it(browser: tuple[Any, Path]) -> None:
+    driver = show(browser, "h200", DESKTOP)
+    outside = driver.execute_script(
+        """return [...document.querySelectorAll('svg')].flatMap(svg => { const all = svg.getBoundingClientRect();
+           return [...svg.querySelectorAll('text')].filter(each => { const box = each.getBoundingClientRect();
+             return box.left < all.left - 2 || box.right > all.right + 2; }).map(each => each.textContent); })"""
+    )
+    assert outside == []
+
+
+def test_no_script_of_a_name_runs(browser: tuple[Any, Path]) -> None:
+    driver = show(browser, "hostile", DESKTOP)
+    assert "PWNED" in driver.title  # the title is the name as it was written
+    assert driver.title != "PWNED"
+    assert driver.execute_script("return document.scripts.length") == 0
+    handlers = (
+        "return [...document.querySelectorAll('*')].flatMap(e => e.getAttributeNames()).filter(name => name.startsWith('on'))"
+    )
+    assert driver.execute_script(handlers) == []
+    links = driver.execute_script("return [...document.querySelectorAll('a, [href]')].map(each => each.getAttribute('href'))")
+    assert all(link.startswith(("#", "https://")) for link in links)
+    for link in driver.find_elements("css selector", "svg, h1, figcaption")[:5]:
+        driver.execute_script("arguments[0].dispatchEvent(new Event('load'))", link)
+    assert driver.title != "PWNED"
+
+
+def test_a_script_that_got_in_would_be_stopped(browser: tuple[Any, Path]) -> None:
+    driver, folder = browser
+    text = (folder / "cpu.html").read_text(encoding="utf-8")
+    broken = text.replace("<main>", "<main><script>document.title = 'RAN'</script><img src=x onerror=\"document.title = 'RAN'\">")
+    assert broken != text
+    (folder / "broken.html").write_text(broken, encoding="utf-8")
+    show(browser, "broken", DESKTOP)
+    assert driver.title != "RAN"
+
+
+def test_dark_and_light_differ_and_can_both_be_read(browser: tuple[Any, Path]) -> None:
+    colours = "const style = getComputedStyle(document.body); return [style.backgroundColor, style.color]"
+    light = show(browser, "cpu", DESKTOP).execute_script(colours)
+    dark = show(browser, "cpu", DESKTOP, "dark").execute_script(colours)
+    ink = "return getComputedStyle(document.querySelector('svg text')).fill"
+    assert light == dark[::-1] or (light[0] != dark[0] and light[1] != dark[1])
+    assert browser[0].execute_script(ink) == dark[1]
+
+
+def test_an_option_is_not_broken_between_lines(browser: tuple[Any, Path]) -> None:
+    driver = show(browser, "cpu", PHONE)
+    lines = "return [...document.querySelectorAll('.option')].map(each => each.getClientRects().length)"
+    found = driver.execute_script(lines)
+    assert found
+    assert set(found) == {1}

@@ -1,0 +1,177 @@
+"""The first lines of a report: the decision, its strongest evidence, and each piece of evidence once."""
+
+from __future__ import annotations
+
+import functools
+import html.parser
+import json
+from pathlib import Path
+
+import pytest
+
+from onelaunch.workbench.report import committed, markdown, page
+from onelaunch.workbench.report.headline import counts, headline
+from onelaunch.workbench.report.summary import first_tables, summarize
+from onelaunch.workbench.result import Decision, Outcome, Result
+from onelaunch.workbench.study import Criterion
+from tests.workbench import results
+from tools.summarize_results import summarized
+
+ROOT = Path(__file__).parents[2]
+H200 = ROOT / "results" / "nvidia-h200"
+
+
+@functools.cache
+def stored(name: str = "040-linear-rnn") -> Result:
+    return Result.load(H200 / f"{name}.json")
+
+
+def text_of(page_text: str) -> str:
+    """The text of a page as a reader takes it in."""
+
+    class Text(html.parser.HTMLParser):
+        found = ""
+
+        def handle_data(self, data: str) -> None:
+            self.found += data
+
+    reader = Text()
+    reader.feed(page_text)
+    return " ".join(reader.found.split())
+
+
+def outcome(name: str, status: str, **more) -> Outcome:
+    criterion = Criterion(name=name, measure="speedup", of="chunked", over="eager", at="small-128", at_least=2.0)
+    value = {"small-128": results.estimate(more.pop("median"))} if "median" in more else {}
+    return Outcome(criterion=criterion.model_copy(update=more), status=status, evidence=f"evidence of {name}.", values=value)
+
+
+def decided(kind: str, *outcomes: Outcome, because: tuple[str, ...] = ()) -> Result:
+    base = results.interrupted_on_cpu()
+    study = base.study.model_copy(update={"criteria": tuple(one.criterion for one in outcomes)})
+    decision = Decision(kind=kind, because=because)
+    return base.model_copy(update={"study": study, "outcomes": outcomes, "decision": decision, "interrupted": False})
+
+
+def test_met_and_excluded_criteria_are_counted_apart() -> None:
+    assert counts(stored()) == "7 of 10 criteria are met, 3 are excluded (do not decide)"
+    assert "Every criterion is met" not in text_of(page.render(stored()))
+    lesson = outcome("lesson", "met", median=3.0, decides=False)
+    assert counts(decided("proceed", outcome("a", "met"), lesson)) == "1 of 2 criteria is met, 1 is excluded (do not decide)"
+    assert counts(decided("proceed", outcome("a", "met"), outcome("b", "met"))) == "all 2 criteria are met"
+
+
+@pytest.mark.parametrize("name", ["040-linear-rnn", "058-gla-layer", "dual-gemm-swiglu"])
+def test_the_evidence_of_a_criterion_stands_once_on_a_page(name: str) -> None:
+    result = stored(name)
+    text, written = text_of(page.render(result)), " ".join(markdown.render(result).replace("\\", "").split())
+    for one in result.outcomes:
+        evidence = " ".join(one.evidence.replace(" us", " µs").split())
+        assert text.count(evidence) == sum(other.evidence == one.evidence for other in result.outcomes)
+        assert written.count(evidence) == text.count(evidence)
+    assert "best of 4), at least 1.3 was asked. Best of" not in text
+
+
+def test_the_decision_to_proceed_quotes_a_met_speedup_with_its_numbers() -> None:
+    better, closer = outcome("a", "met", median=5.0), outcome("b", "met", median=2.5)
+    error = outcome("exact", "met", measure="error", at_least=None, at_most=1.0, median=0.001)
+    sentence = headline(decided("proceed", closer, error, better)).sentence
+    assert sentence.startswith("chunked is 5.00x [4.95, 5.05] as fast as eager at small-128 (forward, cold);")
+    assert sentence.endswith("all 3 criteria are met.")
+
+
+def test_a_missed_criterion_is_named_with_what_was_asked() -> None:
+    sentence = headline(decided("debug", outcome("a", "met", median=5.0), outcome("fast", "missed", median=0.5))).sentence
+    assert sentence.startswith("'fast' is missed: chunked is 0.500x")
+    assert "at least 2 was asked; 1 of 2 criteria is met, 1 is missed." in sentence
+
+
+def test_a_wrong_variant_is_named_first() -> None:
+    head = headline(results.wrong_and_invalid())
+    assert head.sentence.startswith("semi_fused is incorrect at target: y has NaN")
+    assert not head.grounds  # it was said
+
+
+def test_grounds_are_what_the_criteria_do_not_say() -> None:
+    missed = outcome("fast", "missed", median=0.5)
+    because = (
+        "0 of 1 criteria are met: none.",
+        "'fast' is missed: evidence of fast. At small-128 chunked is 3x above the floor; most likely launches.",
+        "Set aside: 'other' is infeasible and never counts as met: evidence.",
+        "A sentence of its own.",
+    )
+    grounds = headline(decided("debug", missed, because=because)).grounds
+    assert grounds == (
+        "'fast': At small-128 chunked is 3x above the floor; most likely launches.",
+        "A sentence of its own.",
+    )
+
+
+def on_cpu(digest: str | None = None) -> Result:
+    """A CPU's run of study 040: its criteria are asked at shapes of full scale, which did not run."""
+    gpu = stored()
+    shapes = (*gpu.study.shapes, results.shape("small", "small", "float32", B=2, T=64, D=64, V=64))
+    study = gpu.study.model_copy(update={"shapes": shapes})
+    of = shapes[-1]
+    cells = tuple(
+        results.ok_cell(of, variant, ceilings=results.CPU_CEILINGS, direction=direction)
+        for direction in ("forward", "forward_backward")
+        for variant in ("eager", "chunked", "compiled")
+    )
+    unmeasured = {"status": "not_measured", "values": {}, "evidence": "Needs full scale: run on a GPU, or with --scale full."}
+    return gpu.model_copy(
+        update={
+            "study": study,
+            "study_digest": digest or gpu.study_digest,
+            "provenance": results.provenance("AMD EPYC", "cpu", "x86_64", scale="small", driver=""),
+            "cells": cells,
+            "noise": (),
+            "outcomes": tuple(one.model_copy(update=unmeasured) for one in gpu.outcomes[:2]),
+            "decision": Decision(kind="measure_more", because=("'fused is faster' is not measured.",)),
+        }
+    )
+
+
+def test_a_cpu_first_says_what_it_found_and_then_what_another_device_did() -> None:
+    head = headline(on_cpu())
+    assert "On this CPU compiled is" in head.found[0]
+    assert "as fast as eager at small (forward, cold)" in head.found[0]
+    assert "forward + backward" in head.found[0]
+    assert "2 of 2 criteria ask for full scale" in head.sentence
+    entry = committed.committed("040-linear-rnn")[0]
+    for part in ("NVIDIA H200", "2026-11-21", entry.commit[:12], entry.study_digest[:8], "proceed", entry.sentence):
+        assert part in head.elsewhere[0]
+    assert "declared differently" not in head.elsewhere[0]
+    for form in (text_of(page.render(on_cpu())), markdown.render(on_cpu())):
+        assert form.index("On this CPU") < form.index("2 of 2 criteria ask") < form.index("On NVIDIA H200")
+
+
+def test_a_committed_result_of_another_declaration_says_so() -> None:
+    assert "declared differently" in headline(on_cpu(digest="0" * 64)).elsewhere[0]
+    assert not headline(stored()).elsewhere  # the device itself needs no other
+
+
+def test_no_gain_is_claimed_within_the_noise() -> None:
+    base = on_cpu()
+    loud = tuple(
+        results.Noise(shape="small", direction=way, regime="cold", ratio=results.estimate(1.0), floor=1e6)
+        for way in ("forward", "forward_backward")
+    )
+    assert "no variant was faster" in headline(base.model_copy(update={"noise": loud})).found[0]
+
+
+def test_short_tables_share_the_first_screen_and_long_ones_do_not() -> None:
+    first, later = first_tables(summarize(on_cpu()).use)
+    assert (len(first), len(later)) == (2, 0)
+    assert [bool(table.note) for table in first] == [False, True]
+    first, later = first_tables(summarize(stored()).use)
+    assert (len(first), len(later)) == (1, 1)
+    assert first[0].note
+    assert later[0].note
+
+
+def test_the_committed_headlines_are_those_of_the_results_in_the_repository() -> None:
+    path = Path(committed.__file__).with_name(committed.FILE)
+    assert path.read_text(encoding="utf-8") == summarized(ROOT / "results"), "run: python -m tools.summarize_results"
+    for entry in json.loads(path.read_text(encoding="utf-8")):
+        assert all(entry[key] for key in ("study", "study_digest", "device", "date", "commit", "decision", "sentence"))

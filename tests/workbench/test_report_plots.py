@@ -1,0 +1,170 @@
+"""Plots survive any name and any number, and join, label and colour what a reader can tell apart."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from onelaunch.workbench.report import markdown, page
+from onelaunch.workbench.report.details import details
+from onelaunch.workbench.report.plots import LONGEST_LABEL, Plot, plots
+from onelaunch.workbench.report.series import MOST_SERIES, Series
+from onelaunch.workbench.report.summary import summarize, times_floor
+from onelaunch.workbench.result import Result
+from tests.workbench import results
+
+H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
+
+
+def named(shape: str, variant: str) -> Result:
+    """A result of two shapes, the first and its fastest variant under these names."""
+    shapes = (results.shape(shape, B=1, T=512, D=64, V=64), results.shape("other", B=2, T=512, D=64, V=64))
+    cells = tuple(
+        results.ok_cell(of, "fused_chunked" if name == variant else name).model_copy(update={"variant": name})
+        for of in shapes
+        for name in ("three_launch_cublas", variant)
+    )
+    base = results.largest()
+    return base.model_copy(update={"study": base.study.model_copy(update={"shapes": shapes}), "cells": cells})
+
+
+def labels(plot: Plot) -> list[str]:
+    return ["".join(each.itertext()) for each in ET.fromstring(plot.svg).iter("text")]
+
+
+@pytest.mark.parametrize("name", ["$x_{$", "a$b$", "$\\frac{1}{$", "$$", "50$"])
+def test_a_dollar_in_a_name_is_a_dollar(name: str) -> None:
+    drawn = plots(named(name, name))
+    assert drawn
+    assert any(name in labels(plot) for plot in drawn)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\x00b", "a\x1b[2Jb", "x" * 300, "_hidden", "../up", "\u202ereversed", "é ×", "<&>", "]]>", ""]
+)
+def test_any_name_can_be_drawn(name: str) -> None:
+    for plot in plots(named(name, name)):
+        for label in labels(plot):
+            assert len(label) <= LONGEST_LABEL + 2 or label.isprintable()
+            assert "\n" not in label
+            assert "\x00" not in label
+
+
+def test_a_long_name_is_clipped_with_an_ellipsis() -> None:
+    found = [label for plot in plots(named("shape", "x" * 300)) for label in labels(plot) if label.startswith("x")]
+    assert found
+    assert set(found) == {"x" * (LONGEST_LABEL - 1) + "…"}
+
+
+def test_a_name_with_an_underscore_in_front_is_in_the_legend() -> None:
+    assert any("_mine" in label for label in labels(plots(named("shape", "_mine"))[0]))
+
+
+def without_bounds(result: Result) -> Result:
+    nothing = {"floor_microseconds": 0.0, "planned_microseconds": 0.0, "least_bytes": 0, "bytes": 0, "flops": 0}
+    cells = [
+        cell.model_copy(update={"plan": cell.plan.model_copy(update=nothing) if cell.plan else None, "traffic": cell.traffic})
+        for cell in result.cells
+    ]
+    return result.model_copy(update={"cells": tuple(cells)})
+
+
+@pytest.mark.parametrize("make", [results.proceed_on_gpu, results.interrupted_on_cpu, results.largest])
+def test_a_bound_of_zero_gives_a_report_without_ratios(make) -> None:
+    result = without_bounds(make())
+    assert {times_floor(cell, "cold") for cell in result.cells} == {None}
+    assert {row[-1] for table in summarize(result).use for row in table.rows} == {"–"}
+    assert not [plot for plot in plots(result) if plot.title.startswith("Distance")]
+    assert "roofline bound 0 µs" in markdown.render(result)
+    assert "ZeroDivision" not in page.render(result)
+    assert details(result)
+
+
+def test_shapes_of_size_zero_are_drawn_side_by_side() -> None:
+    shapes = tuple(results.shape(f"b{b}", B=b, T=64, D=32, V=32) for b in (0, 1))
+    base = without_bounds(results.largest())
+    cells = tuple(
+        results.ok_cell(shapes[1], "eager").model_copy(update={"shape": of.name, "traffic": None, "plan": None}) for of in shapes
+    )
+    result = base.model_copy(update={"study": base.study.model_copy(update={"shapes": shapes}), "cells": cells})
+    assert plots(result)
+
+
+@pytest.mark.parametrize("median", [0.0, -1.0, float("inf")])
+def test_a_time_that_cannot_be_is_not_drawn_and_stops_nothing(median: float) -> None:
+    base = named("shape", "odd")
+    broken = base.cells[1].model_copy(
+        update={
+            "timings": tuple(
+                timing.model_copy(update={"microseconds": timing.microseconds.model_copy(update={"median": median})})
+                for timing in base.cells[1].timings
+            )
+        }
+    )
+    result = base.model_copy(update={"cells": (base.cells[0], broken, *base.cells[2:])})
+    assert summarize(result).use[0].rows[0][2] == "three_launch_cublas"
+    assert page.render(result)
+
+
+def joined(plot: Plot) -> bool:
+    """Whether any series of the plot is a line through several shapes."""
+    strokes = [each for each in ET.fromstring(plot.svg).iter("path") if "stroke: var(--v" in each.get("style", "")]
+    drawn = [each.get("d", "") for each in strokes]
+    return any(_is_slanted(line) for line in drawn if "C" not in line and "z" not in line)  # markers are closed
+
+
+def _is_slanted(line: str) -> bool:
+    x = re.findall(r"[ML] ([\d.]+) ", line)
+    return len(set(x)) > 1
+
+
+def test_shapes_of_equal_size_are_points_and_not_a_line() -> None:
+    shapes = (results.shape("4x512", B=4, T=512, D=64, V=64), results.shape("1x2048", B=1, T=2048, D=64, V=64))
+    base = results.largest()
+    cells = tuple(results.ok_cell(of, variant) for of in shapes for variant in ("eager", "chunked"))
+    tied = base.model_copy(update={"study": base.study.model_copy(update={"shapes": shapes}), "cells": cells})
+    assert not joined(plots(tied)[0])
+    assert {"4×512", "1×2048"} <= set(labels(plots(tied)[0]))
+    assert joined(plots(results.interrupted_on_cpu())[0])
+
+
+def test_the_numbers_of_bytes_stand_right_of_every_tick() -> None:
+    plot = next(plot for plot in plots(Result.load(H200 / "040-linear-rnn.json")) if plot.title.startswith("DRAM bytes"))
+    root = ET.fromstring(plot.svg)
+    numbers = [
+        each for each in root.iter("text") if re.search(r"[KMG]iB$", "".join(each.itertext())) and "end" in each.get("style", "")
+    ]
+    ticks = [
+        float(found)
+        for each in root.iter("path")
+        if "stroke: var(--ink)" in each.get("style", "") and "stroke-width: 2" in each.get("style", "")
+        for found in re.findall(r"[ML] ([\d.]+) ", each.get("d", ""))
+    ]
+    assert numbers
+    assert ticks
+    for number in numbers:
+        width = 6.0 * len("".join(number.itertext()))
+        assert float(number.get("x", "nan")) - width > max(ticks)
+
+
+def test_of_many_variants_the_fastest_the_baseline_and_the_peer_are_prominent() -> None:
+    result = Result.load(H200 / "040-linear-rnn.json")
+    series = Series.of(result)
+    assert {"three_launch_cublas", "fla", "fused_chunked", "fused_hopper"} <= set(series.prominent)
+    assert "eager" not in series.prominent
+    assert len(series.prominent) <= MOST_SERIES
+    assert len({series.colour(name) for name in series.prominent}) == len(series.prominent)
+    plot = plots(result)[0]
+    assert f"{series.others} others" in labels(plot)
+    assert "eager" not in labels(plot)
+    assert "var(--soft)" in plot.svg
+
+
+def test_few_variants_are_all_prominent_and_those_without_a_time_are_not_counted() -> None:
+    series = Series.of(results.interrupted_on_cpu())
+    assert set(series.prominent) == {"eager", "chunked"}
+    assert series.others == 0
+    assert not [label for plot in plots(results.interrupted_on_cpu()) for label in labels(plot) if "others" in label]
