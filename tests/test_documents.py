@@ -124,7 +124,7 @@ def test_a_command_that_is_shown_is_one_that_is_understood(line):
     context = None
     while hasattr(command, "commands"):
         context = command.make_context(words[0], [], parent=context, resilient_parsing=True)
-        command, words = command.get_command(context, words[0]), words[1:]
+        _, command, words = command.resolve_command(context, words)
         assert command is not None, line
     command.make_context(command.name, words, parent=context)
 
