@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from dataclasses import asdict, replace
 
 import pytest
@@ -179,6 +181,24 @@ def test_a_peak_is_the_fastest_methods():
     slow, fast, other = (Probe("read", "slow", 1.0, lambda: None, rates=[1, 1, 1]) for _ in range(3))
     fast.rates, other.quantity = [2, 1, 1], "copy"
     assert peaks.fastest([slow, fast, other]) == {"read": fast, "copy": other}
+
+
+def test_a_survey_keeps_no_buffers(monkeypatch):
+    alive = []
+    monkeypatch.setattr(peaks, "LEAST_ROUNDS", 1)
+    monkeypatch.setattr(peaks, "MOST_ROUNDS", 1)
+    make = peaks._memory_probes
+
+    def watched(device):
+        probes = make(device)
+        alive.extend(weakref.ref(probe.run) for probe in probes)
+        return probes
+
+    monkeypatch.setattr(peaks, "_memory_probes", watched)
+    assert peaks.survey("cpu")
+    gc.collect()
+    assert alive
+    assert not [each for each in alive if each() is not None]
 
 
 def test_a_measurement_of_the_cpu_gives_plausible_rates():

@@ -185,7 +185,13 @@ def survey(device: str) -> list[Probe]:
     with torch.no_grad(), room_for("the buffers that peaks are measured with", where), _current(where):
         probes = [*_memory_probes(where), *_product_probes(where), _launch_probe(where)]
         sample(probes, _clock(where))
+        for probe in probes:
+            probe.run = _released  # with it go the buffers, before the memory is given back
     return probes
+
+
+def _released() -> None:
+    """Stand for the call of a probe whose samples are taken."""
 
 
 def sample(probes: Sequence[Probe], clock: Callable[[Callable[[], object], int], float]) -> None:

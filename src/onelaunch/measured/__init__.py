@@ -4,6 +4,8 @@
 ``$ONELAUNCH_TABLES``) and this package's. A row of the user's table takes the place of the package's row of the same call; other
 rows of the package stay. A process reads a table once: one that is written while it runs is seen by the next process.
 
+To ship a table, adopt results into a folder and copy the file into this one: nothing else writes here.
+
 A file is named ``nvidia-h200.json``; a CPU's holds its model, such as ``cpu-amd-epyc.json``, and is believed on that model alone.
 It holds ``{"device": name, "source": [...], "rows": [row, ...]}`` with rows of the form
 ``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}}``, where flags are the query's and may be absent. A
