@@ -26,6 +26,9 @@ from onelaunch.workbench.study_file import find_study
 
 INTERRUPTED = 130
 
+QUICK_SECONDS = 4.0
+"""Time cap of a quick run's only shape, for each direction."""
+
 
 def run(
     name: StudyName,
@@ -41,6 +44,9 @@ def run(
             show_default="15 on a CPU, 60 on a GPU",
         ),
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A first look in a minute: the smallest shape alone, with a time cap of 4 seconds.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="The result's JSON file, or a folder.", show_default="results/DEVICE/NAME.json"),
@@ -84,7 +90,8 @@ def run(
             device=where,
             scale=scale or "auto",
             rounds=rounds,
-            time_cap=time_cap,
+            time_cap=time_cap or (QUICK_SECONDS if quick else None),
+            quick=quick,
             count=counted,
             on_progress=tell,
             save_to=result_path,
