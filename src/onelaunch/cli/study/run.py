@@ -26,7 +26,7 @@ from onelaunch.workbench.study_file import find_study
 
 INTERRUPTED = 130
 
-QUICK_SECONDS = 4.0
+QUICK_SECONDS = 3.0
 """Time cap of a quick run's only shape, for each direction."""
 
 
@@ -45,7 +45,7 @@ def run(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A first look in a minute: the smallest shape alone, with a time cap of 4 seconds.")
+        bool, typer.Option("--quick", help="A first look in a minute: the smallest shape alone, with a time cap of 3 seconds.")
     ] = False,
     out: Annotated[
         Path | None,
