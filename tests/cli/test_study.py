@@ -613,3 +613,15 @@ def test_the_warning_of_a_machine_with_cuda_but_no_gpu_is_left_out(call, caplog)
     logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local/cuda")
     logger.warning("another warning")
     assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["another warning"]
+
+
+def test_a_quick_run_measures_the_smallest_shape_alone_and_says_so(call, here):
+    path = here / "studies" / "toy-study.toml"
+    longer = '[[shapes]]\nname = "longer"\nscale = "small"\ndtype = "float32"\nB = 1\nT = 48\nV = 8\n'
+    path.write_text(path.read_text().replace("[[criteria]]", f"{longer}\n[[criteria]]", 1))
+    answer = call("study", "run", "toy-study", "--device", "cpu", "--quick", "--out", "r")
+    assert answer.code == 0
+    result = Result.load(here / "r" / "result.json")
+    assert {cell.shape for cell in result.cells} == {"first"}
+    assert len(result.study.shapes) == 2
+    assert "No shape but first was measured" in answer.out

@@ -71,7 +71,13 @@ class StudyPlan:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes that run."""
-        return self.study.at_scale(self.scale)
+        planned = {cell.shape.name for cell in self.cells}
+        return tuple(shape for shape in self.study.at_scale(self.scale) if shape.name in planned)
+
+    def smallest(self) -> StudyPlan:
+        """Return the plan of the shape with the fewest bytes alone; of several, the one whose largest size is least."""
+        least = min(self.cells, key=lambda cell: (cell.plan.least_bytes, max(cell.shape.sizes.values(), default=0)))
+        return replace(self, cells=tuple(cell for cell in self.cells if cell.shape.name == least.shape.name))
 
 
 def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> StudyPlan:

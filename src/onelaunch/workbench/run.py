@@ -106,6 +106,7 @@ def run_study(
     scale: Scale | Literal["auto"] = "auto",
     rounds: int | None = None,
     time_cap: float | None = None,
+    quick: bool = False,
     count: bool | Literal["all"] = True,
     on_progress: Callable[[Progress], None] | None = None,
     save_to: Path | None = None,
@@ -124,6 +125,7 @@ def run_study(
         rounds: instead of the study's own number.
         time_cap: seconds after which no new round of a shape and direction begins, once three are measured;
             :data:`TIME_CAP_SECONDS` of the scale by default.
+        quick: run the smallest shape alone, for a first look; a note in the result says so.
         count: DRAM bytes by the hardware's counters where they can be read: at the shapes where a criterion asks for bytes
             (``True``; of what launches a known number of kernels, and of what the criterion names: a loop of thousands would keep
             the profiler busy for minutes), of everything everywhere (``"all"``), or nowhere. Elsewhere bytes are by arithmetic.
@@ -162,8 +164,9 @@ def run_study(
         raise _no_shapes(study, chosen)
     # floors of one result rest on the same rates
     ceilings = earlier.ceilings if earlier else StoredCeilings(**asdict(steps.ceilings(str(where))))
+    plan = plan_study(study, ceilings, str(where), chosen)
     run = _Run(
-        plan=plan_study(study, ceilings, str(where), chosen),
+        plan=plan.smallest() if quick else plan,
         device=where,
         ceilings=ceilings,
         rounds=rounds or study.rounds,
@@ -175,6 +178,8 @@ def run_study(
         on_progress=on_progress or (lambda _: None),
         command=command,
     )
+    if len(run.plan.shapes) < len(plan.shapes):
+        run.notes.append(f"No shape but {run.plan.shapes[0].name} was measured, as a quick run was asked for.")
     if earlier is not None:
         run.go_on(earlier, partial_path(path) if not path.exists() else path)
     try:

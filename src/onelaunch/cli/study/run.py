@@ -32,6 +32,9 @@ from onelaunch.workbench.study_file import find_study
 
 INTERRUPTED, TERMINATED = 130, 128 + signal.SIGTERM
 
+QUICK_SECONDS = 3.0
+"""Time cap of a quick run's only shape, for each direction."""
+
 
 def run(
     name: StudyName,
@@ -47,6 +50,9 @@ def run(
             show_default="15 on a CPU, 60 on a GPU",
         ),
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A first look in a minute: the smallest shape alone, with a time cap of 3 seconds.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="The result's JSON file, or a folder.", show_default="results/DEVICE/NAME.json"),
@@ -94,7 +100,8 @@ def run(
                 device=where,
                 scale=scale or "auto",
                 rounds=rounds,
-                time_cap=time_cap,
+                time_cap=time_cap or (QUICK_SECONDS if quick else None),
+                quick=quick,
                 count=counted,
                 on_progress=tell,
                 save_to=result_path,

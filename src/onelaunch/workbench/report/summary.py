@@ -262,8 +262,13 @@ def _facts(result: Result) -> tuple[str, ...]:
         f"{facts.device} ({facts.architecture})",
         f"{scale}{q.plural(facts.rounds, 'round')}",
         facts.date.replace("T", " ")[:16],
-        f"onelaunch {facts.versions.get('onelaunch', '?')} at {facts.commit or 'an unknown commit'}",
+        f"onelaunch {facts.versions.get('onelaunch', '?')} at {_short(facts.commit) or 'an unknown commit'}",
     )
+
+
+def _short(commit: str) -> str:
+    """Return a commit with the first 12 digits of its hash."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", commit)
 
 
 def _alerts(result: Result) -> tuple[str, ...]:
