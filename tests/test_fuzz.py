@@ -32,7 +32,7 @@ from onelaunch.operation import find_operation
 from onelaunch.workbench.adopt import adopt
 from onelaunch.workbench.decision import concluded
 from onelaunch.workbench.plan import plan_study
-from onelaunch.workbench.report import write_report
+from onelaunch.workbench.report import markdown, write_report
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import default_path
@@ -247,11 +247,14 @@ def test_results(box: Box, chosen: list[Mutation], how: Any) -> None:
         printed = io.StringIO()
         show(result, Console(file=printed, width=100), full=True)
         assert "\x1b" not in printed.getvalue()
-        written = write_report(result, box.inside / "report")
-        assert Result.load(written["json"]) == result
-        page = written["html"].read_text(encoding="utf-8")
-        assert "<script>alert" not in page
-        assert ' onload="alert' not in page
+        pages = [markdown.render(result)]
+        if chosen[0][0] % 4 == 0:  # pictures take most of the time
+            written = write_report(result, box.inside / "report")
+            assert Result.load(written["json"]) == result
+            pages.append(written["html"].read_text(encoding="utf-8"))
+        for page in pages:
+            assert "<script>alert" not in page
+            assert ' onload="alert' not in page
         concluded(result)
         adopt([result], box.inside / "tables")
 
