@@ -37,7 +37,9 @@ def report(
     show(stored, console, full=full)
     if report_dir:
         paths = write_into(stored, report_dir, force=force)
-        console.print(f"\nReport: {paths['html']} (also {paths['markdown'].name}, {paths['json'].name})", soft_wrap=True)
+        console.print(
+            f"\nReport: {paths['html']} (also {paths['markdown'].name}, {paths['json'].name})", soft_wrap=True, markup=False
+        )
 
 
 def write_into(result: Result, folder: Path, *, force: bool) -> dict[str, Path]:
