@@ -32,7 +32,7 @@ from onelaunch.operation import find_operation
 from onelaunch.workbench.adopt import adopt
 from onelaunch.workbench.decision import concluded
 from onelaunch.workbench.plan import plan_study
-from onelaunch.workbench.report import write_report
+from onelaunch.workbench.report import markdown, write_report
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import default_path
@@ -92,6 +92,9 @@ def mutate(tree: Any, chosen: list[Mutation], outside: Path) -> Any:
             return tree
         owner, key = everywhere[at % len(everywhere)]
         value = copy.deepcopy(HOSTILE[which])
+        if how >= 4:  # a hostile value of the same kind passes more checks
+            alike = [each for each in HOSTILE if _kind(each) is _kind(owner[key])]
+            value = alike[which % len(alike)]
         if isinstance(value, str):
             value = value.replace("{outside}", str(outside))
         if how == 0:
@@ -105,6 +108,10 @@ def mutate(tree: Any, chosen: list[Mutation], outside: Path) -> Any:
         else:
             owner[key] = value
     return tree
+
+
+def _kind(value: Any) -> type:
+    return float if type(value) is int else type(value)
 
 
 def damage(content: bytes, how: tuple[int, float, bytes] | None) -> bytes:
@@ -247,11 +254,14 @@ def test_results(box: Box, chosen: list[Mutation], how: Any) -> None:
         printed = io.StringIO()
         show(result, Console(file=printed, width=100), full=True)
         assert "\x1b" not in printed.getvalue()
-        written = write_report(result, box.inside / "report")
-        assert Result.load(written["json"]) == result
-        page = written["html"].read_text(encoding="utf-8")
-        assert "<script>alert" not in page
-        assert ' onload="alert' not in page
+        pages = [markdown.render(result)]
+        if chosen[0][0] % 5 == 0:  # pictures take most of the time
+            written = write_report(result, box.inside / "report")
+            assert Result.load(written["json"]) == result
+            pages.append(written["html"].read_text(encoding="utf-8"))
+        for page in pages:
+            assert "<script>alert" not in page
+            assert ' onload="alert' not in page
         concluded(result)
         adopt([result], box.inside / "tables")
 

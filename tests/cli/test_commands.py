@@ -114,6 +114,7 @@ def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypat
         (("linear_rnn", "--shape", "B=1,T=x,D=32,V=32"), "error: --shape has T=x; a size must be an integer"),
         (("linear_rnn", "--shape", "B=1,T=1.5,D=32,V=32"), "error: --shape has T=1.5; a size must be an integer"),
         (("linear_rnn", "--shape", "B=1,T=-4,D=32,V=32"), "error: Size T of linear_rnn is -4"),
+        (("linear_rnn", "--shape", f"B=1,T={10**400},D=32,V=32"), "a size must be at most"),
         (("linear_rnn", "--shape", "B1,T=64"), "error: --shape has 'B1'; each part must be NAME=VALUE"),
         (("linear_rnn", "--shape", "B=1,B=2"), "error: --shape gives B twice"),
         (("linear_rnn", "--shape", ""), "error: linear_rnn needs the sizes"),

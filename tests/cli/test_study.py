@@ -219,6 +219,9 @@ def test_nothing_from_a_file_steers_the_terminal(call, here):
         for command in (("show", "evil"), ("list",), ("run", "studies/evil.toml")):
             answer = call("study", *command)
             assert not UNSAFE.search(answer.raw + answer.raw_err)
+    (here / "studies" / "\x1b[2J.toml").write_text(text)
+    answer = call("study", "list")
+    assert not UNSAFE.search(answer.raw)
     (here / "\x1b[2J.json").write_text("{")
     answer = call("study", "report", "\x1b[2J.json")
     assert not UNSAFE.search(answer.raw_err)

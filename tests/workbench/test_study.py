@@ -360,6 +360,13 @@ def test_a_name_that_could_be_read_as_more_than_a_name_is_refused(written, name,
     assert not UNSAFE.search(str(told.value))
 
 
+@pytest.mark.parametrize(("old", "new"), [('kind = "odd"', 'kind = "\\u001b[2J"'), ("[1, 2]", '[1, "<script>"]')])
+def test_texts_of_options_and_selectors_follow_the_rule_of_names(written, old, new):
+    with pytest.raises(StudyError, match="letters") as told:
+        load_study(written(GOOD.replace(old, new)))
+    assert not UNSAFE.search(str(told.value))
+
+
 @pytest.mark.parametrize("name", ["..", "a..b", "../up", "/abs", "", ".hidden", "a b", "x" * 81])
 def test_the_name_of_a_study_is_that_of_a_file(written, name):
     with pytest.raises(StudyError, match="it names files"):

@@ -42,20 +42,26 @@ class LazyGroup(TyperGroup):
         super().__init__(**facts)
         names: Any = dict.fromkeys(self.table)
         self.commands = names  # for what looks for a name that was meant
+        self._helping = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         del ctx
         return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a stand-in for a command, with its name and summary: all that the help of the group shows."""
+        """Return a command, imported; while the group's help is made, a stand-in with its name and summary."""
         del ctx
-        return TyperCommand(cmd_name, help=self.table[cmd_name].summary) if cmd_name in self.table else None
+        if cmd_name not in self.table:
+            return None
+        return TyperCommand(cmd_name, help=self.table[cmd_name].summary) if self._helping else self.load(cmd_name)
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the arguments call, imported."""
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, self.load(command.name) if command and command.name else command, rest
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of the group, for which no command is imported."""
+        self._helping = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._helping = False
 
     @classmethod
     def load(cls, name: str) -> Any:

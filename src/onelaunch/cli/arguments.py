@@ -10,6 +10,8 @@ import typer
 from onelaunch.errors import ArgumentError, did_you_mean, listing
 from onelaunch.operation import Case, Operation
 
+LARGEST_SIZE = 2**63 - 1
+
 OperationName = Annotated[str, typer.Argument(metavar="OPERATION", help="Its name, such as linear_rnn.", show_default=False)]
 DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1...; auto is the first GPU, or the CPU.")]
 
@@ -39,9 +41,12 @@ def _value(name: str, text: str, *, is_size: bool) -> Any:
     """An integer where a size is meant, else whatever the text looks like."""
     if is_size:
         try:
-            return int(text)
+            size = int(text)
         except ValueError:
             raise ArgumentError(f"--shape has {name}={text}; a size must be an integer, as in {name}=64.") from None
+        if size > LARGEST_SIZE:
+            raise ArgumentError(f"--shape has {name}={text}; a size must be at most {LARGEST_SIZE}, the largest of a tensor.")
+        return size
     try:
         return json.loads(text.lower())  # numbers, true, false, null
     except ValueError:

@@ -289,21 +289,6 @@ class Result(Stored):
     """How it was measured, in sentences: input sets, rounds, what cut them short, why nothing was counted."""
     interrupted: bool = False
 
-    @model_validator(mode="after")
-    def _shapes_are_declared(self) -> Result:
-        declared = {shape.name for shape in self.study.shapes}
-        named = [measured.shape for measured in (*self.cells, *self.noise)]
-        named += [shape for outcome in self.outcomes for shape in outcome.values]
-        named += [saving.shape for saving in (self.decision.savings if self.decision else ())]
-        for criterion in (*self.study.criteria, *(outcome.criterion for outcome in self.outcomes)):
-            named += [] if criterion.at is None else members(criterion.at)
-            named += [] if criterion.over_at is None else [criterion.over_at]
-        if unknown := sorted(set(named) - declared):
-            raise ValueError(f"the study has no shape {unknown[0]!r}")
-        if len(declared) < len(self.study.shapes):
-            raise ValueError("two shapes of the study have one name")
-        return self
-
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
         """The cell of a variant at a shape, if there is one."""
         return next((c for c in self.cells if (c.shape, c.variant, c.direction) == (shape, variant, direction)), None)
@@ -347,15 +332,32 @@ class Result(Stored):
             said = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
             raise ResultCorrupt(path, said)
         try:
-            return cls.model_validate(raw)
+            found = cls.model_validate(raw)
         except ValidationError as error:
             first = error.errors(include_context=False)[0]
             where = ".".join(str(part) for part in first["loc"])[:200]
             raise ResultCorrupt(path, f"{where}: {first['msg']} (it is {shown(first['input'])})") from error
         except RecursionError as error:
             raise ResultCorrupt(path, "it is nested too deeply") from error
+        if (problem := _undeclared(found)) is not None:
+            raise ResultCorrupt(path, problem)
+        return found
 
 
 def _check_positive(estimate: Estimate, what: str) -> None:
     if not 0 < estimate.low <= estimate.median <= estimate.high < math.inf or estimate.samples < 1:
         raise ValueError(f"{what} must be finite numbers above 0 with low <= median <= high, of at least one sample")
+
+
+def _undeclared(result: Result) -> str | None:
+    """Return what a result says of shapes that its study does not declare, or declares twice; ``None`` where all is well."""
+    declared = {shape.name for shape in result.study.shapes}
+    named = [measured.shape for measured in (*result.cells, *result.noise)]
+    named += [shape for outcome in result.outcomes for shape in outcome.values]
+    named += [saving.shape for saving in (result.decision.savings if result.decision else ())]
+    for criterion in (*result.study.criteria, *(outcome.criterion for outcome in result.outcomes)):
+        named += [] if criterion.at is None else members(criterion.at)
+        named += [] if criterion.over_at is None else [criterion.over_at]
+    if unknown := sorted(set(named) - declared):
+        return f"its study has no shape {unknown[0]!r}"
+    return "two shapes of its study have one name" if len(declared) < len(result.study.shapes) else None

@@ -36,10 +36,14 @@ LARGEST_SIZE = 2**63 - 1
 
 
 def check_names(value: Any) -> Any:
-    """Return a name, or a tuple of names, or a mapping from names, after a check that each follows :data:`NAME`."""
-    for name in (value,) if isinstance(value, str) else value or ():
-        if not NAME.fullmatch(name):
-            raise ValueError(NAME_RULE)
+    """Return a value after a check that every text in it, keys of mappings included, follows :data:`NAME`."""
+    if isinstance(value, str) and not NAME.fullmatch(value):
+        raise ValueError(NAME_RULE)
+    if isinstance(value, dict):
+        check_names([*value, *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            check_names(each)
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onelaunch.cli import output
+from onelaunch.errors import escaped
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 from onelaunch.workbench.study_file import StudyFile, list_studies
@@ -21,11 +22,13 @@ def list_all() -> None:
         return
     heads = columns("name", "operation", ">shapes", ">criteria", "question", "?file")
     output.table(console, Table("", heads, tuple(map(_row, found))))
-    console.print(f"{q.plural(len(found), 'study', 'studies')}. Next: onelaunch study show {found[0].name}")
+    console.print(
+        f"{q.plural(len(found), 'study', 'studies')}. Next: onelaunch study show {escaped(found[0].name)}", markup=False
+    )
 
 
 def _row(entry: StudyFile) -> tuple[str, ...]:
     if entry.study is None:
-        return (entry.name, "error", q.NONE, q.NONE, entry.problem, str(entry.path))
-    study = entry.study
-    return (entry.name, study.operation, str(len(study.shapes)), str(len(study.criteria)), study.question, str(entry.path))
+        return (escaped(entry.name), "error", q.NONE, q.NONE, entry.problem, escaped(str(entry.path)))
+    study, path = entry.study, escaped(str(entry.path))
+    return (escaped(entry.name), study.operation, str(len(study.shapes)), str(len(study.criteria)), study.question, path)

@@ -120,7 +120,7 @@ def run(
     report = write_into(result, report_path, force=replace)
     console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True, markup=False)
     if result.interrupted:
-        output.stderr().print(f"interrupted: what was measured is kept in {result_path}", soft_wrap=True)
+        output.stderr().print(f"interrupted: what was measured is kept in {result_path}", soft_wrap=True, markup=False)
         raise typer.Exit(INTERRUPTED)
 
 
@@ -131,7 +131,7 @@ def _told_when_terminated(partial: Path) -> Iterator[None]:
     def end(signum: int, frame: FrameType | None) -> None:
         del signum, frame
         kept = f"finished shapes are kept in {partial}; continue with --resume" if partial.exists() else "no shape was finished"
-        output.stderr().print(f"terminated: {kept}", soft_wrap=True)
+        output.stderr().print(f"terminated: {kept}", soft_wrap=True, markup=False)
         raise SystemExit(TERMINATED)
 
     if threading.current_thread() is not threading.main_thread():  # which alone may handle signals

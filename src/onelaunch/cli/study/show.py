@@ -12,7 +12,7 @@ from rich.padding import Padding
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.study.arguments import ScaleName, StudyName
-from onelaunch.errors import UnknownShape
+from onelaunch.errors import UnknownShape, escaped
 from onelaunch.hardware import describe, resolve
 from onelaunch.operation import Direction
 from onelaunch.peaks import ceilings
@@ -43,7 +43,11 @@ def show(
     plan = plan_study(study, rates, chosen, scale or scale_for(describe(chosen).type))
     console = output.stdout()
     output.heading(console, study.name, study.question)
-    console.print(f"{path} · operation {study.operation} · baseline {study.baseline} · {study.rounds} rounds", style="dim")
+    console.print(
+        f"{escaped(str(path))} · operation {study.operation} · baseline {study.baseline} · {study.rounds} rounds",
+        style="dim",
+        markup=False,
+    )
     console.print(f"Regimes: {', '.join(study.regimes)}. Directions: {', '.join(map(way, study.directions))}.")
     if study.notes:
         console.print("Reported before (history):", style="dim")
