@@ -62,8 +62,11 @@ VECTOR_CTAS = 8
 """CTAs of ``read_vectors`` per SM."""
 
 RINGS = ((32 << 10, 6), (16 << 10, 8))
-"""Bytes of a bulk copy, and how many of them one CTA of ``read_bulk`` keeps in flight. On an H100 the second reads 3.17 TB/s
-interleaved, on an H200 the first 4.61 contiguous; rings of 8 to 64 KB with 3 to 24 in flight reach no more (docs/notebook/peaks.md)."""
+"""Bytes of a bulk copy, and how many of them one CTA of ``read_bulk`` keeps in flight.
+
+An H100 reads 3.17 TB/s with the second, interleaved; an H200 4.61 TB/s with the first, contiguous. Rings of 8 to 64 KB with 3
+to 24 copies in flight reach no more (docs/notebook/peaks.md).
+"""
 
 
 @dataclass
