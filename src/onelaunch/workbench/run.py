@@ -167,6 +167,7 @@ def run_study(
     plan = plan_study(study, ceilings, str(where), chosen)
     run = _Run(
         plan=plan.smallest() if quick else plan,
+        quick=quick,
         device=where,
         ceilings=ceilings,
         rounds=rounds or study.rounds,
@@ -219,6 +220,8 @@ class _Run:
     plan: StudyPlan
     device: torch.device
     ceilings: StoredCeilings
+    quick: bool
+    """Whether the plan holds the smallest shape alone."""
     rounds: int
     time_cap: float
     counted: frozenset[tuple[str, Direction]]
@@ -370,7 +373,8 @@ class _Run:
         raised = self.steps.remeasure(str(self.device), believed)
         if raised != believed:
             self.ceilings = StoredCeilings(**asdict(raised))
-            self.plan = plan_study(self.study, self.ceilings, str(self.device), self.plan.scale)
+            fresh = plan_study(self.study, self.ceilings, str(self.device), self.plan.scale)
+            self.plan = fresh.smallest() if self.quick else fresh
             for planned in self.plan.cells:
                 if (cell := self.cells.get(_key(planned))) is not None:
                     self.cells[_key(planned)] = _bounded(cell, planned)

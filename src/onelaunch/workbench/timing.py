@@ -415,6 +415,6 @@ def _believe(subject: Subject, bound_microseconds: float, *, again: bool) -> Non
     subject.status = "invalid"
     peaks = "the device's peaks were measured too low" + (", and again when this time was seen" if again else "")
     subject.reason = (
-        f"{cold.microseconds.median:.2f} us is below its roofline bound of {bound_microseconds:.2f} us: less was done than must "
+        f"{cold.microseconds.median:.2f} µs is below its roofline bound of {bound_microseconds:.2f} µs: less was done than must "
         f"be, or {peaks}. Where other work ran on the device, end it and measure the peaks with onelaunch doctor --refresh"
     )
