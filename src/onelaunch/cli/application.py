@@ -16,7 +16,7 @@ from onelaunch.cli import output
 from onelaunch.cli.ahead import hastened_import
 from onelaunch.errors import AdvisedError, OneLaunchError, escaped
 
-FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
 """Exit codes beside 0. Errors of ours say their own: :attr:`onelaunch.errors.OneLaunchError.exit_code`."""
 
 OPTIONS = {"save_to": "--out", "folder": "--report-dir", "force": "--force", "resume": "--resume", "scale": "--scale"}
