@@ -628,3 +628,15 @@ def test_a_quick_run_measures_the_smallest_shape_alone_and_says_so(call, here):
     assert {cell.shape for cell in result.cells} == {"first"}
     assert len(result.study.shapes) == 2
     assert "No shape but first was measured" in answer.out
+
+
+def test_a_quick_run_that_took_long_begins_no_further_direction(call, here, monkeypatch):
+    monkeypatch.setattr("onelaunch.workbench.run.QUICK_SECONDS", 0.0)
+    path = here / "studies" / "toy-study.toml"
+    path.write_text(path.read_text().replace("rounds = 3", 'rounds = 3\ndirections = ["forward", "forward_backward"]'))
+    answer = call("study", "run", "toy-study", "--device", "cpu", "--quick", "--out", "r")
+    assert answer.code == 0
+    result = Result.load(here / "r" / "result.json")
+    assert {cell.direction for cell in result.cells} == {"forward"}
+    assert not result.interrupted
+    assert "No forward and backward at first was measured" in answer.out

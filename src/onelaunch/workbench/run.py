@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,9 @@ from onelaunch.workbench.verify import Judge
 
 TIME_CAP_SECONDS: dict[Scale, float] = {"small": 15.0, "full": 60.0}
 """No new round of a shape and direction begins after this: a small run is one that people wait for."""
+
+QUICK_SECONDS = 20.0
+"""A quick run begins no further direction after this: compiling one may take as long again."""
 
 ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
 """How much memory the oracle's answers may take while the variants of a shape are held against them."""
@@ -183,11 +187,16 @@ def run_study(
         run.notes.append(f"No shape but {run.plan.shapes[0].name} was measured, as a quick run was asked for.")
     if earlier is not None:
         run.go_on(earlier, partial_path(path) if not path.exists() else path)
+    began = time.monotonic()
     try:
         if processes:
             run.compile_ahead(processes)
         for place in run.places:
-            if place not in run.finished:
+            if place in run.finished:
+                continue
+            if quick and run.finished and time.monotonic() - began > QUICK_SECONDS:
+                run.leave_out(*place)
+            else:
                 run.measure(*place)
                 run.keep(partial_path(path))
     except KeyboardInterrupt:
@@ -308,6 +317,14 @@ class _Run:
             self.result(interrupted=True).save(path, force=True)
         except OutputUnwritable as failure:
             self.notes.append(f"Finished shapes could not be saved meanwhile: {failure}")
+
+    def leave_out(self, shape: Shape, direction: Direction) -> None:
+        """Take a shape's direction out of the plan, and note it."""
+        place = (shape.name, direction)
+        kept = tuple(cell for cell in self.plan.cells if (cell.shape.name, cell.direction) != place)
+        self.plan = replace(self.plan, cells=kept)
+        words = direction.replace("_", " and ")
+        self.notes.append(f"No {words} at {shape.name} was measured: a quick run begins nothing after {QUICK_SECONDS:g} s.")
 
     def result(self, *, interrupted: bool) -> Result:
         """Everything found so far, judged; what is missing is interrupted."""

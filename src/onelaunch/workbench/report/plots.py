@@ -117,7 +117,7 @@ def _time_lines(
     """Draw times against the size that varies, joined by lines; or, where no such axis exists, as points shape by shape."""
     members = sorted(members, key=lambda shape: (_amount(shape), shape.sizes.get("T", 0)))
     places, joined = _size_axis(axes, members)
-    style: dict[str, Any] = {"ls": "-"} if joined else {"ls": "none"}
+    ls = "-" if joined else "none"
     shown, order = series.prominent, series.order
     spread = 0.0 if joined else 0.5 / max(1, len(shown))
     for variant in sorted(order, key=lambda name: name in shown):  # the faint ones below
@@ -132,13 +132,13 @@ def _time_lines(
         x, times = [x + dodge for x, _ in points], [time for _, time in points]
         medians = [time.median for time in times]
         if variant not in shown:
-            axes.plot(x, medians, marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, **style)
+            axes.plot(x, medians, marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, ls=ls)
             continue
         colour = series.colour(variant)
-        axes.plot(x, medians, marker=series.marker(variant), label=_label(variant), color=colour, lw=1.3, ms=4.5, **style)
+        axes.plot(x, medians, marker=series.marker(variant), label=_label(variant), color=colour, lw=1.3, ms=4.5, ls=ls)
         axes.vlines(x, [time.low for time in times], [time.high for time in times], color=colour, lw=1.6)
     if series.others:
-        axes.plot([], [], marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{series.others} others", **style)
+        axes.plot([], [], marker=".", color=SOFT, lw=0.8, ms=3.5, alpha=0.55, label=f"{series.others} others", ls=ls)
     bounds = [(places[shape.name], bound) for shape in members if (bound := _floor(result, shape, direction))]
     _bounds(axes, bounds, joined=joined)
     axes.set_yscale("log")
