@@ -74,10 +74,9 @@ class StudyPlan:
         planned = {cell.shape.name for cell in self.cells}
         return tuple(shape for shape in self.study.at_scale(self.scale) if shape.name in planned)
 
-    def smallest(self) -> StudyPlan:
-        """Return the plan of the shape with the fewest bytes alone; of several, the one whose largest size is least."""
-        least = min(self.cells, key=lambda cell: (cell.plan.least_bytes, max(cell.shape.sizes.values(), default=0)))
-        return replace(self, cells=tuple(cell for cell in self.cells if cell.shape.name == least.shape.name))
+    def in_first_direction(self) -> StudyPlan:
+        """Return the plan of the study's first direction alone."""
+        return replace(self, cells=tuple(cell for cell in self.cells if cell.direction == self.study.directions[0]))
 
 
 def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> StudyPlan:

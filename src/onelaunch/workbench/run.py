@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +34,8 @@ from onelaunch.workbench.verify import Judge
 TIME_CAP_SECONDS: dict[Scale, float] = {"small": 15.0, "full": 60.0}
 """No new round of a shape and direction begins after this: a small run is one that people wait for."""
 
-QUICK_SECONDS = 20.0
-"""A quick run begins no further direction after this: compiling one may take as long again."""
+QUICK_SECONDS = 3.0
+"""Time cap of each shape in a quick run."""
 
 ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
 """How much memory the oracle's answers may take while the variants of a shape are held against them."""
@@ -129,7 +128,8 @@ def run_study(
         rounds: instead of the study's own number.
         time_cap: seconds after which no new round of a shape and direction begins, once three are measured;
             :data:`TIME_CAP_SECONDS` of the scale by default.
-        quick: run the smallest shape alone, for a first look; a note in the result says so.
+        quick: run the study's first direction alone, with a time cap of :data:`QUICK_SECONDS`, for a first look; a note in the
+            result says so.
         count: DRAM bytes by the hardware's counters where they can be read: at the shapes where a criterion asks for bytes
             (``True``; of what launches a known number of kernels, and of what the criterion names: a loop of thousands would keep
             the profiler busy for minutes), of everything everywhere (``"all"``), or nowhere. Elsewhere bytes are by arithmetic.
@@ -170,12 +170,12 @@ def run_study(
     ceilings = earlier.ceilings if earlier else StoredCeilings(**asdict(steps.ceilings(str(where))))
     plan = plan_study(study, ceilings, str(where), chosen)
     run = _Run(
-        plan=plan.smallest() if quick else plan,
+        plan=plan.in_first_direction() if quick else plan,
         quick=quick,
         device=where,
         ceilings=ceilings,
         rounds=rounds or study.rounds,
-        time_cap=time_cap or TIME_CAP_SECONDS[chosen],
+        time_cap=time_cap or (QUICK_SECONDS if quick else TIME_CAP_SECONDS[chosen]),
         counted=_places_to_count(study, count),
         counts={what: _places_of(study, (what,)) for what in COUNTS if count},
         count_everything=count == "all",
@@ -183,20 +183,18 @@ def run_study(
         on_progress=on_progress or (lambda _: None),
         command=command,
     )
-    if len(run.plan.shapes) < len(plan.shapes):
-        run.notes.append(f"No shape but {run.plan.shapes[0].name} was measured, as a quick run was asked for.")
+    if quick:
+        first = study.directions[0].replace("_", " and ")
+        run.notes.append(
+            f"No direction but {first} was measured, and each shape for {QUICK_SECONDS:g} s: a quick run was asked for."
+        )
     if earlier is not None:
         run.go_on(earlier, partial_path(path) if not path.exists() else path)
-    began = time.monotonic()
     try:
         if processes:
             run.compile_ahead(processes)
         for place in run.places:
-            if place in run.finished:
-                continue
-            if quick and run.finished and time.monotonic() - began > QUICK_SECONDS:
-                run.leave_out(*place)
-            else:
+            if place not in run.finished:
                 run.measure(*place)
                 run.keep(partial_path(path))
     except KeyboardInterrupt:
@@ -230,7 +228,7 @@ class _Run:
     device: torch.device
     ceilings: StoredCeilings
     quick: bool
-    """Whether the plan holds the smallest shape alone."""
+    """Whether the plan holds the study's first direction alone."""
     rounds: int
     time_cap: float
     counted: frozenset[tuple[str, Direction]]
@@ -260,7 +258,8 @@ class _Run:
 
     @property
     def places(self) -> list[tuple[Shape, Direction]]:
-        return [(shape, direction) for shape in self.plan.shapes for direction in self.study.directions_at(shape)]
+        """Shapes and directions that are planned, in the order in which they run."""
+        return list({(cell.shape.name, cell.direction): (cell.shape, cell.direction) for cell in self.plan.cells}.values())
 
     def go_on(self, earlier: Result, path: Path) -> None:
         """Take over the shapes and directions that an interrupted run finished.
@@ -317,14 +316,6 @@ class _Run:
             self.result(interrupted=True).save(path, force=True)
         except OutputUnwritable as failure:
             self.notes.append(f"Finished shapes could not be saved meanwhile: {failure}")
-
-    def leave_out(self, shape: Shape, direction: Direction) -> None:
-        """Take a shape's direction out of the plan, and note it."""
-        place = (shape.name, direction)
-        kept = tuple(cell for cell in self.plan.cells if (cell.shape.name, cell.direction) != place)
-        self.plan = replace(self.plan, cells=kept)
-        words = direction.replace("_", " and ")
-        self.notes.append(f"No {words} at {shape.name} was measured: a quick run begins nothing after {QUICK_SECONDS:g} s.")
 
     def result(self, *, interrupted: bool) -> Result:
         """Everything found so far, judged; what is missing is interrupted."""
@@ -391,7 +382,7 @@ class _Run:
         if raised != believed:
             self.ceilings = StoredCeilings(**asdict(raised))
             fresh = plan_study(self.study, self.ceilings, str(self.device), self.plan.scale)
-            self.plan = fresh.smallest() if self.quick else fresh
+            self.plan = fresh.in_first_direction() if self.quick else fresh
             for planned in self.plan.cells:
                 if (cell := self.cells.get(_key(planned))) is not None:
                     self.cells[_key(planned)] = _bounded(cell, planned)

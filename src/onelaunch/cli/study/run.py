@@ -32,9 +32,6 @@ from onelaunch.workbench.study_file import find_study
 
 INTERRUPTED, TERMINATED = 130, 128 + signal.SIGTERM
 
-QUICK_SECONDS = 3.0
-"""Time cap of a quick run's only shape, for each direction."""
-
 
 def run(
     name: StudyName,
@@ -51,7 +48,7 @@ def run(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A first look in a minute: the smallest shape alone, with a time cap of 3 seconds.")
+        bool, typer.Option("--quick", help="A first look in a minute: the first direction alone, each shape for 3 seconds.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -100,7 +97,7 @@ def run(
                 device=where,
                 scale=scale or "auto",
                 rounds=rounds,
-                time_cap=time_cap or (QUICK_SECONDS if quick else None),
+                time_cap=time_cap,
                 quick=quick,
                 count=counted,
                 on_progress=tell,
