@@ -12,12 +12,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew, escaped, in_a_line, listing, shown
 from onelaunch.operation import Direction
 from onelaunch.workbench.files import read_text, write_text
-from onelaunch.workbench.study import Criterion, Grown, Regime, Study, check_names, members
+from onelaunch.workbench.study import FROM_A_FILE, Criterion, Grown, Regime, Study, check_names, members
 
 SCHEMA = 2
 """Version 1 knew no means over shapes, no times at two shapes, no memory and no criteria that do not decide: what it stored reads
@@ -29,8 +29,8 @@ SLUG = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,79}")
 """Names of devices as files and folders use them."""
 
 
-def _slug(text: str) -> str:
-    if not SLUG.fullmatch(text):
+def _slug(text: str, info: ValidationInfo) -> str:
+    if info.context and not SLUG.fullmatch(text):
         raise ValueError("it names files, so it must be 1 to 80 small letters (a to z), digits, '.', '_' and '-', with no '..'")
     return text
 
@@ -320,7 +320,7 @@ class Result(Stored):
             said = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
             raise ResultCorrupt(path, said)
         try:
-            found = cls.model_validate(raw)
+            found = cls.model_validate(raw, context=FROM_A_FILE)
         except ValidationError as error:
             first = error.errors(include_context=False)[0]
             where = ".".join(str(part) for part in first["loc"])[:200]
