@@ -76,9 +76,9 @@ def check_sizes(value: dict[str, int]) -> dict[str, int]:
     return value
 
 
-def check_dtype(value: str) -> str:
+def check_dtype(value: str, info: ValidationInfo) -> str:
     """Return the name of a dtype after a check that studies know it."""
-    if value not in ("float16", "bfloat16", "float32"):
+    if info.context and value not in ("float16", "bfloat16", "float32"):
         raise ValueError("it must be float16, bfloat16 or float32")
     return value
 
