@@ -135,6 +135,14 @@ def test_an_output_that_cannot_be_written_is_found_before_anything_is_measured(t
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_study_made_in_python_follows_the_rules_of_names_before_it_runs(tmp_path):
+    never = steps(measure=lambda *_, **__: pytest.fail("measured"), ceilings=lambda _: pytest.fail("measured"))
+    for wrong in (study(name="../up"), study(question="\x1b[2J"), study(FASTER.model_copy(update={"name": "a\nb"}))):
+        with pytest.raises(StudyError):
+            run(wrong, steps=never)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_an_interrupted_run_left_can_be_continued_and_the_error_says_so(tmp_path):
     path = tmp_path / "mine.json"
     run(study(), save_to=path, steps=interrupted_at("begin", "second"))

@@ -387,11 +387,6 @@ def test_prose_has_no_control_characters_but_line_breaks_and_tabs(written, key):
     assert not UNSAFE.search(str(told.value))
 
 
-def test_variants_of_a_study_in_python_follow_the_rule_too():
-    with pytest.raises(ValueError, match="letters"):
-        Criterion(name="a\nb", measure="error", of="one", at_most=1)
-
-
 def test_a_byte_order_mark_is_read_over(tmp_path):
     path = tmp_path / "bom.toml"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())

@@ -198,12 +198,13 @@ def _problem(row: object) -> str | None:
 
 
 def is_time(value: object) -> bool:
-    """Return whether a value can be a measured time: a positive, finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    """Return whether a value can be a measured time in microseconds: a positive number, at most some thousand years."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e18
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Return whether a value can be a tensor's size: a whole number of 63 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _strings(value: object) -> bool:

@@ -63,7 +63,7 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         "rows": [rows[key] for key in sorted(rows)],
     }
     try:
-        folders.replace(path, (json.dumps(written, indent=1, ensure_ascii=False) + "\n").encode())
+        folders.replace(path, (json.dumps(written, indent=1) + "\n").encode())
     except OSError as error:
         raise TableFolderError(into, f"cannot be written ({error.strerror or type(error).__name__})") from error
     return path

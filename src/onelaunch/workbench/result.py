@@ -11,13 +11,13 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew, escaped, in_a_line, listing, shown
 from onelaunch.hardware import SLUG
 from onelaunch.operation import Direction
 from onelaunch.workbench.files import read_text, write_text
-from onelaunch.workbench.study import Criterion, Grown, Regime, Study, check_names, members
+from onelaunch.workbench.study import FROM_A_FILE, Criterion, Grown, Regime, Study, check_names, members
 
 SCHEMA = 3
 """Version of what is stored. Older ones read as they stand: version 1 had no means over shapes, no times at two shapes, no memory
@@ -26,8 +26,8 @@ and no criteria that do not decide; version 2 no read bandwidth, no spread of th
 READABLE = (1, 2, 3)
 
 
-def _slug(text: str) -> str:
-    if not SLUG.fullmatch(text):
+def _slug(text: str, info: ValidationInfo) -> str:
+    if info.context and not SLUG.fullmatch(text):
         raise ValueError("it names files, so it must be 1 to 80 small letters (a to z), digits, '.', '_' and '-', with no '..'")
     return text
 
@@ -332,7 +332,7 @@ class Result(Stored):
             said = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
             raise ResultCorrupt(path, said)
         try:
-            found = cls.model_validate(raw)
+            found = cls.model_validate(raw, context=FROM_A_FILE)
         except ValidationError as error:
             first = error.errors(include_context=False)[0]
             where = ".".join(str(part) for part in first["loc"])[:200]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 
 from onelaunch import hardware, peaks
-from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMismatch, ResultMissing, StudyError
+from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMismatch, ResultMissing, StudyError, shown
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of
 from onelaunch.workbench.compiling import compile_ahead, places_to_compile
@@ -27,7 +28,7 @@ from onelaunch.workbench.launches import count_barriers, count_launches
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.provenance import provenance
 from onelaunch.workbench.result import Cell, Noise, Result, StoredCeilings, Traffic
-from onelaunch.workbench.study import COUNTS, DRAM_BYTES, Measure, Scale, Shape, Study
+from onelaunch.workbench.study import COUNTS, DRAM_BYTES, FROM_A_FILE, Measure, Scale, Shape, Study
 from onelaunch.workbench.timing import Interrupted, Measurements, below, measure
 from onelaunch.workbench.verify import Judge
 
@@ -157,6 +158,13 @@ def run_study(
     """
     where = hardware.resolve(device)
     path = save_to or default_path(study, str(where))
+    try:
+        Study.model_validate(study.model_dump(), context=FROM_A_FILE)
+    except ValidationError as error:
+        first = error.errors(include_context=False)[0]
+        raise StudyError(
+            shown(study.name), f"{'.'.join(map(str, first['loc']))} is {shown(first['input'])}: {first['msg']}"
+        ) from error
     probe_file(path)
     earlier = interrupted_run(path, force=force) if resume else None
     for existing in (path, partial_path(path)):

@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -35,28 +36,34 @@ LARGEST_SIZE = 2**63 - 1
 """Largest size of a shape: PyTorch's sizes are signed 64-bit integers."""
 
 
-def check_names(value: Any) -> Any:
+FROM_A_FILE = {"from_a_file": True}
+"""Context of a validation in which names and texts must follow the rules: what is read from files, and what is about to run."""
+
+
+def check_names(value: Any, info: ValidationInfo) -> Any:
     """Return a value after a check that every text in it, keys of mappings included, follows :data:`NAME`."""
+    if not info.context:
+        return value
     if isinstance(value, str) and not NAME.fullmatch(value):
         raise ValueError(NAME_RULE)
     if isinstance(value, dict):
-        check_names([*value, *value.values()])
+        check_names([*value, *value.values()], info)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            check_names(each)
+            check_names(each, info)
     return value
 
 
-def check_file_name(value: str) -> str:
+def check_file_name(value: str, info: ValidationInfo) -> str:
     """Return a name after a check that it follows :data:`FILE_NAME`."""
-    if not FILE_NAME.fullmatch(value):
+    if info.context and not FILE_NAME.fullmatch(value):
         raise ValueError(FILE_NAME_RULE)
     return value
 
 
-def check_prose(value: str) -> str:
+def check_prose(value: str, info: ValidationInfo) -> str:
     """Return a text of several lines after a check that it holds no control characters."""
-    if UNSAFE.search(value):
+    if info.context and UNSAFE.search(value):
         raise ValueError("it must hold no control characters except line breaks and tabs")
     return value
 
@@ -69,9 +76,9 @@ def check_sizes(value: dict[str, int]) -> dict[str, int]:
     return value
 
 
-def check_dtype(value: str) -> str:
+def check_dtype(value: str, info: ValidationInfo) -> str:
     """Return the name of a dtype after a check that studies know it."""
-    if value not in ("float16", "bfloat16", "float32"):
+    if info.context and value not in ("float16", "bfloat16", "float32"):
         raise ValueError("it must be float16, bfloat16 or float32")
     return value
 

@@ -32,6 +32,7 @@ from onelaunch.workbench.files import read_text
 from onelaunch.workbench.study import (
     ALONE,
     COUNTS,
+    FROM_A_FILE,
     LARGEST_SIZE,
     LOOPS,
     NAME,
@@ -273,7 +274,7 @@ class _Reader:
 
     def _validate(self, prepared: dict[str, Any]) -> Study:
         try:
-            return Study.model_validate(prepared)
+            return Study.model_validate(prepared, context=FROM_A_FILE)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the study"

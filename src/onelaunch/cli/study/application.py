@@ -32,7 +32,7 @@ class Studies(LazyGroup):
             "judge",
             "Evaluate a stored result's criteria again, as this version of onelaunch does, and decide again.",
         ),
-        "adopt": Command("onelaunch.cli.study.adopt", "adopt", "Write measured times into the table that the dispatcher reads."),
+        "adopt": Command("onelaunch.cli.study.adopt", "adopt", "Write measured times into a table that the dispatcher reads."),
     }
 
 
