@@ -13,7 +13,7 @@ import torch
 
 from onelaunch.builds import KernelBuild
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
-from onelaunch.operation import Cost, Query, find_operation, names_of, operations, parse_dtype, remembered
+from onelaunch.operation import Cost, Query, find_operation, names_of, operation, operations, parse_dtype, remembered
 from onelaunch.workbench.calls import Callee, Inputs
 from tests.toys import make_scale
 
@@ -235,12 +235,22 @@ print(hasattr(onelaunch, "nothing"), hasattr(onelaunch, "_private"))
     assert out == "False ShapeError gla True\nFalse False\n"
 
 
-@pytest.mark.parametrize("name", ["../evil", "<script>", "", "1st", "x" * 65, "a b", "a\nb", None])
+@pytest.mark.parametrize("name", ["../evil", "<script>", "", "1st", "x" * 65, "a b", "a\nb", None, "auto"])
 def test_a_variant_needs_a_name_that_files_and_reports_can_carry(scale, name):
     with pytest.raises(ArgumentError, match="must begin with a letter"):
         scale.variant(name)(lambda call: (call.x,))
     with pytest.raises(ArgumentError, match="must begin with a letter"):
         scale.control(name, oracle=lambda x, factor: x, cost=lambda case: Cost(0, 0))(lambda call: call.x)
+
+
+@pytest.mark.parametrize("wrong", [{"dimensions": ("B", "B")}, {"dimensions": "BT"}, {"outputs": "y"}, {"bind": None}], ids=str)
+def test_an_operation_of_wrong_parts_is_refused_where_it_is_made(scale, wrong):
+    def broken():
+        """An operation."""
+
+    facts = {"dimensions": ("N",), "outputs": ("y",), "bind": print, "options": {}, "defaults": {}}
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} of broken is"):
+        operation(**facts | wrong)(broken)
 
 
 def test_an_operation_is_copied_and_pickled_by_name():
@@ -263,19 +273,22 @@ def test_a_pickled_operation_is_found_in_a_process_that_has_not_imported_it(tmp_
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "swiglu\n"
 
 
-def test_a_predicate_that_fails_means_that_the_variant_cannot_run(scale):
+@pytest.mark.parametrize("error", [KeyError("size"), SystemExit(5), ValueError("\x1b[2J")], ids=["raise", "exit", "escape"])
+def test_a_predicate_that_fails_means_that_the_variant_cannot_run(scale, error):
     @scale.get("vector").supports
     def _(query):
-        raise KeyError("size")
+        raise error
 
     query = Query("scale", "cpu", torch.float32, (8,))
-    assert "raised KeyError: 'size'" in scale.get("vector").why_not(query)
+    assert "\x1b" not in scale.get("vector").why_not(query)
+    assert f"raised {type(error).__name__}" in scale.get("vector").why_not(query)
     assert scale(torch.ones(2)).tolist() == [2.0, 2.0]  # the next variant speaks
 
 
-def test_a_predicate_that_answers_yes_is_not_taken_for_a_reason(scale):
-    scale.get("vector").supports(lambda query: True)
-    assert "returned True" in scale.get("vector").why_not(Query("scale", "cpu", torch.float32, (8,)))
+@pytest.mark.parametrize("answer", [True, "", 0])
+def test_an_answer_that_is_no_reason_is_not_taken_for_one(scale, answer):
+    scale.get("vector").supports(lambda query: answer)
+    assert f"returned {answer!r}" in scale.get("vector").why_not(Query("scale", "cpu", torch.float32, (8,)))
 
 
 def test_an_answer_is_remembered_and_an_error_is_not():

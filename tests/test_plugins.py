@@ -56,14 +56,23 @@ def test_a_plugin_is_loaded_once(announce):
 
 
 def raising(error):
-    def act():
+    def act(**_):
         raise error
 
     return act
 
 
+class Mute(Exception):
+    """An error whose message cannot be had."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
 @pytest.mark.parametrize(
-    "error", [RuntimeError("no such\nchip"), ImportError("acme"), SystemExit(3), ArgumentError("x")], ids=repr
+    "error",
+    [RuntimeError("no such\nchip"), ImportError("acme"), SystemExit(3), ArgumentError("x"), BaseException("odd"), Mute()],
+    ids=lambda error: type(error).__name__,
 )
 def test_a_broken_plugin_is_one_warning_and_the_others_are_loaded(announce, scale, error):
     good = Entry("good", lambda: scale.variant("acme", launches=1)(lambda call: (call.x * call.factor,)))
@@ -94,6 +103,36 @@ def test_what_a_broken_plugin_had_registered_is_taken_back(announce, scale):
         names = [each.name for each in operations()]
     assert "half_done" not in names
     assert "half" not in scale.variants
+
+
+def test_what_a_broken_plugin_had_changed_of_an_operation_is_taken_back(announce, scale):
+    oracle = scale._oracle
+
+    def act():
+        scale.get("vector").supports(lambda query: "gone")
+        scale.oracle(lambda **arguments: 42)
+        scale.shapes(lambda call: ((1,),))
+        raise ValueError("then it failed")
+
+    announce(Entry("broken", act))
+    with pytest.warns(PluginWarning):
+        find_operation("gla")
+    assert scale._oracle is oracle
+    assert scale(torch.ones(2), variant="vector").tolist() == [2.0, 2.0]
+
+
+def test_ctrl_c_passes_while_a_plugin_is_loaded(announce):
+    announce(Entry("slow", raising(KeyboardInterrupt())))
+    with pytest.raises(KeyboardInterrupt):
+        find_operation("gla")
+
+
+def test_metadata_that_cannot_be_read_is_one_warning(announce, scale, monkeypatch):
+    announce()
+    monkeypatch.setattr(importlib.metadata, "entry_points", raising(TypeError("missing 1 required positional argument")))
+    with pytest.warns(PluginWarning, match="positional argument"):
+        assert scale(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert [each.problem is None for each in operation.plugins()] == [False]
 
 
 def test_a_plugin_may_ask_for_operations_while_it_is_loaded(announce):

@@ -27,6 +27,7 @@ WRONG = {
     "two": (lambda call: (call.x * call.factor, call.x), "returned 2 results"),
     "none_inside": (lambda call: (None,), "returned y as None"),
     "a_number": (lambda call: (3.0,), "returned y as float"),
+    "elsewhere_too": (lambda call: (call.x.to("meta"),), "returned y on meta"),
     "short": (lambda call: (call.x[:-1] * call.factor,), "shape"),
 }
 

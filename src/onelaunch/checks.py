@@ -33,6 +33,11 @@ def facts(argument: str, value: object) -> Facts:
     """Of the value, if it is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise _no_tensor(argument, value)
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+        raise ArgumentError(
+            f"{argument} is {kind}; it must be a plain strided tensor. Pass {argument}.to_dense(), or pack sequences."
+        )
     return Facts(value.shape, value.dtype, value.device, value.requires_grad)
 
 

@@ -17,9 +17,7 @@ import torch
 from onelaunch.errors import ArgumentError, UnknownVariant, VariantResultError, VariantUnsupported, listing
 from onelaunch.hardware import describe
 from onelaunch.measured import Measured, nearest
-from onelaunch.operation import Call, Operation, Query, Variant, find_operation
-
-AUTO = "auto"
+from onelaunch.operation import AUTO, Call, Operation, Query, Variant, find_operation
 
 CONFIRMED = 4096
 """Number of queries for which a variant remembers that its results were accepted."""
@@ -57,7 +55,7 @@ class Explanation:
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     """Run a checked call by the named variant, or the one that :func:`choose` names for ``"auto"``.
 
-    The first results of a variant for a query are checked in number, type and shape.
+    The first results of a variant for a query are checked in number, device and shape; not while ``torch.compile`` traces.
 
     Raises:
         ArgumentError: ``variant`` is no string.
@@ -81,14 +79,14 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
 
 
 def check_results(variant: Variant, call: Call, results: Any) -> None:
-    """Check number, type and shape of what a variant returned for a checked call.
+    """Check number, device and shape of what a variant returned for a checked call; the gate judges dtypes and values.
 
     Shapes are checked where the operation declares them (:meth:`onelaunch.operation.Operation.shapes`).
 
     Raises:
         VariantResultError: They are not the results of the operation; names the variant and what it must return.
     """
-    operation = variant.operation
+    operation, device = variant.operation, call.query().device
     names = operation.outputs if isinstance(operation.outputs, tuple) else None
     shapes = operation.shapes_of(call) if operation.shapes_of else None
     count = len(names) if names is not None else len(shapes) if shapes is not None else None
@@ -102,15 +100,17 @@ def check_results(variant: Variant, call: Call, results: Any) -> None:
     else:
         for index, value in enumerate(results):
             name = names[index] if names else f"result {index}"
-            problem = problem or _wrong_result(name, value, shapes[index] if shapes else None)
+            problem = problem or _wrong_result(name, value, device, shapes[index] if shapes else None)
     if problem is not None:
         raise VariantResultError(operation.name, variant.name, problem=problem)
 
 
-def _wrong_result(name: str, value: object, want: tuple[int, ...] | None) -> str | None:
+def _wrong_result(name: str, value: object, device: str, want: tuple[int, ...] | None) -> str | None:
     """Return what is wrong with one result, in words that complete "the variant ...", or ``None``."""
     if value is not None and not isinstance(value, torch.Tensor):
         return f"returned {name} as {type(value).__name__}; it must be a torch.Tensor"
+    if value is not None and str(value.device) != device:
+        return f"returned {name} on {value.device}; it must be on {device}, as the call's tensors are"
     if want is None or (value is not None and tuple(value.shape) == tuple(want)):
         return None
     got = "as None" if value is None else f"with shape {list(value.shape)}"
@@ -212,8 +212,8 @@ def _able(operation: Operation[..., Any], query: Query) -> list[str]:
 
 
 def _measured(operation: Operation[..., Any], query: Query) -> Measured | None:
-    """Return what was measured nearest to a query; on the meta device nothing can be."""
-    if query.device_type not in ("cpu", "cuda"):
+    """Return what was measured nearest to a query; nothing for a device that is not here, or that computes nothing."""
+    if query.device_type != "cpu" and not (query.device_type == "cuda" and torch.cuda.is_available()):
         return None
     sizes = dict(zip(operation.dimensions, query.sizes, strict=True))
     return nearest(

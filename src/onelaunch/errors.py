@@ -61,8 +61,15 @@ def listing(names: Iterable[str]) -> str:
 
 
 def in_a_line(problem: BaseException) -> str:
-    """Return the message of somebody else's error for one of ours: in one line of bounded length, without a last full stop."""
-    return " ".join(str(problem).split())[:300].removesuffix(".") or type(problem).__name__
+    """Return the message of somebody else's error for one of ours: in one line of bounded length, without a last full stop.
+
+    Control characters are written as escapes. An error that cannot say what it is about is named by its type.
+    """
+    try:
+        text = str(problem)
+    except Exception:  # noqa: BLE001 - the error is somebody else's code too
+        text = ""
+    return escaped(" ".join(text.split())[:300]).removesuffix(".") or type(problem).__name__
 
 
 def shown(value: object, most: int = 80) -> str:

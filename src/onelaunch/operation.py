@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 Direction = Literal["forward", "forward_backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
 
+AUTO = "auto"
+"""Name by which a call asks for the variant that the dispatcher chooses."""
+
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """Pattern of the names of operations, variants and controls: a letter, then at most 63 letters, digits, ``_``, ``.`` and ``-``.
 They become file names, rows of reports and words of the command line."""
@@ -253,10 +256,10 @@ class Variant:
         for predicate in self._supports:
             try:
                 reason = predicate(query)
-            except Exception as error:  # noqa: BLE001 - one broken variant must not stop the choice among the others
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - one broken variant must not stop the choice among others
                 return f"cannot say whether it can run: its predicate raised {type(error).__name__}: {in_a_line(error)}"
             if reason is not None:
-                return reason if isinstance(reason, str) else f"cannot say whether it can run: its predicate returned {reason!r}"
+                return reason if isinstance(reason, str) and reason else f"cannot run, and its predicate returned {reason!r}"
         return None
 
     def builds(self, architecture: str) -> list[Build]:
@@ -497,6 +500,7 @@ def operation(**facts: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
     def register(function: Callable[P, R]) -> Operation[P, R]:
         made = Operation(function, **facts)
         _check_name("operation", made.name)
+        _check_parts(made.name, made.dimensions, made.outputs, made.bind)
         if made.name in _REGISTRY:
             raise ArgumentError(f"An operation {made.name!r} is registered already; choose another name.")
         _REGISTRY[made.name] = made
@@ -536,18 +540,24 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def _snapshot() -> Callable[[], None]:
-    """Return the function that puts the registry back into its present state."""
+    """Return the function that puts the registry, every operation and every variant back into their present state."""
     known = dict(_REGISTRY)
-    parts = {name: (dict(each.variants), dict(each.controls), dict(each.loops)) for name, each in known.items()}
+    parts = [part for each in known.values() for part in (each, *each.variants.values())]
+    states = [(part, {name: _copied(value) for name, value in vars(part).items()}) for part in parts]
 
     def put_back() -> None:
         _REGISTRY.clear()
         _REGISTRY.update(known)
-        for name, each in known.items():
-            variants, controls, loops = parts[name]
-            each.variants, each.controls, each.loops = dict(variants), dict(controls), dict(loops)
+        for part, state in states:
+            vars(part).clear()
+            vars(part).update(state)
 
     return put_back
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what registration adds to, and anything else itself."""
+    return value.copy() if isinstance(value, (dict, list, set)) else value
 
 
 def _operation_by_name(module: str, name: str) -> Operation[..., Any]:
@@ -562,11 +572,25 @@ def _variant_by_name(module: str, operation_name: str, name: str) -> Variant:
 
 
 def _check_name(kind: str, name: str) -> None:
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name == AUTO:
         raise ArgumentError(
-            f"The name of {'an' if kind == 'operation' else 'a'} {kind} is {name!r}; it must begin with a letter and hold at "
-            "most 64 letters, digits, '_', '.' and '-'."
+            f"The name of {'an' if kind == 'operation' else 'a'} {kind} is {name!r}; it must begin with a letter, hold at most "
+            f"64 letters, digits, '_', '.' and '-', and not be {AUTO!r}, which stands for the choice among variants."
         )
+
+
+def _check_parts(name: str, dimensions: object, outputs: object, bind: object) -> None:
+    """Raise :class:`ArgumentError` unless an operation's facts are of the kinds that :class:`Operation` names."""
+
+    def names(value: object) -> bool:
+        return isinstance(value, tuple) and all(isinstance(each, str) for each in value) and len(set(value)) == len(value)
+
+    if not names(dimensions):
+        raise ArgumentError(f"dimensions of {name} is {dimensions!r}; it must be a tuple of different names.")
+    if not callable(outputs) and not names(outputs):
+        raise ArgumentError(f"outputs of {name} is {outputs!r}; it must be a tuple of different names, or a function.")
+    if not callable(bind):
+        raise ArgumentError(f"bind of {name} is {bind!r}; it must be the function that checks a call's arguments.")
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 An installed package announces one in the entry-point group :data:`GROUP`. Each entry is imported for itself: one that fails is
 reported once, by a :class:`~onelaunch.errors.PluginWarning` that names the entry and its distribution, what it had registered
-until then is taken back, and everything else works as if it were not installed.
+until then is taken back, and everything else works as if it were not installed. Ctrl-C passes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from onelaunch.errors import PluginWarning, in_a_line
 
 GROUP = "onelaunch.plugins"
 """The entry-point group that packages announce their plug-ins in."""
+
+
+UNKNOWN = "an unknown distribution"
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,10 @@ def load_once(before: Callable[[], None], snapshot: Callable[[], Callable[[], No
         if _STATE.loaded is None and not _STATE.loading:
             _STATE.loading = True
             try:
-                entries = tuple(importlib.metadata.entry_points(group=GROUP))
+                entries, unreadable = _announced()
                 if entries:
                     before()
-                _STATE.loaded = tuple(_load(entry, snapshot()) for entry in entries)
+                _STATE.loaded = (*unreadable, *(_load(entry, snapshot()) for entry in entries))
             finally:
                 _STATE.loading = False
         return _STATE.loaded or ()
@@ -80,14 +83,39 @@ def _load(entry: importlib.metadata.EntryPoint, take_back: Callable[[], None]) -
     name, module, distribution = entry.name, entry.value, _distribution(entry)
     try:
         entry.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in is somebody else's code and may fail in any way
+    except KeyboardInterrupt:
         take_back()
-        problem = f"{type(error).__name__}: {in_a_line(error)}"
-        warnings.warn(PluginWarning(name, module, distribution, problem=problem), stacklevel=2)
-        return Plugin(name, module, distribution, problem)
+        raise
+    except BaseException as error:  # noqa: BLE001 - a plug-in is somebody else's code and may fail in any way
+        take_back()
+        return _left_out(name, module, distribution, error)
     return Plugin(name, module, distribution)
+
+
+def _left_out(name: str, module: str, distribution: str, error: BaseException) -> Plugin:
+    """Warn that a plug-in is left out, and return it with the reason."""
+    problem = f"{type(error).__name__}: {in_a_line(error)}"
+    warnings.warn(PluginWarning(name, module, distribution, problem=problem), stacklevel=2)
+    return Plugin(name, module, distribution, problem)
+
+
+def _announced() -> tuple[tuple[importlib.metadata.EntryPoint, ...], tuple[Plugin, ...]]:
+    """Return the announced entries; or none, and what stands for all of them, where a package's metadata cannot be read."""
+    try:
+        return tuple(importlib.metadata.entry_points(group=GROUP)), ()
+    except Exception as error:  # noqa: BLE001 - one malformed file of some package
+        return (), (_left_out("all", f"the group {GROUP}", UNKNOWN, error),)
 
 
 def _distribution(entry: importlib.metadata.EntryPoint) -> str:
     found = getattr(entry, "dist", None)
-    return f"{found.name} {found.version}" if found is not None else "an unknown distribution"
+    return _named(found) if found is not None else UNKNOWN
+
+
+def _named(found: importlib.metadata.Distribution) -> str:
+    """Return name and version of a distribution, as far as its metadata holds them."""
+    try:
+        name, version = found.name, found.version
+    except Exception:  # noqa: BLE001 - metadata that is missing or broken
+        return UNKNOWN
+    return f"{name} {version or 'of an unknown version'}" if name else UNKNOWN

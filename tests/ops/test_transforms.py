@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onelaunch.errors import ArgumentError, TransformUnsupported, UnknownVariant
+from onelaunch.errors import ArgumentError, TransformUnsupported, UnknownVariant, ValueRangeError
 from onelaunch.ops import gated_scan, gla, linear_rnn, swiglu
 from onelaunch.ops.autograd import Operator
 
@@ -96,6 +96,25 @@ def test_a_kernel_refuses_a_transform_with_the_remedy():
     assert torch.equal(kernel(torch.ones(2), grad=False), torch.ones(2))
     with pytest.raises(TransformUnsupported, match=r"test_transforms_copy.*variant='eager'"):
         torch.vmap(lambda x: kernel(x, grad=False))(torch.ones(2, 2))
+
+
+def test_values_are_checked_while_flops_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    v, log_decay, gate = arguments(gated_scan)
+    with FlopCounterMode(display=False), pytest.raises(ValueRangeError):
+        gated_scan(v, -log_decay, gate)
+
+
+STRIDELESS = {"sparse": lambda x: x.to_sparse(), "nested": lambda x: torch.nested.nested_tensor([x[0], x[1]])}
+
+
+@pytest.mark.parametrize("kind", STRIDELESS)
+@OPERATIONS
+def test_a_tensor_that_is_not_strided_is_refused_by_name(operation, kind):
+    first, *rest = arguments(operation)
+    with pytest.raises(ArgumentError, match="strided tensor"):
+        operation(STRIDELESS[kind](first), *rest)
 
 
 @pytest.mark.parametrize("variant", [None, 3, b"auto"])
