@@ -124,7 +124,9 @@ def processors(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a GPU: the driver's, and those that PyTorch's allocator keeps for later."""
+    """Return the bytes that can still be allocated: on a GPU the driver's and those that PyTorch's allocator keeps for later."""
+    if device.type == "cpu":
+        return _cpu_free_bytes()
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -174,3 +176,18 @@ def _cpu_memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 0
+
+
+def _cpu_free_bytes() -> int:
+    """Return the memory that the system calls available, or less where the control group of the process allows less."""
+    try:
+        match = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        match = None
+    free = int(match.group(1)) * 1024 if match else _cpu_memory_bytes()
+    group = Path("/sys/fs/cgroup")  # a container's own group, in version 2 of control groups
+    try:
+        most, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # ValueError: the limit is "max"
+        return free
+    return min(free, max(most - used, 0))
