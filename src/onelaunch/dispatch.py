@@ -57,7 +57,7 @@ class Explanation:
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
     """Run a checked call by the named variant, or the one that :func:`choose` names for ``"auto"``.
 
-    The first results of a variant for a query are checked in number, type and shape.
+    The first results of a variant for a query are checked in number, type and shape. Under ``torch.compile`` none are.
 
     Raises:
         ArgumentError: ``variant`` is no string.
