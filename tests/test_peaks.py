@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from onelaunch import nvrtc, peaks
+from onelaunch import hardware, nvrtc, peaks
 from onelaunch.errors import BusyDeviceNotice, CacheNotice
 from onelaunch.hardware import Ceilings
 from onelaunch.peaks import Probe
@@ -222,6 +222,17 @@ def test_the_buffer_of_a_cpu_is_larger_than_its_caches(monkeypatch, cache, free,
 
 def test_the_free_memory_of_a_cpu_is_no_more_than_it_has():
     assert 0 < peaks.free_memory(torch.device("cpu")) <= peaks.describe("cpu").memory_bytes
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [("1000000", 1000000 - 700000 + 400000), ("600", 0), ("max", None), (None, None)])
+def test_the_free_memory_of_a_container_is_what_its_group_leaves(monkeypatch, tmp_path, limit, wanted):
+    monkeypatch.setattr(hardware, "CONTROL_GROUP", tmp_path)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text("700000\n")
+        (tmp_path / "memory.stat").write_text("anon 300000\nfile 400000\n")
+    free = peaks.free_memory(torch.device("cpu"))
+    assert free == wanted if wanted is not None else free > 1000000
 
 
 def test_a_survey_keeps_no_buffers(monkeypatch):

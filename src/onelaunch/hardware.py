@@ -22,6 +22,9 @@ from onelaunch.errors import DeviceMemoryError, NoDeviceError
 HOPPER_SHARED_BYTES = 227 * 1024
 """Of shared memory that a block may have, on Hopper and on Blackwell's data centre chips."""
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Folder in which a container sees the limits of its own control group (version 2)."""
+
 SLUG = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,79}")
 """Pattern that the whole name of a device's files and folders must match: no separator of folders, and no two dots in a row."""
 
@@ -185,9 +188,10 @@ def _cpu_free_bytes() -> int:
     except OSError:
         match = None
     free = int(match.group(1)) * 1024 if match else _cpu_memory_bytes()
-    group = Path("/sys/fs/cgroup")  # a container's own group, in version 2 of control groups
     try:
-        most, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # ValueError: the limit is "max"
+        most, used = (int((CONTROL_GROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+        facts = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        used -= int(facts["file"])  # the page cache counts as used, and is given up for what is allocated
+    except (OSError, ValueError, KeyError):  # ValueError: the limit is "max"
         return free
     return min(free, max(most - used, 0))
