@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from onelaunch import nvrtc, peaks
-from onelaunch.errors import CacheNotice
+from onelaunch import hardware, nvrtc, peaks
+from onelaunch.errors import BusyDeviceNotice, CacheNotice
 from onelaunch.hardware import Ceilings
 from onelaunch.peaks import Probe
 
@@ -179,8 +179,60 @@ def test_short_calls_are_repeated_within_a_sample():
 
 def test_a_peak_is_the_fastest_methods():
     slow, fast, other = (Probe("read", "slow", 1.0, lambda: None, rates=[1, 1, 1]) for _ in range(3))
-    fast.rates, other.quantity = [2, 1, 1], "copy"
+    fast.rates, other.quantity = [2, 2, 2], "copy"
     assert peaks.fastest([slow, fast, other]) == {"read": fast, "copy": other}
+
+
+def test_a_peak_does_not_rest_on_one_fast_sample():
+    probe = sampled(Clock(0.01, 0.01, 0.01, 0.001, 0.01))
+    assert probe.peak == pytest.approx(100)
+    assert probe.spread == pytest.approx(9)
+
+
+def test_a_method_with_one_fast_sample_is_not_the_fastest():
+    lucky = Probe("read", "lucky", 1.0, lambda: None, rates=[1, 9, 1, 1])
+    steady = Probe("read", "steady", 1.0, lambda: None, rates=[2, 2.1, 2, 1])
+    assert peaks.fastest([lucky, steady]) == {"read": steady}
+    assert steady.peak == 2.1
+
+
+def test_rounds_end_with_the_time_that_they_may_take():
+    probe = Probe("copy", "toy", 1.0, lambda: None)
+    peaks.sample([probe], Clock(*(0.01 * 1.2**index for index in range(100))), seconds=0)
+    assert len(probe.rates) == peaks.AGREEING
+
+
+@pytest.mark.parametrize(
+    ("cache", "free", "wanted"),
+    [
+        (32 << 20, 64 << 30, 128 << 20),
+        (1 << 20, 64 << 30, 64 << 20),
+        (96 << 20, 64 << 30, 384 << 20),
+        (512 << 20, 64 << 30, 1 << 30),
+        (512 << 20, 1 << 30, 256 << 20),
+        (32 << 20, 1 << 20, 1 << 20),
+    ],
+)
+def test_the_buffer_of_a_cpu_is_larger_than_its_caches(monkeypatch, cache, free, wanted):
+    here = peaks.describe("cpu")
+    monkeypatch.setattr(peaks, "describe", lambda device: replace(here, cache_bytes=cache))
+    monkeypatch.setattr(peaks, "free_memory", lambda device: free)
+    assert peaks.buffer_bytes(torch.device("cpu")) == wanted
+
+
+def test_the_free_memory_of_a_cpu_is_no_more_than_it_has():
+    assert 0 < peaks.free_memory(torch.device("cpu")) <= peaks.describe("cpu").memory_bytes
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [("1000000", 1000000 - 700000 + 400000), ("600", 0), ("max", None), (None, None)])
+def test_the_free_memory_of_a_container_is_what_its_group_leaves(monkeypatch, tmp_path, limit, wanted):
+    monkeypatch.setattr(hardware, "CONTROL_GROUP", tmp_path)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text("700000\n")
+        (tmp_path / "memory.stat").write_text("anon 300000\nfile 400000\n")
+    free = peaks.free_memory(torch.device("cpu"))
+    assert free == wanted if wanted is not None else free > 1000000
 
 
 def test_a_survey_keeps_no_buffers(monkeypatch):
@@ -201,6 +253,7 @@ def test_a_survey_keeps_no_buffers(monkeypatch):
     assert not [each for each in alive if each() is not None]
 
 
+@pytest.mark.filterwarnings("ignore::onelaunch.errors.BusyDeviceNotice")
 def test_a_measurement_of_the_cpu_gives_plausible_rates():
     found = peaks.measure("cpu")
     assert 1e8 < found.copy_bytes_per_second < 1e13
@@ -210,6 +263,59 @@ def test_a_measurement_of_the_cpu_gives_plausible_rates():
     assert 1e-8 < found.launch_seconds < 1e-3
     assert set(found.spread) == {"copy", "read", "float32", "launch"}
     assert torch.__version__ in found.software
+
+
+# A busy device
+
+BUSY = replace(FOUND, read_bytes_per_second=3.23e10, spread={"copy": 0.02, "read": 5.74})
+"""Peaks as one command stored them on a machine that did much else: the fastest reads were nearly seven times apart."""
+
+
+def busy_survey(device):
+    """Samples of a device that was free for one round alone."""
+    made = [Probe(quantity, "toy", 1.0, lambda: None, rates=[1.0] * 7) for quantity in ("copy", "float32", "launch")]
+    return [*made, Probe("read", "toy", 1.0, lambda: None, rates=[1.0, 6.74, 1.0, 1.0])]
+
+
+def test_a_busy_device_is_one_warning(monkeypatch):
+    monkeypatch.setattr(peaks, "survey", busy_survey)
+    peaks._say_busy.cache_clear()
+    with pytest.warns(BusyDeviceNotice, match="busy.*onelaunch doctor --refresh") as said:
+        found = [peaks.measure("cpu") for _ in range(2)]
+    assert len(said) == 1
+    assert {each.read_bytes_per_second for each in found} == {1.0}
+    assert peaks.unsteady(found[0]) == ["read"]
+
+
+def test_a_quiet_device_is_no_warning(monkeypatch, recwarn):
+    steady = Probe("read", "toy", 1.0, lambda: None, rates=[1.0, 1.1, 1.19])
+    monkeypatch.setattr(peaks, "survey", lambda device: [*busy_survey(device)[:3], steady])
+    peaks._say_busy.cache_clear()
+    assert peaks.unsteady(peaks.measure("cpu")) == []
+    assert not recwarn.list
+
+
+def test_peaks_of_a_busy_device_are_measured_again_the_next_time(measurements):
+    peaks.remember("cpu", BUSY)
+    assert peaks.stored("cpu") is None
+    assert peaks.ceilings("cpu") == FOUND == peaks.stored("cpu")
+    assert measurements == ["cpu"]
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.2, 5.74])
+def test_the_spread_of_a_believed_peak_does_not_protect_it(monkeypatch, spread):
+    believed = replace(BUSY, spread={"copy": 0.02, "read": spread})
+    monkeypatch.setattr(peaks, "measure", lambda device: FOUND)
+    raised = peaks.remeasure("cpu", believed)
+    assert raised.read_bytes_per_second == 1.2e11
+    assert raised.spread == {"copy": 0.02, "read": 0.01}
+    assert peaks.stored("cpu") == raised
+
+
+@pytest.mark.parametrize(("rate", "taken"), [(1.2 * 1.04, False), (1.2 * 1.06, True)])
+def test_a_fresh_peak_with_a_large_spread_need_exceed_the_other_by_five_percent_alone(rate, taken):
+    fresh = replace(FOUND, read_bytes_per_second=rate * 1e11, spread={"copy": 0.02, "read": 0.5})
+    assert peaks.higher(FOUND, fresh).read_bytes_per_second == (rate * 1e11 if taken else 1.2e11)
 
 
 # Measured again

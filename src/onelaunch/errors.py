@@ -318,6 +318,17 @@ class CacheNotice(OneLaunchError, UserWarning):
     """The folder of files that can be made again cannot be used as it is."""
 
 
+class BusyDeviceNotice(OneLaunchError, UserWarning):
+    """Peaks of a device were measured while other work held it, so they may be too low."""
+
+    def __init__(self, device: str, *, apart: float) -> None:
+        super().__init__(
+            f"{device} was busy while its peaks were measured: the fastest samples differ by more than {apart:.0%}. The peaks "
+            "may be too low, and are measured again the next time. Measure them on an idle machine: onelaunch doctor --refresh."
+        )
+        self.device = device
+
+
 class TableNotice(OneLaunchError, UserWarning):
     """A table of measured times, or a part of it, cannot be believed and is left out."""
 

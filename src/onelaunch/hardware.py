@@ -22,6 +22,9 @@ from onelaunch.errors import DeviceMemoryError, NoDeviceError
 HOPPER_SHARED_BYTES = 227 * 1024
 """Of shared memory that a block may have, on Hopper and on Blackwell's data centre chips."""
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Folder in which a container sees the limits of its own control group (version 2)."""
+
 SLUG = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,79}")
 """Pattern that the whole name of a device's files and folders must match: no separator of folders, and no two dots in a row."""
 
@@ -124,7 +127,9 @@ def processors(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a GPU: the driver's, and those that PyTorch's allocator keeps for later."""
+    """Return the bytes that can still be allocated: on a GPU the driver's and those that PyTorch's allocator keeps for later."""
+    if device.type == "cpu":
+        return _cpu_free_bytes()
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -174,3 +179,19 @@ def _cpu_memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 0
+
+
+def _cpu_free_bytes() -> int:
+    """Return the memory that the system calls available, or less where the control group of the process allows less."""
+    try:
+        match = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        match = None
+    free = int(match.group(1)) * 1024 if match else _cpu_memory_bytes()
+    try:
+        most, used = (int((CONTROL_GROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+        facts = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        used -= int(facts["file"])  # the page cache counts as used, and is given up for what is allocated
+    except (OSError, ValueError, KeyError):  # ValueError: the limit is "max"
+        return free
+    return min(free, max(most - used, 0))

@@ -2,12 +2,15 @@
 
 A peak is a maximum, so other work on the device can only make a sample too slow. Every method of every quantity is timed in turn,
 round by round with pauses between, and a peak is its fastest sample; rounds are added while the fastest samples of a quantity are
-further apart than :data:`SPREAD`. Peaks are kept in the cache folder, one entry per software stack. A load that lasts as long as
-all rounds is not seen by this: :func:`remeasure` is asked before a time is called impossible.
+further apart than :data:`SPREAD`. Where they stay further apart than :data:`TRUSTED`, the device was busy: no peak rests on one
+such sample, a warning says so, and the device is measured again the next time. Peaks are kept in the cache folder, one entry per
+software stack. A load that lasts as long as all rounds is not seen by this: :func:`remeasure` is asked before a time is called
+impossible.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -22,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from onelaunch import folders, nvrtc
-from onelaunch.errors import FallbackNotice, OneLaunchError
+from onelaunch.errors import BusyDeviceNotice, FallbackNotice, OneLaunchError
 from onelaunch.hardware import (
     Ceilings,
     compute_capability,
@@ -39,16 +42,28 @@ AGREEING = 3
 SPREAD = 0.05
 """Relative distance of the fastest samples above which another round is taken."""
 
+TRUSTED = 0.2
+"""Relative distance of the fastest samples above which a peak is not trusted: other work held the device during most rounds."""
+
 LEAST_ROUNDS, MOST_ROUNDS = 7, 25
+
+CPU_SECONDS = 3.5
+"""Seconds after which no round begins on a CPU once :data:`AGREEING` are taken."""
 
 PAUSE_SECONDS = 0.02
 """Pause between two rounds, so that one burst of other work does not fall on all samples."""
 
 SAMPLE_SECONDS = 5e-3
-"""Least duration of a sample on a GPU; a method that is faster is called several times within one."""
+"""Least duration of a sample; a method that is faster is called several times within one."""
 
-BUFFER_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
-"""Bytes of the buffer that is read or copied: on a GPU so many that its cache keeps 1 to 2 % of them from pass to pass."""
+GPU_BUFFER_BYTES = 4 << 30
+"""Most bytes of the buffer that is read or copied on a GPU, whose cache keeps 1 to 2 % of them from pass to pass."""
+
+CPU_BUFFER_BYTES = (64 << 20, 1 << 30)
+"""Least and most bytes of the buffer that is read or copied on a CPU."""
+
+CPU_CACHES = 4
+"""Size of the buffer on a CPU in last-level caches, between the bounds of :data:`CPU_BUFFER_BYTES`."""
 
 MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 
@@ -86,15 +101,20 @@ class Probe:
 
     @property
     def peak(self) -> float:
-        """The rate of the fastest sample."""
-        return max(self.rates)
+        """Rate of the fastest sample; of the slowest of the fastest :data:`AGREEING` where their spread is not trusted.
+
+        One sample alone may be fast by an error of the clock. A rate that several samples reached was reached.
+        """
+        best = sorted(self.rates)[-AGREEING:]
+        return best[-1] if self.spread <= TRUSTED else best[0]
 
     @property
     def spread(self) -> float:
         """Relative distance of the fastest samples."""
         if len(self.rates) < AGREEING:
             return math.inf
-        return self.peak / sorted(self.rates)[-AGREEING] - 1
+        best = sorted(self.rates)[-AGREEING:]
+        return best[-1] / best[0] - 1
 
 
 def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
@@ -108,31 +128,41 @@ _UNKEPT: dict[tuple[Path, str], Ceilings] = {}
 
 
 def stored(device: str) -> Ceilings | None:
-    """Return the peaks that the cache holds for this device and software, or ``None``.
+    """Return the peaks that the cache holds for this device and software, or ``None`` where it has none that are trusted.
 
     Where the cache cannot be written, those that this process measured stand for it.
     """
     place = cache_path(device), software(device)
     found = _UNKEPT.get(place) or _entries(device).get(place[1])
     needed = {_name(dtype) for dtype in _multiplied(device)}
-    return found if found is not None and needed <= found.matrix_flops_per_second.keys() else None
+    if found is None or unsteady(found) or not needed <= found.matrix_flops_per_second.keys():
+        return None
+    return found
+
+
+def unsteady(found: Ceilings) -> list[str]:
+    """Return the quantities whose fastest samples are further apart than :data:`TRUSTED`: the device was busy."""
+    return [quantity for quantity, spread in (found.spread or {}).items() if spread > TRUSTED]
 
 
 def remeasure(device: str, believed: Ceilings) -> Ceilings:
     """Measure again, and return ``believed`` with the peaks that came out higher, or ``believed`` itself where none did.
 
-    A peak is higher where it exceeds the other by more than the spread of both. What was raised is kept in the cache.
+    :func:`higher` says which peaks are higher. The peaks that were raised are kept in the cache.
     """
     raised = higher(believed, measure(device))
     return believed if raised is believed else remember(device, raised)
 
 
 def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
-    """Return ``believed`` with those peaks of ``fresh`` that exceed it by more than the spread of both."""
+    """Return ``believed`` with those peaks of ``fresh`` that exceed it by more than their own spread, or :data:`SPREAD` if less.
+
+    The spread of ``believed`` plays no part: a peak that was measured on a busy device has a large one, and is to be corrected.
+    """
     spreads = (believed.spread or {}, fresh.spread or {})
 
     def exceeds(quantity: str, new: float | None, old: float | None) -> bool:
-        return new is not None and (old is None or new > old * (1 + max(each.get(quantity, 0.0) for each in spreads)))
+        return new is not None and (old is None or new > old * (1 + min(spreads[1].get(quantity, 0.0), SPREAD)))
 
     def chosen(quantity: str, new: Any, old: Any) -> Any:
         if not exceeds(quantity, new, old):
@@ -163,12 +193,12 @@ def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
 
 
 def measure(device: str) -> Ceilings:
-    """Measure all peaks of a device now: some seconds."""
+    """Measure all peaks of a device now, which takes some seconds, and warn once per process where the device was busy."""
     best = fastest(survey(device))
     rates = {name: probe.peak for name, probe in best.items() if name not in ("copy", "read", "launch")}
     if torch.device(device).type == "cpu":  # 16-bit products run at most at the float32 rate there
         rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
-    return Ceilings(
+    found = Ceilings(
         copy_bytes_per_second=best["copy"].peak,
         matrix_flops_per_second=rates,
         launch_seconds=1 / best["launch"].peak,
@@ -177,6 +207,14 @@ def measure(device: str) -> Ceilings:
         read_bytes_per_second=best["read"].peak,
         spread={name: round(probe.spread, 4) for name, probe in best.items()},
     )
+    if unsteady(found):
+        _say_busy(device)
+    return found
+
+
+@functools.cache
+def _say_busy(device: str) -> None:
+    warnings.warn(BusyDeviceNotice(device, apart=TRUSTED), stacklevel=3)
 
 
 def survey(device: str) -> list[Probe]:
@@ -188,7 +226,7 @@ def survey(device: str) -> list[Probe]:
     where = torch.device(device)
     with torch.no_grad(), room_for("the buffers that peaks are measured with", where), _current(where):
         probes = [*_memory_probes(where), *_product_probes(where), _launch_probe(where)]
-        sample(probes, _clock(where))
+        sample(probes, _clock(where), seconds=CPU_SECONDS if where.type == "cpu" else math.inf)
         for probe in probes:
             probe.run = _released  # with it go the buffers, before the memory is given back
     return probes
@@ -198,18 +236,22 @@ def _released() -> None:
     """Stand for the call of a probe whose samples are taken."""
 
 
-def sample(probes: Sequence[Probe], clock: Callable[[Callable[[], object], int], float]) -> None:
+def sample(probes: Sequence[Probe], clock: Callable[[Callable[[], object], int], float], *, seconds: float = math.inf) -> None:
     """Take samples of all probes in turn until the fastest of each quantity agree, or :data:`MOST_ROUNDS` are taken.
 
     Args:
         probes: receive the samples.
         clock: returns the seconds that a function takes when called a number of times in a row.
+        seconds: time after which no round begins once :data:`AGREEING` are taken.
     """
+    end = time.perf_counter() + seconds
     for probe in probes:
         clock(probe.run, 1)
         probe.calls = max(1, math.ceil(SAMPLE_SECONDS / max(clock(probe.run, 1), 1e-7)))
     for index in range(MOST_ROUNDS):
         if index >= LEAST_ROUNDS and all(probe.spread <= SPREAD for probe in fastest(probes).values()):
+            return
+        if index >= AGREEING and time.perf_counter() > end:
             return
         time.sleep(PAUSE_SECONDS)
         for probe in probes:
@@ -282,16 +324,31 @@ def _launcher(kernel: nvrtc.Function, ctas: int, result: torch.Tensor, *argument
     return launch
 
 
+def buffer_bytes(device: torch.device) -> int:
+    """Return the size of the buffer that is read or copied: much more than caches hold, at most a quarter of the free memory."""
+    size = GPU_BUFFER_BYTES
+    if device.type == "cpu":
+        least, most = CPU_BUFFER_BYTES
+        size = min(max(CPU_CACHES * describe(str(device)).cache_bytes, least), most)
+    return max(min(size, free_memory(device) // 4) >> 20, 1) << 20
+
+
+def _random(size: int, device: torch.device) -> torch.Tensor:
+    """Return random float32 numbers of so many bytes, none of them subnormal, since CPUs add those slowly."""
+    if device.type == "cpu":  # a mebibyte over and over, since a CPU makes random numbers slowly
+        return torch.rand(1 << 18).repeat(size >> 20)
+    return torch.empty(size // 4, device=device).uniform_()
+
+
 def _memory_probes(device: torch.device) -> list[Probe]:
-    size = BUFFER_BYTES[device.type]
-    if device.type == "cuda":
-        size = min(size, free_memory(device) // 4) >> 20 << 20
-    numbers = torch.empty(size // 4, device=device).uniform_()  # no subnormal numbers, which CPUs add slowly
+    numbers = _random(buffer_bytes(device), device)
     source = numbers.view(torch.int16)
     target = torch.empty_like(source)
     moved, read = 2.0 * source.nbytes, float(source.nbytes)
-    expected = checksum(source)
-    ours = {name: run for name, run in _read_kernels_here(source).items() if _reads_all(name, run, expected)}
+    ours = _read_kernels_here(source)
+    if ours:
+        expected = checksum(source)
+        ours = {name: run for name, run in ours.items() if _reads_all(name, run, expected)}
     reads: dict[str, Callable[[], object]] = {
         "torch.max of int32": numbers.view(torch.int32).max,
         "torch.sum of float32": numbers.sum,
@@ -300,7 +357,7 @@ def _memory_probes(device: torch.device) -> list[Probe]:
     }
     return [
         Probe("copy", "torch.Tensor.copy_", moved, lambda: target.copy_(source)),
-        # An H200's driver copies at two thirds of the rate of an elementwise kernel.
+        # An H200's driver was once seen to copy at two thirds of the kernel's rate.
         Probe("copy", "torch.neg", moved, lambda: torch.neg(source, out=target)),
         *(Probe("read", name, read, run) for name, run in reads.items()),
     ]

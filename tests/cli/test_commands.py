@@ -18,6 +18,7 @@ from onelaunch.cli.arguments import parse_case
 from onelaunch.errors import ArgumentError, InspectionError
 from onelaunch.hardware import describe
 from onelaunch.operation import find_operation
+from onelaunch.plugins import Plugin
 from onelaunch.workbench.count import find_ncu
 from onelaunch.workbench.inspection import Inspection
 from tests.ops.cases import OPERATIONS
@@ -210,6 +211,32 @@ def test_doctor_says_that_it_measures_only_when_it_does(call, known_ceilings, mo
     answer = call("doctor", "--device", "cpu")
     assert "Measuring" not in answer.err
     assert "3.00 TB/s" in answer.out
+
+
+def test_doctor_says_that_the_device_was_busy(call, known_ceilings, monkeypatch):
+    assert "busy" not in call("doctor", "--device", "cpu").out
+    busy = replace(known_ceilings, spread={"copy": 0.01, "read": 5.74})
+    monkeypatch.setattr("onelaunch.peaks.measure", lambda device: busy)
+    assert re.search("busy.* measured again the next time", call("doctor", "--device", "cpu", "--refresh").out)
+    assert "busy" in call("doctor", "--device", "cpu").out
+
+
+@pytest.mark.parametrize(
+    ("plugin", "wanted", "unwanted"),
+    [
+        (Plugin("mine", "m", "p 1", "OSError: " + 999 * "x"), "OSError: x", 300 * "x"),
+        (Plugin("mine", "m", "p 1", "OSError: \x1b[31mred\u202e"), r"\x1b[31mred\u202e", "\x1b"),
+        (Plugin("mi\x1bne", "m\x07", "p\x9b 1"), r"mi\x1bne", "\x07"),
+        (Plugin("mine", "m", "None None"), "(of a package without metadata)", "None"),
+        (Plugin("mine", "m", "p None"), "(of p)", "None"),
+        (Plugin("mine", "m", "p 1.0"), "m (of p 1.0)", "None"),
+        (Plugin("mine", "m", "an unknown distribution"), "m (of an unknown distribution)", "None"),
+    ],
+)
+def test_doctor_shows_what_plugins_say_bounded_and_escaped(monkeypatch, plugin, wanted, unwanted):
+    ((name, _, text),) = doctor._plugins([plugin])
+    assert wanted in f"{name} {text}"
+    assert unwanted not in f"{name} {text}"
 
 
 def test_doctor_need_not_measure(call, monkeypatch):

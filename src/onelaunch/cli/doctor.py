@@ -18,13 +18,17 @@ import typer
 from onelaunch import __version__, nvrtc
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
+from onelaunch.errors import escaped
 from onelaunch.hardware import Ceilings, describe, present, resolve
 from onelaunch.operation import plugins
-from onelaunch.peaks import ceilings, stored
+from onelaunch.peaks import ceilings, stored, unsteady
 from onelaunch.plugins import Plugin
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.count import find_ncu
 from onelaunch.workbench.report.tables import Table, columns
+
+LONGEST = 300
+"""Most characters that are shown of one text of a plug-in."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ def _ceilings(device: str, rates: Ceilings) -> Table:
         f"Measured at {rates.measured_at} with {rates.software}; roofline bounds rest on these. Spread: distance of the fastest "
         "samples. Other work on the device lowers them: measure again with onelaunch doctor --refresh."
     )
+    if unsteady(rates):
+        note = f"The device was busy, so these may be too low and are measured again the next time: see the spreads. {note}"
     return Table(f"Measured peaks of {device}", columns("peak", ">measured", ">spread"), rows, note)
 
 
@@ -103,9 +109,27 @@ def _needs() -> list[tuple[str, str, str]]:
 def _plugins(announced: Sequence[Plugin]) -> list[tuple[str, str, str]]:
     """Return name, status and text of each announced plug-in, with the reason where one was not loaded."""
     return [
-        (each.name, "ok" if each.problem is None else "error", f"{each.problem or each.module} (of {each.distribution})")
+        (
+            _bounded(each.name),
+            "ok" if each.problem is None else "error",
+            f"{_bounded(each.problem or each.module)} (of {_bounded(_package(each.distribution))})",
+        )
         for each in announced
     ]
+
+
+def _package(distribution: str) -> str:
+    """Return a package's name and version without what its metadata lacks: a folder without ``METADATA`` names neither."""
+    name, _, version = distribution.partition(" ")
+    if name in ("", "None"):
+        return "a package without metadata"
+    return name if version in ("", "None") else distribution
+
+
+def _bounded(text: str) -> str:
+    """Return a text of somebody else in one line of at most :data:`LONGEST` characters, with control characters escaped."""
+    text = escaped(" ".join(text.split()))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _installed(package: str, distribution: str = "") -> str | None:

@@ -86,7 +86,7 @@ def run(
     for path, argument in ((result_path, "save_to"), (partial_path(result_path), "save_to"), (report_path / RESULT, "folder")):
         if path.exists() and not replace:
             raise ResultExists(path, argument=argument, resumable=argument == "save_to" and is_resumable(path))
-    with output.busy(f"Reading the ceilings of {where} (measured once, then kept)"):
+    with output.busy(f"Reading the measured peaks of {where} (measured once, then kept)"):
         ceilings(where)
     counted: bool | Literal["all"] = "all" if count and count_all else count
     console = output.stdout()

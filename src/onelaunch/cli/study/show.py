@@ -38,7 +38,7 @@ def show(
     """
     path, study = find_study(name)
     chosen = str(resolve(device))
-    with output.busy(f"Reading the ceilings of {chosen} (measured once, then kept)"):
+    with output.busy(f"Reading the measured peaks of {chosen} (measured once, then kept)"):
         rates = ceilings(chosen)
     plan = plan_study(study, rates, chosen, scale or scale_for(describe(chosen).type))
     console = output.stdout()
