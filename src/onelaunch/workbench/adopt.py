@@ -10,6 +10,7 @@ from typing import Any
 import onelaunch
 from onelaunch import folders
 from onelaunch.errors import ResultMismatch, TableCorrupt, TableFolderError, in_a_line
+from onelaunch.files import reason, replace
 from onelaunch.hardware import SLUG, table_name
 from onelaunch.measured import Key, is_time, key_of, read
 from onelaunch.operation import find_operation
@@ -63,9 +64,9 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         "rows": [rows[key] for key in sorted(rows)],
     }
     try:
-        folders.replace(path, (json.dumps(written, indent=1) + "\n").encode())
+        replace(path, (json.dumps(written, indent=1) + "\n").encode())
     except OSError as error:
-        raise TableFolderError(into, f"cannot be written ({error.strerror or type(error).__name__})") from error
+        raise TableFolderError(into, f"cannot be written ({reason(error)})") from error
     return path
 
 
