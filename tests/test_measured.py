@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -11,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch import dispatch, measured
+from onelaunch import dispatch, files, measured
 from onelaunch.errors import TableNotice
 from onelaunch.hardware import Device
 from onelaunch.operation import Query
@@ -198,3 +199,18 @@ def test_the_default_folder_is_the_users_data_folder(tmp_path):
     environment["XDG_DATA_HOME"] = str(tmp_path / "data")
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(tmp_path / "data/onelaunch/tables")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a large file"])
+def test_a_table_that_is_no_regular_file_is_left_out_with_a_notice(places, kind):
+    """A pipe was waited for without end, and a link to /dev/zero filled the memory."""
+    path = places[1] / "some-gpu.json"
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(files.MOST_BYTES + 1)
+    with pytest.warns(TableNotice, match="bytes" if kind == "a large file" else "no regular file"):
+        assert measured.nearest(GPU, "scale", "forward", torch.float32, {"N": 8}) is None

@@ -180,6 +180,18 @@ class UnknownStudy(UnknownNameError):
     kind = "study"
 
 
+class StudyFileMissing(UnknownStudy):
+    """There is no study file at the path that was given."""
+
+    def __init__(self, path: Path | str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        meant = did_you_mean(Path(path).stem, known)
+        OneLaunchError.__init__(
+            self, f"There is no file {shown(str(path))}.{meant} Check the path, or give a study's name. Known: {listing(known)}."
+        )
+        self.name = str(path)
+
+
 class UnknownShape(UnknownNameError):
     """The study has no shape of that name, at this scale."""
 
@@ -485,8 +497,8 @@ class TableCorrupt(OneLaunchError, ValueError):
 class TableFolderError(ArgumentError):
     """A table of measured times would be written where it does not belong."""
 
-    def __init__(self, path: Path | str, problem: str) -> None:
-        super().__init__(f"{path} {problem}. Leave --into out for the user's own folder, or name a folder of yours.")
+    def __init__(self, path: Path | str, problem: str, *, remedy: str) -> None:
+        super().__init__(escaped(f"{path} {problem}. {remedy}"))
 
 
 class ResultMismatch(AdvisedError, ValueError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from onelaunch.errors import CacheNotice
+from onelaunch.files import FileTooLarge, read_bytes, reason, replace
 
 CACHE = "ONELAUNCH_CACHE"
 """Environment variable that names the cache folder."""
@@ -41,8 +42,8 @@ def tables_folder() -> Path:
 def kept(path: Path) -> bytes | None:
     """Return what a file of the cache holds, or ``None`` where it cannot be read."""
     try:
-        return path.read_bytes()
-    except OSError:
+        return read_bytes(path)
+    except (OSError, FileTooLarge):
         return None
 
 
@@ -51,22 +52,9 @@ def keep(path: Path, data: bytes) -> bool:
     try:
         replace(path, data)
     except OSError as problem:
-        _say_unwritable(str(path.parent), problem.strerror or type(problem).__name__)
+        _say_unwritable(str(path.parent), reason(problem))
         return False
     return True
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Write a file and the folders above it; other processes see the old file or the new one, never a part.
-
-    Raises:
-        OSError: the folder cannot be made, or the file cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
-        whole = Path(folder) / path.name
-        whole.write_bytes(data)
-        whole.replace(path)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -183,6 +184,24 @@ def test_a_disk_that_becomes_full_loses_neither_decision_nor_result(call, here, 
     assert any("could not be saved meanwhile" in note for note in Result.load(rescued).notes)
     assert not list(here.rglob("*.partial*"))
     shutil.rmtree(rescued.parent)
+
+
+@pytest.mark.parametrize(("problem", "code"), [(BrokenPipeError(32, "Broken pipe"), 141), (OSError(28, "No space left"), 1)])
+@pytest.mark.parametrize("command", ["run", "report"])
+def test_a_reader_that_goes_away_costs_no_report(call, here, monkeypatch, command, problem, code):
+    """Everything was measured and printed, and then no report written."""
+    if command == "report":
+        assert call("study", "run", "toy-study", "--out", "measured.json").code == 0
+        shutil.rmtree(here / "reports")
+
+    def gone(*_, **__):
+        raise problem
+
+    monkeypatch.setattr(f"onelaunch.cli.study.{command}.show", gone)
+    folder = ("--report-dir", here / "reports")
+    answer = call("study", *(("run", "toy-study") if command == "run" else ("report", "measured.json")), *folder)
+    assert answer.code == code
+    assert {path.name for path in (here / "reports").iterdir()} == {"report.html", "report.md", "result.json"}
 
 
 def test_a_report_that_cannot_be_written_loses_neither_decision_nor_result(call, here, monkeypatch):
@@ -531,11 +550,22 @@ def test_compare_prints_texts_that_look_like_markup_as_they_are(call, here, stor
     assert "[/red]" in answer.out
 
 
-def test_compare_of_a_result_with_itself_finds_nothing(call, stored):
+def test_compare_refuses_one_run_on_both_sides(call, here, stored):
     answer = call("study", "compare", stored[0], stored[0])
-    assert "0 faster, 0 slower" in answer.out
-    assert "Decision: proceed, as before." in answer.out
-    assert "Made differently" not in answer.out
+    assert answer.code == 1
+    assert "the same run" in answer.err
+    copied = shutil.copy(stored[0], here / "copy.json")
+    answer = call("study", "compare", stored[0], copied)
+    assert answer.code == 1
+    assert "copy.json is the same run as" in answer.err
+
+
+@pytest.mark.parametrize("command", ["compare", "adopt", "run"])
+def test_no_line_of_help_breaks_before_it_is_full(call, command):
+    text = call("study", command, "--help", width=100).raw.partition("Arguments")[0]
+    lines = [line.strip() for line in text.splitlines()]
+    for line, after in itertools.pairwise(lines):
+        assert not line or not after or len(line) + len(after.split()[0]) > 90, (line, after)
 
 
 def test_compare_of_different_studies_says_so(call, stored):
@@ -564,6 +594,14 @@ def test_adopt_writes_into_the_users_folder(call, here, stored, monkeypatch):
     answer = call("study", "adopt", stored[0])
     assert answer.code == 0
     assert answer.out == f"Written: {here / 'mine' / 'nvidia-h200.json'}"
+
+
+def test_adopt_names_the_variable_that_named_a_file(call, here, stored, monkeypatch):
+    (here / "file").write_text("")
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(here / "file"))
+    answer = call("study", "adopt", stored[0])
+    assert answer.code == 1
+    assert "ONELAUNCH_TABLES" in answer.err
 
 
 def test_adopt_never_writes_into_the_package(call, stored):
@@ -628,3 +666,11 @@ def test_a_quick_run_measures_the_first_direction_alone_and_says_so(call, here):
     assert {cell.shape for cell in result.cells} == {shape.name for shape in result.study.shapes if shape.scale == "small"}
     assert not result.interrupted
     assert "No direction but forward was measured" in answer.out
+
+
+@pytest.mark.parametrize("path", ["./nofile.toml", "nofile.toml", "studies/nofile", "studies/toy-stdy.toml"])
+def test_a_path_of_no_file_is_said_to_be_none(call, path):
+    answer = call("study", "run", path)
+    assert answer.code == 2
+    assert answer.err.startswith("error: There is no file ")
+    assert ("mean 'toy-study'" in answer.err) == (path == "studies/toy-stdy.toml")

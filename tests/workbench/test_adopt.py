@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onelaunch import measured as tables
-from onelaunch.errors import ResultMismatch, TableCorrupt, TableFolderError
+from onelaunch.errors import OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.hardware import Device
 from onelaunch.operation import Query, find_operation
 from onelaunch.workbench.adopt import adopt
@@ -112,8 +112,18 @@ def test_the_users_folder_is_the_default_and_the_package_is_never_written(folder
 
 def test_a_folder_that_cannot_be_written_is_named(folder):
     (folder / "file").write_text("")
-    with pytest.raises(TableFolderError, match="file cannot be written"):
+    with pytest.raises(OutputUnwritable, match=r"file cannot be written: .*--into out"):
         adopt([of_device("some-gpu")], folder / "file")
+
+
+@pytest.mark.parametrize(("named", "error"), [("a file", OutputUnwritable), ("the package", TableFolderError)])
+def test_a_folder_that_the_environment_names_is_said_to_come_from_there(folder, monkeypatch, named, error):
+    (folder / "file").write_text("")
+    monkeypatch.setenv("ONELAUNCH_TABLES", str(folder / "file" if named == "a file" else tables.TABLES))
+    with pytest.raises(error, match="ONELAUNCH_TABLES") as told:
+        adopt([of_device("some-gpu")])
+    assert "--into out" not in str(told.value)
+    assert told.value.exit_code == (1 if named == "a file" else 2)
 
 
 def test_the_table_of_a_cpu_holds_its_model(folder):

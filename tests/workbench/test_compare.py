@@ -120,7 +120,7 @@ def test_two_devices_need_repeats_on_both_sides():
     found = compare(first, other)
     assert found.times[0].change == "SLOWER"
     assert not found.same_device
-    assert compare(first, first).same_device
+    assert compare(*runs(10.0, 11.0)).same_device
 
 
 def test_the_interval_holds_what_both_runs_leave_open():
@@ -206,9 +206,19 @@ def test_times_that_are_none_are_not_compared(time, which):
     assert compare(bad, result).times == ()
 
 
-def test_the_same_result_has_not_changed():
+def test_one_run_cannot_stand_on_both_sides():
+    first, second = runs(10.0, 10.1)
+    for sides in ((first, first), (first, [second, first]), ([first, second], second)):
+        with pytest.raises(ResultMismatch, match="the same run"):
+            compare(*sides)
+    again = judged(study(FASTER), ok_cell("three", 10.0), ok_cell("one", 5.0))
+    assert compare(again.model_copy(update={"outcomes": (), "decision": None}), again).outcomes  # judged again
+
+
+def test_a_repeated_run_with_the_same_times_has_not_changed():
     result = judged(study(FASTER), ok_cell("three", 10.0), ok_cell("one", 5.0))
-    found = compare(result, result)
+    facts = result.provenance.model_copy(update={"date": "2026-11-24T00:00:00+00:00"})
+    found = compare(result, result.model_copy(update={"provenance": facts}))
     assert {time.change for time in found.times} == {"SAME"}
     assert (found.statuses, found.outcomes, found.decision, found.provenance) == ((), (), None, {})
     assert (found.only_first, found.only_second, found.declarations) == ((), (), ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html.parser
 import io
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from onelaunch.errors import ResultExists
+from onelaunch.errors import OutputUnwritable, ResultExists
 from onelaunch.operation import DIRECTIONS
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report import docs_table, markdown, page, write_report
@@ -377,6 +378,26 @@ def test_the_full_terminal_has_every_section() -> None:
     text = plain(terminal(result, 160, full=True))
     for section in details(result):
         assert section.title in text
+
+
+def test_a_disk_that_becomes_full_leaves_no_empty_report(tmp_path, monkeypatch) -> None:
+    synced: list[int] = []
+
+    def sync(handle: int) -> None:
+        synced.append(handle)
+        if len(synced) == 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("onelaunch.files.os.fsync", sync)
+    with pytest.raises(OutputUnwritable, match=r"report\.html cannot be written: No space left"):
+        write_report(results.proceed_on_gpu(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.md", "result.json"]
+
+
+def test_a_pipe_in_the_folder_of_a_report_is_another_result(tmp_path) -> None:
+    os.mkfifo(tmp_path / "result.json")
+    with pytest.raises(ResultExists):
+        write_report(results.proceed_on_gpu(), tmp_path)
 
 
 def test_write_report_writes_three_files_and_keeps_another_result(tmp_path) -> None:

@@ -160,6 +160,43 @@ def test_no_gain_is_claimed_within_the_noise() -> None:
     assert "no variant was faster" in headline(base.model_copy(update={"noise": loud})).found[0]
 
 
+def with_cells(keep, **changes) -> Result:
+    base = on_cpu()
+    return base.model_copy(update={"cells": tuple(cell.model_copy(update=changes) for cell in base.cells if keep(cell))})
+
+
+def test_a_time_that_was_taken_but_is_not_believed_is_no_missing_time() -> None:
+    (said,) = headline(with_cells(lambda cell: cell.variant == "compiled" and cell.timings, status="invalid")).found
+    assert "compiled" in said
+    assert "not believed" in said
+    assert headline(with_cells(lambda cell: True, status="error", timings=())).found == ("Nothing was timed.",)
+
+
+def test_a_variant_alone_is_not_compared_with_itself() -> None:
+    (said,) = headline(with_cells(lambda cell: cell.variant == "eager")).found
+    assert "no variant was faster" not in said
+    assert "only eager" in said
+    (said,) = headline(with_cells(lambda cell: cell.variant != "eager")).found
+    assert "no variant was faster" not in said
+
+
+def test_the_best_of_several_gains_is_an_upper_bound() -> None:
+    assert " is up to " in headline(on_cpu()).found[0]
+    (said,) = headline(with_cells(lambda cell: cell.variant in ("eager", "compiled") and cell.direction == "forward")).found
+    assert "compiled is " in said
+    assert "up to" not in said
+
+
+def test_the_worst_miss_by_equals_is_named() -> None:
+    counted = {"at_least": None, "measure": "launches", "of": "chunked"}
+    near = outcome("near", "missed", median=4.0, equals=3, **counted)
+    far = outcome("far", "missed", median=30.0, equals=3, **counted)
+    below = outcome("below", "missed", median=0.0, equals=3, **counted)
+    slow = outcome("slow", "missed", median=1.9)
+    for outcomes, worst in (((near, far, slow), "far"), ((slow, near), "near"), ((far, below), "below")):
+        assert headline(decided("debug", *outcomes)).sentence.startswith(f"'{worst}'")
+
+
 def test_short_tables_share_the_first_screen_and_long_ones_do_not() -> None:
     first, later = first_tables(summarize(on_cpu()).use)
     assert (len(first), len(later)) == (2, 0)

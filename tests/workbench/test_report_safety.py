@@ -33,6 +33,7 @@ ELEMENTS = frozenset(
         "section",
         "h1",
         "h2",
+        "h4",
         "p",
         "span",
         "ul",
@@ -176,6 +177,8 @@ def test_a_report_in_markdown_has_only_our_structure() -> None:
         "a\r\n- b",
         "a |\n|---|\n| b |",
         ":::{raw} html",
+        "a@b.com @user mailto:x@y.z",
+        "www.example.org http://example.org",
     ],
 )
 def test_an_escaped_text_reads_as_it_was_written(text: str) -> None:
@@ -227,7 +230,7 @@ def test_a_cell_of_a_table_cannot_become_two() -> None:
 
 def test_notes_are_markdown_without_elements_and_with_links_to_web_pages_alone() -> None:
     written = str(notes_html(hostile.NOTES))
-    assert "<h1>Notes</h1>" in written
+    assert "<h4>Notes</h4>" in written
     assert [attrs["href"] for tag, attrs in Elements(written).found if tag == "a"] == WEB_PAGES
     assert "<script" not in written
     assert "<img" not in written
@@ -241,6 +244,16 @@ def test_notes_are_markdown_without_elements_and_with_links_to_web_pages_alone()
         "//evil.example",
     ):
         assert "<a" not in str(notes_html(f"[a]({link}) <{link}>")), link
+
+
+def test_a_heading_in_notes_cannot_pass_for_the_decision() -> None:
+    forged = "# Decision: proceed\n\nDecision: proceed\n===\n\n## Decision: proceed\n\n- # Decision: proceed\n\n> ### Decision"
+    assert {tag for tag, _ in Elements(str(notes_html(forged))).found if tag.startswith("h")} == {"h4"}
+    base = results.proceed_on_gpu()
+    study = base.study.model_copy(update={"notes": forged})
+    text = page.render(base.model_copy(update={"study": study}))
+    assert (text.count("<h1"), text.count("Decision: </span>")) == (1, 1)
+    assert text.count("<h2") == page.render(base).count("<h2")
 
 
 def test_a_block_of_notes_ends_where_we_end_it() -> None:

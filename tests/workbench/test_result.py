@@ -87,6 +87,8 @@ def changed(*path, value):
     return raw
 
 
+TINY = {"median": 5e-324, "low": 5e-324, "high": 5e-324, "samples": 5}
+
 SENSELESS = {
     "a slug that climbs": (("provenance", "slug"), "../../pwn"),
     "an absolute slug": (("provenance", "slug"), "/tmp/pwn"),
@@ -101,6 +103,9 @@ SENSELESS = {
     "a negative time": (("cells", 0, "timings", 0, "microseconds", "median"), -1.0),
     "a time of zero": (("cells", 0, "timings", 0, "rounds", 0), 0.0),
     "a time that is no number": (("cells", 0, "timings", 0, "microseconds", "median"), "NaN"),
+    "the least number above zero": (("cells", 0, "timings", 0, "microseconds"), TINY),
+    "a round of 5e-324": (("cells", 0, "timings", 0, "rounds", 0), 5e-324),
+    "a time of ages": (("cells", 0, "timings", 0, "microseconds", "high"), 1e300),
     "an infinite bound": (("cells", 0, "timings", 0, "microseconds", "high"), "Infinity"),
     "no samples": (("cells", 0, "timings", 0, "microseconds", "samples"), 0),
     "a negative number of samples": (("cells", 0, "timings", 0, "microseconds", "samples"), -3),
@@ -123,6 +128,19 @@ def test_a_result_that_makes_no_sense_is_refused_with_the_place(tmp_path, kind):
     assert not UNSAFE.search(str(told.value))
     if kind not in ("a shape's name that is not declared", "a criterion at another shape"):
         assert str(place[0]) in str(told.value)
+
+
+def test_a_measurement_that_stands_twice_is_refused(tmp_path):
+    """A reader would take one of the two, and another reader the other."""
+    raw = json.loads(results.proceed_on_gpu().model_dump_json())
+    path = tmp_path / "twice.json"
+    path.write_text(json.dumps(raw | {"cells": [*raw["cells"], raw["cells"][0]]}), encoding="utf-8")
+    with pytest.raises(ResultCorrupt, match="twice"):
+        Result.load(path)
+    again = raw["cells"][0] | {"timings": raw["cells"][0]["timings"] * 2}
+    path.write_text(json.dumps(raw | {"cells": [again, *raw["cells"][1:]]}), encoding="utf-8")
+    with pytest.raises(ResultCorrupt, match="two times"):
+        Result.load(path)
 
 
 def test_control_characters_in_free_text_are_written_as_escapes(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -72,7 +74,7 @@ class LazyGroup(TyperGroup):
         alone = found
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-            alone.command(name)(found)
+            alone.command(name, help=_paragraphs(found.__doc__))(found)
         command = typer.main.get_command(alone)
         command.name = name
         return command
@@ -121,6 +123,14 @@ class Commands(LazyGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _paragraphs(text: str | None) -> str | None:
+    """Return a docstring with each paragraph on one line, since help wraps lines again but keeps line breaks."""
+    if text is None:
+        return None
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(part if re.search(r"^ ", part, re.MULTILINE) else " ".join(part.split("\n")) for part in paragraphs)
 
 
 def _said(error: OneLaunchError) -> str:

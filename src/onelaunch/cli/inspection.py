@@ -12,6 +12,7 @@ from onelaunch.cli.arguments import OperationName
 from onelaunch.errors import listing
 from onelaunch.operation import find_operation
 from onelaunch.workbench import quantities as q
+from onelaunch.workbench.files import write_text
 from onelaunch.workbench.inspection import Inspection, inspect_operation
 from onelaunch.workbench.report.tables import Table, columns
 
@@ -79,6 +80,6 @@ def _write(found: list[Inspection], folder: Path) -> int:
     for inspection in found:
         for stage, text in inspection.assembly.items():
             path = folder / f"{inspection.variant}.{inspection.kernel}.{inspection.architecture}.{stage}"
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
             written += 1
     return written

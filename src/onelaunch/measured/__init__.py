@@ -27,6 +27,7 @@ import torch
 
 from onelaunch import folders
 from onelaunch.errors import TableNotice, listing
+from onelaunch.files import read_bytes, reason
 from onelaunch.hardware import Device
 
 TABLES = Path(__file__).parent
@@ -109,8 +110,9 @@ def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
         OSError: the file cannot be read.
         ValueError: it is no table; the message completes the sentence "it is no table of measured times: ...".
     """
+    data = read_bytes(path)
     try:
-        table = json.loads(path.read_bytes())
+        table = json.loads(data)
     except UnicodeDecodeError as error:
         raise ValueError("it is not UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -148,7 +150,7 @@ def _read_or_warn(path: Path, cpu: str | None) -> dict[Key, Measured]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        _warn(path, f"it cannot be read ({error.strerror or type(error).__name__})")
+        _warn(path, f"it cannot be read ({reason(error)})")
         return {}
     except ValueError as error:
         _warn(path, str(error))

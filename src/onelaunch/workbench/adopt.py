@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onelaunch
 from onelaunch import folders
-from onelaunch.errors import ResultMismatch, TableCorrupt, TableFolderError, in_a_line
+from onelaunch.errors import OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError, in_a_line
+from onelaunch.files import reason, replace
 from onelaunch.hardware import SLUG, table_name
 from onelaunch.measured import Key, is_time, key_of, read
 from onelaunch.operation import find_operation
@@ -38,11 +40,14 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         ResultMismatch: the results are of several devices, or none was given, or none holds a time to adopt, or their device's
             name or one of their times cannot be.
         TableCorrupt: the table that is there already cannot be read.
-        TableFolderError: the folder is this package's, which an upgrade would overwrite, or cannot be written.
+        TableFolderError: the folder is this package's, which an upgrade would overwrite.
+        OutputUnwritable: the table cannot be written there.
     """
+    remedy = _other_folder(into)
     into = folders.tables_folder() if into is None else into
     if into.resolve().is_relative_to(PACKAGE):
-        raise TableFolderError(into, "lies within the installed package, where an upgrade would overwrite a table")
+        problem = "lies within the installed package, where an upgrade would overwrite a table"
+        raise TableFolderError(into, problem, remedy=remedy)
     names = sorted({_table_name(result) for result in results})
     if len(names) != 1:
         said = f"the results are of {', '.join(names) or 'no device at all'}"
@@ -63,10 +68,19 @@ def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
         "rows": [rows[key] for key in sorted(rows)],
     }
     try:
-        folders.replace(path, (json.dumps(written, indent=1) + "\n").encode())
+        replace(path, (json.dumps(written, indent=1) + "\n").encode())
     except OSError as error:
-        raise TableFolderError(into, f"cannot be written ({error.strerror or type(error).__name__})") from error
+        raise OutputUnwritable(into, reason(error), remedy=remedy) from error
     return path
+
+
+def _other_folder(into: Path | None) -> str:
+    """Return how another folder is named, which depends on what named this one."""
+    if into is not None:
+        return "Leave --into out for the user's own folder, or name a folder of yours."
+    if os.environ.get(folders.TABLES):
+        return f"The environment variable {folders.TABLES} names it: set it to a folder of yours, or pass one with --into."
+    return f"Pass a folder that can be written with --into, or name one in the environment variable {folders.TABLES}."
 
 
 def _table_name(result: Result) -> str:

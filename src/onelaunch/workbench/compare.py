@@ -1,19 +1,20 @@
-"""Compare two results: which times changed beyond the noise within runs and between them, and what else differs.
+"""Compare two results, or two sides of repeated runs: which times changed, and what else differs.
 
-Rounds of different runs cannot be paired, so the interval of a ratio covers everything that both runs' intervals allow: from
-one's low over the other's high to the reverse. Two kinds of noise limit what may be claimed of it:
+A change of a time is claimed only if the whole interval of the ratio lies beyond the noise within runs and the noise between
+runs; with one run on each side, none is.
 
-- Noise within a run, from the A/A runs: the largest noise floor of the results that are compared.
-- Noise between runs of the same code (other clocks, other addresses, another process), which is often larger and which no single
-  run can show. It is estimated from repeated runs by :func:`onelaunch.workbench.stats.noise_between_runs`. Where both sides are
-  of the same code, all their runs are repeats, and the noise is the largest median over the smallest.
+- The interval covers everything that both sides' intervals allow, from one's low over the other's high to the reverse, since
+  rounds of different runs cannot be paired.
+- Noise within a run is measured by A/A runs. The largest noise floor of the results that are compared counts.
+- Noise between runs of the same code (other clocks, other addresses, another process) is often larger, and no single run can show
+  it. It is estimated from repeated runs by :func:`onelaunch.workbench.stats.noise_between_runs`. Where both sides are of the same
+  code, all their runs are repeats, and the noise is the largest median over the smallest.
 
-A time is *faster* or *slower* only if the whole interval lies beyond both. With one run on each side the noise between runs is
-unknown: a difference beyond the noise within a run is then listed as *unrepeated*, and no change is claimed. Between two devices
-a claim needs repeats on both sides, because each has a noise of its own. It then says which device is faster, not what the code
-changed.
+With one run on each side the noise between runs is unknown: a difference beyond the noise within a run is then listed as
+*unrepeated*. Between two devices a claim needs repeats on both sides, because each has a noise of its own. It then says which
+device is faster, not what the code changed.
 
-Shapes of one name whose sizes, dtype or options differ are not compared.
+One run cannot stand on both sides. Shapes of one name whose sizes, dtype or options differ are not compared.
 """
 
 from __future__ import annotations
@@ -153,9 +154,12 @@ def compare(a: Result | Sequence[Result], b: Result | Sequence[Result]) -> Compa
         The comparison. Times are those of all runs; statuses, memory, criteria and decisions those of the first run of each side.
 
     Raises:
-        ResultMismatch: Runs of one side are not of the same code, or one run is given twice on a side.
+        ResultMismatch: Runs of one side are not of the same code, or one run is given twice, on a side or on both.
     """
     firsts, seconds = _side(a, "first"), _side(b, "second")
+    for index, run in enumerate(seconds):
+        for place, other in enumerate(firsts):
+            require_two_runs(other, run, (f"Result {index + 1} of the second side", f"result {place + 1} of the first"))
     one, other = firsts[0], seconds[0]
     incomparable = _incomparable(one.study, other.study)
     first, second = _by_place(one), _by_place(other)
@@ -197,10 +201,31 @@ def require_repeat(run: Result, of: Result, names: tuple[str, str]) -> None:
             "driver, versions and commit; leave this result out, or compare it as the other side."
         )
     if run.provenance.date == of.provenance.date and run.cells == of.cells:
-        raise ResultMismatch(
-            f"{names[0]} is the same run as {names[1]}, which says nothing about noise between runs. Run the study again, into "
-            "another file, and give that."
-        )
+        raise _same_run(names)
+
+
+def require_two_runs(first: Result, second: Result, names: tuple[str, str]) -> None:
+    """Check that the two sides of a comparison do not hold one result, such as one file given twice.
+
+    A result and the same run judged again by other criteria are two results.
+
+    Args:
+        first: A result of the first side.
+        second: A result of the second side.
+        names: What messages call the two, such as their files.
+
+    Raises:
+        ResultMismatch: Both are the same.
+    """
+    if first == second:
+        raise _same_run(names)
+
+
+def _same_run(names: tuple[str, str]) -> ResultMismatch:
+    return ResultMismatch(
+        f"{names[0]} is the same run as {names[1]}, which says nothing about noise between runs. Run the study again, into "
+        "another file, and give that."
+    )
 
 
 def classify(ratio: Estimate, noise: float, within: float | None = None) -> Change:

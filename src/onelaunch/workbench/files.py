@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onelaunch.errors import OutputUnwritable
+from onelaunch.files import MOST_BYTES, FileTooLarge, read_bytes, reason, replace
 
-MOST_BYTES = 256 << 20
-"""Size of the largest file that is read."""
-
-
-class FileTooLarge(ValueError):
-    """A file is larger than any that onelaunch writes."""
+__all__ = ["FileTooLarge", "probe_file", "probe_folder", "read_text", "within", "write_text"]
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
@@ -28,15 +24,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
         FileTooLarge: it has more than ``most_bytes``.
         UnicodeDecodeError: it is not UTF-8.
     """
-    try:
-        found = path.stat()
-    except ValueError as problem:  # a NUL in the name
-        raise FileNotFoundError(str(problem)) from None
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError("it is no regular file")
-    if found.st_size > most_bytes:
-        raise FileTooLarge(f"it has {found.st_size:,} bytes; at most {most_bytes:,} are read")
-    return path.read_text(encoding="utf-8-sig")
+    return read_bytes(path, most_bytes).decode("utf-8-sig")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -45,24 +33,10 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OutputUnwritable: the file cannot be written. What was there before is unchanged, and nothing new is left.
     """
-    partial = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".partial", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(partial, 0o666 & ~_umask())  # noqa: PTH101 - mkstemp makes a file for its owner alone
-        os.replace(partial, path)  # noqa: PTH105
+        replace(path, text.encode())
     except (OSError, ValueError) as problem:
-        if partial is not None:
-            Path(partial).unlink(missing_ok=True)
-        raise OutputUnwritable(path, _reason(problem)) from problem
-    except BaseException:  # Ctrl-C
-        if partial is not None:
-            Path(partial).unlink(missing_ok=True)
-        raise
+        raise OutputUnwritable(path, reason(problem)) from problem
 
 
 def probe_file(path: Path) -> None:
@@ -79,7 +53,7 @@ def probe_file(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         pass  # the usual case, and one that the check of the folder explains
     except (OSError, ValueError) as problem:  # a name that is too long, or holds a NUL
-        raise OutputUnwritable(path, _reason(problem)) from problem
+        raise OutputUnwritable(path, reason(problem)) from problem
     probe_folder(path.parent, wanted=path)
 
 
@@ -103,7 +77,7 @@ def probe_folder(folder: Path, *, wanted: Path | None = None) -> None:
     except OutputUnwritable:
         raise
     except (OSError, ValueError) as problem:
-        raise OutputUnwritable(wanted, _reason(problem)) from problem
+        raise OutputUnwritable(wanted, reason(problem)) from problem
 
 
 def within(folder: Path, path: Path) -> Path:
@@ -136,13 +110,3 @@ def _created(folder: Path) -> Iterator[None]:
         for part in missing:
             with contextlib.suppress(OSError):
                 part.rmdir()
-
-
-def _reason(problem: Exception) -> str:
-    return problem.strerror or str(problem) if isinstance(problem, OSError) else str(problem)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

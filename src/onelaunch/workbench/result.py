@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -40,6 +41,11 @@ Words = Annotated[str, AfterValidator(escaped)]
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LEAST_TIME, MOST_TIME = 1e-6, 1e15
+"""Least and greatest time in microseconds: one picosecond and some thirty years. Times further apart cannot be drawn."""
+
+Time = Annotated[float, Field(ge=LEAST_TIME, le=MOST_TIME, allow_inf_nan=False)]
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Error = Annotated[float, Field(ge=0)]
 """An error against the oracle, which may be infinite."""
@@ -102,12 +108,14 @@ class Timing(Stored):
 
     regime: Regime
     microseconds: Estimate
-    rounds: tuple[Positive, ...] = Field(min_length=1)
+    rounds: tuple[Time, ...] = Field(min_length=1)
     """The median of each round, in the order the rounds ran: ratios between variants are taken round by round."""
 
     @model_validator(mode="after")
     def _is_a_time(self) -> Timing:
         _check_positive(self.microseconds, "microseconds")
+        if not LEAST_TIME <= self.microseconds.low <= self.microseconds.high <= MOST_TIME:
+            raise ValueError(f"microseconds must lie between {LEAST_TIME:g} and {MOST_TIME:g}")
         return self
 
 
@@ -298,6 +306,10 @@ class Result(Stored):
         wanted = (shape, direction, regime)
         return next((noise for noise in self.noise if (noise.shape, noise.direction, noise.regime) == wanted), None)
 
+    def stored(self) -> str:
+        """Return the JSON that :meth:`save` writes."""
+        return self.model_dump_json(indent=1) + "\n"
+
     def save(self, path: Path, *, force: bool = False) -> Path:
         """Write as JSON, whole or not at all.
 
@@ -307,7 +319,7 @@ class Result(Stored):
         """
         if path.exists() and not force:
             raise ResultExists(path)
-        write_text(path, self.model_dump_json(indent=1) + "\n")
+        write_text(path, self.stored())
         return path
 
     @classmethod
@@ -339,7 +351,7 @@ class Result(Stored):
             raise ResultCorrupt(path, f"{where}: {first['msg']} (it is {shown(first['input'])})") from error
         except RecursionError as error:
             raise ResultCorrupt(path, "it is nested too deeply") from error
-        if (problem := _undeclared(found)) is not None:
+        if (problem := _undeclared(found) or _repeated(found)) is not None:
             raise ResultCorrupt(path, problem)
         return found
 
@@ -361,3 +373,16 @@ def _undeclared(result: Result) -> str | None:
     if unknown := sorted(set(named) - declared):
         return f"its study has no shape {unknown[0]!r}"
     return "two shapes of its study have one name" if len(declared) < len(result.study.shapes) else None
+
+
+def _repeated(result: Result) -> str | None:
+    """Return which measurement a result holds twice, so that readers could not tell which one counts; ``None`` where none is."""
+    places = Counter((cell.shape, cell.direction, cell.variant, cell.control) for cell in result.cells)
+    twice = next((place for place, count in places.items() if count > 1), None)
+    if twice is not None:
+        shape, direction, variant, control = twice
+        return f"cells: {'the control ' if control else ''}{variant!r} stands twice at {shape!r}, {direction}"
+    for cell in result.cells:
+        if len({timing.regime for timing in cell.timings}) < len(cell.timings):
+            return f"cells: {cell.variant!r} has two times of one regime at {cell.shape!r}, {cell.direction}"
+    return None

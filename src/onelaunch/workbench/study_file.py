@@ -19,6 +19,7 @@ from onelaunch.errors import (
     FolderNotice,
     OneLaunchError,
     StudyError,
+    StudyFileMissing,
     UnknownOperation,
     UnknownStudy,
     did_you_mean,
@@ -114,7 +115,8 @@ def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
     """A study by its name, or by the path of its file.
 
     Raises:
-        UnknownStudy: nothing of that name, and no file at that path.
+        UnknownStudy: there is no study of that name.
+        StudyFileMissing: a path was given, and there is no file.
         StudyError: the file is wrong; says where and what would be right.
     """
     path = Path(name_or_path)
@@ -137,14 +139,14 @@ def load_study(path: str | Path) -> Study:
     """Read and check a study file.
 
     Raises:
-        UnknownStudy: there is no such file.
+        StudyFileMissing: there is no such file.
         StudyError: the file is wrong; names the key and what would be right.
     """
     path = Path(path)
     try:
         text = read_text(path, MOST_BYTES)
     except FileNotFoundError:
-        raise UnknownStudy(str(path), _known_names()) from None
+        raise StudyFileMissing(path, _known_names()) from None
     except (OSError, ValueError) as error:
         raise StudyError(path, f"cannot be read: {in_a_line(error)}") from error
     try:

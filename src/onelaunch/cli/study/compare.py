@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from onelaunch.cli import output
 from onelaunch.cli.study.report import ResultPath
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.compare import Change, Comparison, MemoryChange, TimeChange, require_repeat
+from onelaunch.workbench.compare import Change, Comparison, MemoryChange, TimeChange, require_repeat, require_two_runs
 from onelaunch.workbench.compare import compare as compare_sides
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.tables import ROOMY, Table, columns, words
@@ -45,12 +46,16 @@ def compare(
 ) -> None:
     """Say what changed from one result to another, beyond the noise within runs and between them.
 
-    One run of each says nothing about the noise between runs, so no change of a time is claimed from it. Run both again, in turn,
-    and give the repeats with --first and --second.
+    A change of a time is claimed only beyond both. One run of each shows no noise between runs, so none is claimed: run both
+    again, in turn, and give the repeats with --first and --second.
 
     Example: onelaunch study compare before.json after.json --first before-2.json --second after-2.json
     """
-    firsts, seconds = _side(first, more_first or []), _side(second, more_second or [])
+    paths = [first, *(more_first or [])], [second, *(more_second or [])]
+    firsts, seconds = map(_side, paths)
+    for path, run in zip(paths[0], firsts, strict=True):
+        for other_path, other in zip(paths[1], seconds, strict=True):
+            require_two_runs(run, other, (str(other_path), str(path)))
     a, b = firsts[0], seconds[0]
     found = compare_sides(firsts, seconds)
     console = output.stdout()
@@ -84,9 +89,8 @@ def compare(
             console.print(f"In the {which} alone: {'; '.join(names)}.", markup=False)
 
 
-def _side(path: Path, more: list[Path]) -> list[Result]:
+def _side(paths: Sequence[Path]) -> list[Result]:
     """Load a result and its repeats; an error names the file that is no repeat."""
-    paths = [path, *more]
     runs = [Result.load(each) for each in paths]
     for index, run in enumerate(runs):
         for earlier in range(index):

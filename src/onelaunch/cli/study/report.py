@@ -31,12 +31,13 @@ def report(
     Example: onelaunch study report results/nvidia-h200/040-linear-rnn.json --report-dir reports/040
     """
     stored = Result.load(result)
+    paths = None
     if report_dir:
         probe_folder(report_dir)
+        paths = write_into(stored, report_dir, force=force)
     console = output.stdout()
     show(stored, console, full=full)
-    if report_dir:
-        paths = write_into(stored, report_dir, force=force)
+    if paths:
         console.print(
             f"\nReport: {paths['html']} (also {paths['markdown'].name}, {paths['json'].name})", soft_wrap=True, markup=False
         )

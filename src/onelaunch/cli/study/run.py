@@ -110,12 +110,21 @@ def run(
             unsaved, result = problem, problem.result
         else:
             unsaved = None
+    # The report is written before anything is printed: a reader that goes away must not cost it.
+    report, failed = None, None
+    if unsaved is None:
+        try:
+            report = write_into(result, report_path, force=replace)
+        except Exception as problem:  # noqa: BLE001 - raised below, after the decision and the result's path
+            failed = problem
     show(result, console)
     if unsaved:
         raise unsaved
     console.print(f"\nResult: {result_path}", soft_wrap=True, markup=False)
-    report = write_into(result, report_path, force=replace)
-    console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True, markup=False)
+    if failed:
+        raise failed
+    if report:
+        console.print(f"Report: {report['html']} (also {report['markdown'].name})", soft_wrap=True, markup=False)
     if result.interrupted:
         output.stderr().print(f"interrupted: what was measured is kept in {result_path}", soft_wrap=True, markup=False)
         raise typer.Exit(INTERRUPTED)

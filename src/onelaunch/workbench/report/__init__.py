@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.report import markdown, page
 from onelaunch.workbench.report.documents import docs_overview, docs_section, docs_table
 from onelaunch.workbench.result import Result
@@ -27,11 +28,20 @@ def write_report(result: Result, folder: Path, *, force: bool = False) -> dict[s
 
     Raises:
         ResultExists: the folder holds another result, and ``force`` is off.
+        OutputUnwritable: a file cannot be written. Each is written whole or not at all.
     """
+    texts = {"markdown": markdown.render(result), "html": page.render(result)}
     paths = {"markdown": folder / "report.md", "html": folder / "report.html", "json": folder / RESULT}
-    own = paths["json"].exists() and paths["json"].read_text(encoding="utf-8") == result.model_dump_json(indent=1) + "\n"
-    if not own:
+    if not _holds(paths["json"], result):
         result.save(paths["json"], force=force)
-    paths["markdown"].write_text(markdown.render(result), encoding="utf-8")
-    paths["html"].write_text(page.render(result), encoding="utf-8")
+    for kind, text in texts.items():
+        write_text(paths[kind], text)
     return paths
+
+
+def _holds(path: Path, result: Result) -> bool:
+    """Return whether a file holds exactly this result."""
+    try:
+        return read_text(path) == result.stored()
+    except (OSError, ValueError):
+        return False

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from onelaunch.operation import Direction, find_operation
+from onelaunch.operation import Direction
 from onelaunch.workbench.report.details import details, times_table
-from onelaunch.workbench.report.summary import believed, directions, shapes, speedup, summarize, use_table
+from onelaunch.workbench.report.summary import believed, directions, peer_names, shapes, speedup, summarize, use_table
 from onelaunch.workbench.report.tables import to_markdown
 from onelaunch.workbench.report.text import markdown
 from onelaunch.workbench.result import Cell, Result
@@ -123,7 +123,7 @@ def docs_overview(results: Iterable[Result], page: Callable[[str], str]) -> str:
         operation = result.study.operation
         for way in directions(result):
             regime: Regime = "running" if _timed(result, way, "running") else "cold"
-            cells, peers = _cells(result, way, regime), _peers(result)
+            cells, peers = _cells(result, way, regime), peer_names(result)
             over = [_gain(cells, names, peers, regime) for names in (peers, (COMPILED,))]
             what = "a step of many" if regime == "running" else way.replace("_", " and ")
             rows.append([f"[{code(operation)}]({page(operation)})", markdown(result.provenance.device), what, *over])
@@ -204,16 +204,10 @@ class _Rival:
     names: tuple[str, ...]
 
 
-def _peers(result: Result) -> tuple[str, ...]:
-    """Names of the variants that are another library's."""
-    variants = find_operation(result.study.operation).variants
-    return tuple(name for name in result.study.variant_names() if name in variants and "requires" in variants[name].tags)
-
-
 def _rivals(result: Result, cells: Mapping[str, Mapping[str, Cell]]) -> list[_Rival]:
     """The peers, the baseline and torch.compile, as far as they have times."""
     timed = {name for found in cells.values() for name in found}
-    peers = tuple(name for name in _peers(result) if name in timed)
+    peers = tuple(name for name in peer_names(result) if name in timed)
     alone = [name for name in dict.fromkeys((result.study.baseline, COMPILED)) if name in timed and name not in peers]
     first = [_Rival(code(peers[0]) if len(peers) == 1 else "fastest peer", peers)] if peers else []
     return first + [_Rival(code(name), (name,)) for name in alone]
@@ -221,7 +215,7 @@ def _rivals(result: Result, cells: Mapping[str, Mapping[str, Cell]]) -> list[_Ri
 
 def _winners(result: Result, way: Direction, regime: Regime) -> str:
     cells = _cells(result, way, regime)
-    rivals, peers = _rivals(result, cells), _peers(result)
+    rivals, peers = _rivals(result, cells), peer_names(result)
     rows = []
     for shape, found in cells.items():
         entrants = {name: cell for name, cell in found.items() if not cell.control}
@@ -252,7 +246,7 @@ def _number(cell: Cell, least: Cell | None, regime: Regime) -> str:
 
 def _everything(result: Result, way: Direction, regime: Regime) -> list[str]:
     """Tables of all variants and controls, some shapes side by side: the winners first, then peers, then the rest."""
-    cells, peers = _cells(result, way, regime), _peers(result)
+    cells, peers = _cells(result, way, regime), peer_names(result)
     least = {shape: _fastest((cell for cell in found.values() if not cell.control), regime) for shape, found in cells.items()}
     wins = [cell.variant for cell in least.values() if cell]
     names = dict.fromkeys(name for found in cells.values() for name in found)

@@ -11,11 +11,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from onelaunch.errors import listing
 from onelaunch.operation import Direction
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decision import excluded
 from onelaunch.workbench.report.committed import committed
 from onelaunch.workbench.report.summary import (
+    FEW,
+    believed,
+    cells_at,
     directions,
     fastest,
     main_regime,
@@ -163,18 +167,23 @@ def _failing(result: Result, outcome: Outcome) -> str:
 
 
 def _margin(outcome: Outcome) -> float:
-    """Return by which factor the worst value of a criterion is better than its bound; below 1 it is worse."""
+    """Return by which factor the worst value of a criterion is better than its bound; below 1 it is worse.
+
+    A value that must equal its bound has a factor of 1 if it does, else one below 1 by which it lies above or below the bound.
+    """
     values = [outcome.overall] if outcome.overall else list(outcome.values.values())
-    criterion = outcome.criterion
-    factors = []
-    for value in values:
-        if criterion.at_least:
-            factors.append(value.median / criterion.at_least)
-        elif criterion.at_most and value.median > 0:
-            factors.append(criterion.at_most / value.median)
-        else:
-            factors.append(1.0)
-    return min(factors, default=0.0)
+    return min((_factor(outcome.criterion, value.median) for value in values), default=0.0)
+
+
+def _factor(criterion: Criterion, value: float) -> float:
+    if criterion.equals is not None:
+        least, most = sorted((value, criterion.equals))
+        return 1.0 if least == most else max(least, 0.0) / most
+    if criterion.at_least:
+        return value / criterion.at_least
+    if criterion.at_most is not None and value > 0:
+        return criterion.at_most / value
+    return 1.0
 
 
 def _amount(criterion: Criterion, value: Estimate) -> str:
@@ -225,22 +234,42 @@ def _needing_another_scale(result: Result) -> list[Outcome]:
 
 
 def _found(result: Result) -> tuple[str, ...]:
-    """Return for each direction the largest gain over the reference that is beyond the noise."""
+    """Return for each direction the largest gain over the reference that is beyond the noise, or why there is none."""
     regime = main_regime(result)
     if regime is None:
-        return ("Nothing was timed.",)
-    sentences = [line for direction in directions(result) if (line := _largest_gain(result, direction))]
+        return (_nothing_believed(result),)
     here = "CPU" if result.provenance.slug.startswith("cpu") else "GPU"
-    if not sentences:
-        return (f"On this {here} no variant was faster than {reference(result)} by more than the noise ({regime}).",)
-    return (f"On this {here} {'; '.join(sentences)}.",)
+    sentences = [line for direction in directions(result) if (line := _largest_gain(result, direction))]
+    if sentences:
+        return (f"On this {here} {'; '.join(sentences)}.",)
+    over = reference(result)
+    timed = {cell.variant for cell in result.cells if not cell.control and believed(cell, regime)}
+    if over not in timed:
+        return (f"On this {here} there is no believed time of {over}, so no variant is compared with it.",)
+    if timed == {over}:
+        return (f"On this {here} only {over} was timed ({regime}), so there is nothing to compare it with.",)
+    return (f"On this {here} no variant was faster than {over} by more than the noise ({regime}).",)
+
+
+def _nothing_believed(result: Result) -> str:
+    """Return the sentence for a result without a time to compare: none was taken, or none that was is believed."""
+    names = list(dict.fromkeys(cell.variant for cell in result.cells if cell.timings and not cell.control))
+    if not names:
+        return "Nothing was timed."
+    if len(names) > FEW:
+        return "No time is believed: the reasons stand below."
+    return f"The {'time' if len(names) == 1 else 'times'} of {listing(names)} {'is' if len(names) == 1 else 'are'} not believed."
 
 
 def _largest_gain(result: Result, direction: Direction) -> str:
+    """Return the largest gain at any shape in a direction, or nothing; ``up to`` where others were compared as well."""
     regime, over_name = main_regime(result), reference(result)
     gains: list[tuple[Estimate, Cell, Cell]] = []
+    compared = 0
     for shape in shapes(result, direction):
         best, over = fastest(result, shape.name, direction), result.cell(shape.name, over_name, direction)
+        others = [cell for cell in cells_at(result, shape.name, direction) if not cell.control and cell.variant != over_name]
+        compared += sum(believed(cell, regime) is not None for cell in others) if believed(over, regime) else 0
         gain = speedup(best, over, regime)
         if best and over and gain and gain.low > noise_floor(result, best, regime):
             gains.append((gain, best, over))
@@ -248,7 +277,8 @@ def _largest_gain(result: Result, direction: Direction) -> str:
         return ""
     gain, best, over = max(gains, key=lambda each: each[0].median)
     how = f"({way(direction)}, {regime})"
-    return f"{best.variant} is {q.ratio_interval(gain)} as fast as {over_name} at {best.shape} {how}"
+    most = "up to " if compared > 1 else ""
+    return f"{best.variant} is {most}{q.ratio_interval(gain)} as fast as {over_name} at {best.shape} {how}"
 
 
 def _elsewhere(result: Result) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from importlib import resources
 
 from jinja2 import Environment, Template
 from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
 from markupsafe import Markup
 
 from onelaunch.workbench.report.details import details
@@ -20,6 +21,9 @@ from onelaunch.workbench.report.summary import NO_CRITERIA, NOTHING_OPEN, first_
 from onelaunch.workbench.report.tables import TONES, Table, to_html
 from onelaunch.workbench.report.text import html, one_line, visible
 from onelaunch.workbench.result import Result
+
+NOTES_HEADING = "h4"
+"""Element of every heading in an author's notes."""
 
 
 def render(result: Result) -> str:
@@ -47,10 +51,21 @@ def render(result: Result) -> str:
 
 
 def notes_html(notes: str) -> Markup:
-    """Return an author's Markdown as HTML: raw HTML stays text, pictures are left out, links lead to web pages only."""
+    """Return an author's Markdown as HTML: raw HTML stays text, pictures are left out, links lead to web pages only.
+
+    Headings become small ones, below all of the page's own, so that none can pass for the decision.
+    """
     writer = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     writer.validateLink = _is_web_page  # type: ignore[method-assign]
+    writer.core.ruler.push("small_headings", _shrink_headings)
     return Markup(writer.render(visible(notes)))  # noqa: S704 - the writer escapes raw HTML
+
+
+def _shrink_headings(state: StateCore) -> None:
+    """Make every heading of an author's text one of the level that the page's own headings do not use."""
+    for token in state.tokens:
+        if token.type in ("heading_open", "heading_close"):
+            token.tag = NOTES_HEADING
 
 
 def _is_web_page(address: str) -> bool:

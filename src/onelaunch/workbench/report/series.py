@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from onelaunch.errors import OneLaunchError
-from onelaunch.operation import find_operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.report.summary import believed, directions, fastest, main_regime, reference, shapes
+from onelaunch.workbench.report.summary import believed, directions, fastest, main_regime, peer_names, reference, shapes
 from onelaunch.workbench.result import Result
 
 COLOURS = tuple(f"#04{index:02x}04" for index in range(10))
@@ -46,7 +44,8 @@ class Series:
         names = [name for name in every if name in timed]
         if len(names) <= MOST_SERIES:
             return cls(tuple(names), (*names, *(name for name in every if name not in timed)), 0)
-        wanted = dict.fromkeys([reference(result), *_peers(result, names), *_winners(result)])
+        libraries = peer_names(result)
+        wanted = dict.fromkeys([reference(result), *(name for name in names if name in libraries), *_winners(result)])
         most = max(PROMINENT, min(len(wanted), MOST_SERIES))
         kept = list(dict.fromkeys([*wanted, *_by_speed(result, names)]))[:most]
         shown = tuple(name for name in names if name in kept)
@@ -65,15 +64,6 @@ def _winners(result: Result) -> list[str]:
     """Return the variants that are fastest at some shape."""
     places = [(shape.name, direction) for direction in directions(result) for shape in shapes(result, direction)]
     return [best.variant for place in places if (best := fastest(result, *place))]
-
-
-def _peers(result: Result, names: Iterable[str]) -> list[str]:
-    """Return the variants that are other libraries, where the operation is known here."""
-    try:
-        known = find_operation(result.study.operation).variants
-    except OneLaunchError:
-        return []
-    return [name for name in names if name in known and known[name].tags.get("requires")]
 
 
 def _by_speed(result: Result, names: Iterable[str]) -> list[str]:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onelaunch.operation import DIRECTIONS, Direction
+from onelaunch.errors import OneLaunchError
+from onelaunch.operation import DIRECTIONS, Direction, find_operation
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decision import excluded
 from onelaunch.workbench.report.tables import Table, columns, words
@@ -162,6 +163,16 @@ def noise_floor(result: Result, cell: Cell, regime: Regime | None) -> float:
     """Return the smallest factor that may be claimed at a cell's shape, 1 where no A/A run tells it."""
     wanted = (cell.shape, cell.direction, regime)
     return next((noise.floor for noise in result.noise if (noise.shape, noise.direction, noise.regime) == wanted), 1.0)
+
+
+def peer_names(result: Result) -> tuple[str, ...]:
+    """Return the names of a result's variants that are another library's; none where the operation is not known here."""
+    try:
+        known = find_operation(result.study.operation).variants
+    except OneLaunchError:
+        return ()
+    names = dict.fromkeys((*result.study.variant_names(), *(cell.variant for cell in result.cells)))
+    return tuple(name for name in names if name in known and known[name].tags.get("requires"))
 
 
 def way(direction: str) -> str:

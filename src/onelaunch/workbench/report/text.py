@@ -1,7 +1,8 @@
 """Text from studies and results, made safe for each form of a report.
 
 Names, questions, reasons and notes may come from a file that somebody else wrote. In every form they read as they were written,
-and none of them becomes markup: no element, link, heading or table cell, and no command to a terminal.
+and none of them becomes markup: no element, link, heading or table cell, and no command to a terminal. One exception is out of
+reach: where a report in Markdown is shown on GitHub, it links e-mail addresses and names after ``@``, escaped or not.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ def clipped(text: str, most: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return the text as one line that CommonMark and GitHub's Markdown show as it is, in a paragraph, list or table cell."""
+    """Return the text as one line that CommonMark shows as it is and without a link, in a paragraph, list or table cell.
+
+    GitHub's Markdown shows the same line. It makes links of e-mail addresses and of names after ``@``, though: it looks for them
+    in the finished text, where no escape is left.
+    """
     escaped = MARKDOWN_ALWAYS.sub(r"\\\g<0>", one_line(text))
     escaped = MARKDOWN_SOMEWHERE.sub(lambda found: "".join(f"\\{mark}" for mark in found[0]), escaped)
     begins = MARKDOWN_START.match(escaped)
