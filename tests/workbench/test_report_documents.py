@@ -10,7 +10,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from onelaunch.workbench.report import docs_overview, docs_section
-from onelaunch.workbench.report.documents import SIDE_BY_SIDE, code, escape
+from onelaunch.workbench.report.documents import SIDE_BY_SIDE, code
+from onelaunch.workbench.report.text import markdown as escape
 from onelaunch.workbench.result import Result
 from tests.workbench import results
 

@@ -87,7 +87,7 @@ class Commands(LazyGroup):
         "generate": Command(
             "onelaunch.cli.generate",
             "generate",
-            "Continue a text with a model of the Qwen3 family; text to stdout as it comes, what it took to stderr.",
+            "Continue a text with a model of the Qwen3 family.",
         ),
         "explain": Command("onelaunch.cli.explain", "explain", "Say which variant would run a call here, and why."),
         "inspect": Command(

@@ -25,7 +25,9 @@ class Studies(LazyGroup):
             "Print the report on a stored result, and write it as Markdown and HTML if asked to.",
         ),
         "compare": Command(
-            "onelaunch.cli.study.compare", "compare", "Say what changed from one result to another, beyond the noise of both."
+            "onelaunch.cli.study.compare",
+            "compare",
+            "Say what changed from one result to another, beyond the noise within runs and between them.",
         ),
         "judge": Command(
             "onelaunch.cli.study.judge",
