@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import weakref
 from dataclasses import asdict, replace
 
@@ -110,6 +111,17 @@ def test_a_cache_that_cannot_be_believed_is_measured_again(stored, measurements)
     assert measurements == ["cpu"]
     assert peaks.ceilings("cpu") == FOUND
     assert measurements == ["cpu"]
+
+
+def test_a_pipe_in_place_of_the_cache_is_measured_again_and_replaced(measurements):
+    """It was waited for without end."""
+    path = peaks.cache_path("cpu")
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    assert peaks.ceilings("cpu") == FOUND
+    assert peaks.ceilings("cpu") == FOUND
+    assert measurements == ["cpu"]
+    assert path.is_file()
 
 
 def test_peaks_without_a_read_rate_are_believed(measurements):
