@@ -112,6 +112,8 @@ SENSELESS = {
     "no rounds": (("cells", 0, "timings", 0, "rounds"), []),
     "negative bytes": (("cells", 0, "plan", "least_bytes"), -512),
     "a negative bound of the roofline": (("cells", 0, "plan", "floor_microseconds"), -1.0),
+    "a roofline bound of ages": (("cells", 0, "plan", "floor_microseconds"), 1e308),
+    "a roofline bound of 5e-324": (("cells", 0, "plan", "floor_microseconds"), 5e-324),
     "a peak of zero": (("ceilings", "copy_bytes_per_second"), 0.0),
     "a size beyond tensors": (("study", "shapes", 0, "sizes", "B"), 10**30),
     "an unknown dtype": (("study", "shapes", 0, "dtype"), "int8"),

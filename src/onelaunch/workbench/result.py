@@ -46,6 +46,16 @@ LEAST_TIME, MOST_TIME = 1e-6, 1e15
 
 Time = Annotated[float, Field(ge=LEAST_TIME, le=MOST_TIME, allow_inf_nan=False)]
 
+
+def _drawable(microseconds: float) -> float:
+    if 0 < microseconds < 1e-12:
+        raise ValueError("it must be 0 or at least 1e-12 microseconds")
+    return microseconds
+
+
+Bound = Annotated[float, Field(ge=0, le=MOST_TIME, allow_inf_nan=False), AfterValidator(_drawable)]
+"""Microseconds of a plan, which may be 0 and which plots draw beside measured times."""
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Error = Annotated[float, Field(ge=0)]
 """An error against the oracle, which may be infinite."""
@@ -144,9 +154,9 @@ class Plan(Grown, Stored):
     least_bytes: Count
     """Fewest bytes of any way of computing."""
     launches: Count | None
-    floor_microseconds: Amount
+    floor_microseconds: Bound
     """No variant can run below this in the cold regime."""
-    planned_microseconds: Amount
+    planned_microseconds: Bound
     """Time of this variant's own bytes, FLOPs and launches at the measured peaks."""
     written: Count | None = None
     """Bytes of ``bytes`` that are written; ``None`` where the operation does not say."""
