@@ -166,7 +166,7 @@ def _adoptable(result: Result, cell: Cell) -> float | None:
     for time in (timing.microseconds.median, *timing.rounds):
         if not is_time(time) or not round(time, 3):
             raise ResultMismatch(
-                f"{cell.variant} at {cell.shape} takes {time:g} us in the result of {result.study.name}; a time must be a "
+                f"{cell.variant} at {cell.shape} takes {time:g} µs in the result of {result.study.name}; a time must be a "
                 "positive number. Run the study again, or restore the file."
             )
     return round(timing.microseconds.median, 3)
