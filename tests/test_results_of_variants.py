@@ -86,6 +86,22 @@ def test_one_step_of_gla_on_a_cpu_takes_the_fastest_way():
     assert dispatch.choose(gla.query(gla.case("float32", B=1, T=1, H=1, K=16, V=16), "cpu")).name == "recurrent"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "lengths", "first"),
+    [
+        ({"B": 8, "T": 1, "H": 16, "K": 128, "V": 128}, None, "recurrent"),
+        ({"B": 1, "T": 4, "H": 4, "K": 64, "V": 64}, None, "recurrent"),
+        ({"B": 8, "T": 2, "H": 16, "K": 128, "V": 128}, None, "chunked"),
+        ({"B": 1, "T": 5, "H": 1, "K": 16, "V": 16}, None, "chunked"),
+        ({"B": 1, "T": 4, "H": 1, "K": 16, "V": 16}, (1, 3), "chunked"),
+    ],
+)
+def test_a_cpu_loops_over_few_steps_of_small_states_alone(sizes, lengths, first):
+    case = gla.case("float32", **sizes, **({"lengths": lengths} if lengths else {}))
+    assert gla.preference(gla.query(case, "cpu"))[0] == first
+    assert gla.preference(gla.query(case, "cpu", grad=True))[0] == "chunked"
+
+
 @pytest.mark.parametrize("value_gate", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_single_step_equals_the_last_of_many(value_gate, per_head):
