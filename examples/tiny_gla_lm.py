@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from onelaunch import hardware
+from onelaunch.device import hardware
 from onelaunch.nn import Cache, GatedLinearAttention, SwiGLU
 
 WIDTH, HEADS, LAYERS = 96, 2, 2

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from onelaunch import hardware
+from onelaunch.device import hardware
 from onelaunch.ops import linear_rnn
 
 WIDTH, CHANNELS, LAYERS = 96, 128, 2

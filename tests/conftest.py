@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from onelaunch import dispatch, operation
+from onelaunch.operation import registry
 from tests.browser import REQUIRED, missing_browser
 from tests.interpreter import spare_repeated_work
 from tests.toys import make_scale
@@ -101,6 +102,6 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[operation.Operation]:
     """The toy operation of :mod:`tests.toys`, registered for one test."""
     dispatch.choose.cache_clear()
     list(operation.operations())  # what is imported meanwhile would be forgotten
-    monkeypatch.setattr(operation, "_REGISTRY", dict(operation._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     yield make_scale()
     dispatch.choose.cache_clear()

@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
-from onelaunch import dispatch, measured
+from onelaunch import dispatch
+from onelaunch.device import hardware
+from onelaunch.dispatch import choice, measured
 from onelaunch.errors import TableNotice, UnknownVariant, VariantUnsupported
 from onelaunch.operation import Query
 
@@ -28,7 +30,7 @@ def table(scale, tmp_path, monkeypatch):
             {"operation": "scale", "direction": direction, "dtype": "float32", "sizes": {"N": n}, "microseconds": row}
             for n, row in times.items()
         ]
-        here = dispatch.describe("cpu")
+        here = hardware.describe("cpu")
         (tmp_path / f"{here.table}.json").write_text(json.dumps({"device": here.name, "source": [], "rows": rows}))
         measured._rows.cache_clear()
         dispatch.choose.cache_clear()
@@ -53,7 +55,7 @@ def test_a_preferred_variant_that_cannot_run_is_passed_over(table):
 def test_the_fastest_measured_one_is_chosen(table):
     table({8: {"loop": 1.0, "vector": 2.0, "no_backward": 3.0}})
     assert dispatch.choose(query()).name == "loop"
-    here = dispatch.describe("cpu").name
+    here = hardware.describe("cpu").name
     assert dispatch.explain(query()).because == f"fastest measured of ours, or within 3% of it, at N=8 on {here}"
 
 
@@ -166,7 +168,7 @@ def test_the_tables_that_ship_name_operations_variants_and_times_that_exist():
 
 def test_the_choice_is_marked_as_pytorch_marks_constants():
     marked = torch.compiler.assume_constant_result(lambda: "a name")
-    assert vars(marked).items() <= vars(dispatch._constant_name).items()
+    assert vars(marked).items() <= vars(choice._constant_name).items()
 
 
 def test_to_import_the_package_is_not_to_import_the_compiler():

@@ -13,6 +13,7 @@ import typer
 
 from onelaunch import dispatch, operation
 from onelaunch.cli.application import application
+from onelaunch.operation import registry
 from onelaunch.workbench.study_file import load_study
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +34,8 @@ def blocks(page: Path, language: str) -> list[str]:
 def registry_of_its_own(monkeypatch):
     """What a page registers is gone afterwards."""
     list(operation.operations())  # what is imported meanwhile would be forgotten
-    monkeypatch.setattr(operation, "_REGISTRY", dict(operation._REGISTRY))
-    for known in operation._REGISTRY.values():
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    for known in registry._REGISTRY.values():
         monkeypatch.setattr(known, "variants", dict(known.variants))
     dispatch.choose.cache_clear()
     yield

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch import hardware
+from onelaunch.device import hardware
+from onelaunch.device.hardware import SLUG, Device, table_name
 from onelaunch.errors import NoDeviceError
-from onelaunch.hardware import SLUG, Device, table_name
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, 60 << 20, 150 << 30)
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from onelaunch import nvrtc
-from onelaunch.builds import CudaBuild
+from onelaunch import cuda
+from onelaunch.launch.build import CudaBuild
 from onelaunch.operation import find_operation, operations
 from onelaunch.workbench.inspection import CHECKED, inspect_build
 
@@ -46,7 +46,7 @@ def distinct_builds():
 
 @pytest.mark.parametrize(("build", "architecture"), list(distinct_builds()))
 def test_a_kernel_compiles_without_problems(build, architecture):
-    if isinstance(build, CudaBuild) and (reason := nvrtc.missing()):
+    if isinstance(build, CudaBuild) and (reason := cuda.missing()):
         pytest.skip(reason)
     found = inspect_build(build, architecture)
     if found.problems and all(problem.startswith("spills") for problem in found.problems):

@@ -12,9 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch import dispatch, files, measured
+from onelaunch import dispatch, files
+from onelaunch.device import hardware
+from onelaunch.device.hardware import Device
+from onelaunch.dispatch import measured
 from onelaunch.errors import TableNotice
-from onelaunch.hardware import Device
 from onelaunch.operation import Query
 
 GPU = Device("cuda", "Some GPU", "sm_90", 132, 60 << 20, 150 << 30)
@@ -159,14 +161,14 @@ def test_rows_of_unknown_sizes_and_variants_are_left_out_and_the_package_speaks(
 
 
 def test_calls_go_on_with_a_corrupt_table(places, scale):
-    here = dispatch.describe("cpu")
+    here = hardware.describe("cpu")
     (places[1] / f"{here.table}.json").write_text("")
     with pytest.warns(TableNotice):
         assert scale(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_an_explanation_says_which_direction_was_measured_and_where(places, scale):
-    here = dispatch.describe("cpu")
+    here = hardware.describe("cpu")
     path = places[1] / f"{here.table}.json"
     path.write_text(table(row(), device=here.name))
     query = Query("scale", "cpu", torch.float32, (8,))

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onelaunch import nvrtc
+from onelaunch import cuda
+from onelaunch.cuda import Source, compile_now, compile_source, compiler, module, tensor_map
 from onelaunch.errors import CacheNotice, CompileError, CompilerMissing
-from onelaunch.nvrtc import Source, compile_now, compile_source, tensor_map
 
-compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing()}")
 
 SCALE = Source(
     "scale.cu",
@@ -28,7 +28,7 @@ SCALE = Source(
     headers=(("twice.cuh", "__device__ float twice(float value) { return 2 * value; }"),),
     defines=(("TIMES", 3),),
 )
-SCALE_KINDS: tuple[nvrtc.Kind, ...] = ("pointer", "pointer", "i64", "i32", "f32", "pointer")
+SCALE_KINDS: tuple[cuda.Kind, ...] = ("pointer", "pointer", "i64", "i32", "f32", "pointer")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def compilations(monkeypatch):
         asked.append(architecture)
         return compile_now(source, architecture)
 
-    monkeypatch.setattr(nvrtc, "compile_now", compile_and_count)
+    monkeypatch.setattr(compiler, "compile_now", compile_and_count)
     return asked
 
 
@@ -90,7 +90,7 @@ def test_whatever_decides_the_code_decides_its_place(cache, compilations, monkey
     ]
     for other in others:
         compile_source(other, "sm_90a")
-    monkeypatch.setattr(nvrtc, "version", lambda: (99, 9))
+    monkeypatch.setattr(compiler, "version", lambda: (99, 9))
     as_another_process()
     assert len(compilations) == 6
     assert len(list((cache / "cubins").iterdir())) == 6
@@ -138,16 +138,16 @@ def test_an_architecture_that_nvrtc_does_not_know_is_named():
 def test_the_compiler_is_found_where_its_bindings_are():
     """Else all tests of CUDA C++ would be skipped, here and among the kernels, and nobody would notice."""
     pytest.importorskip("cuda.bindings", reason="the extra cuda is not installed")
-    assert nvrtc.missing() is None
+    assert cuda.missing() is None
 
 
 @pytest.fixture
 def forgotten():
     """What was found out about the packages is found out again, during the test and after it."""
-    for answer in (nvrtc.version, nvrtc.missing):
+    for answer in (cuda.version, cuda.missing):
         answer.cache_clear()
     yield
-    for answer in (nvrtc.version, nvrtc.missing):
+    for answer in (cuda.version, cuda.missing):
         answer.cache_clear()
 
 
@@ -157,7 +157,7 @@ def test_without_the_packages_the_message_says_what_to_install(name, forgotten, 
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(CompilerMissing, match=r"cuda-bindings is not installed. Do: pip install 'onelaunch\[cuda\]'"):
         compile_now(SCALE, "sm_90a")
-    assert nvrtc.missing() == "needs cuda-bindings and NVRTC: pip install 'onelaunch[cuda]'"
+    assert cuda.missing() == "needs cuda-bindings and NVRTC: pip install 'onelaunch[cuda]'"
 
 
 def test_bindings_without_their_library_are_reported(forgotten, monkeypatch):
@@ -166,12 +166,12 @@ def test_bindings_without_their_library_are_reported(forgotten, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", SimpleNamespace(nvrtcVersion=absent))
     with pytest.raises(CompilerMissing, match="cuda-bindings finds no NVRTC"):
-        nvrtc.version()
-    assert nvrtc.missing() is not None
+        cuda.version()
+    assert cuda.missing() is not None
 
 
 def test_a_packaged_file_is_read():
-    assert nvrtc.read("onelaunch.workbench.report", "page.css").strip()
+    assert cuda.read("onelaunch.workbench.report", "page.css").strip()
 
 
 # Tensor maps
@@ -204,7 +204,7 @@ def test_what_the_copy_engine_cannot_address_says_why(wrong, message):
 
 
 def test_arguments_lie_where_the_kernel_expects_them():
-    layout, offsets = nvrtc._layout(("i32", "pointer", "f32", "map", "i32", "i64"))
+    layout, offsets = module._layout(("i32", "pointer", "f32", "map", "i32", "i64"))
     assert offsets == [0, 8, 16, 128, 256, 264]
     assert layout.size == 272
     packed = layout.pack(-1, 1 << 63, 1.0, b"\xab" * 128, 7, -2)

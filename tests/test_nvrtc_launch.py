@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch import nvrtc
+from onelaunch import cuda
+from onelaunch.cuda import Source, compile_now, load, make_context_current, tensor_map
 from onelaunch.errors import DriverError
-from onelaunch.nvrtc import Source, compile_now, load, make_context_current, tensor_map
 from tests.test_nvrtc import SCALE, SCALE_KINDS, compiled
 
 BOX = Source(
@@ -216,7 +216,7 @@ class Driver:
 def test_a_thread_without_a_context_is_given_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     driver = Driver(current=None)
-    monkeypatch.setattr(nvrtc, "_libcuda", lambda: driver)
+    monkeypatch.setattr(cuda, "_libcuda", lambda: driver)
     make_context_current()
     assert driver.current == 64
     driver.called.clear()
@@ -227,7 +227,7 @@ def test_a_thread_without_a_context_is_given_one(monkeypatch):
 @pytest.mark.parametrize("call", ["cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"])
 def test_a_driver_that_gives_no_context_is_told_of(call, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(nvrtc, "_libcuda", lambda: Driver(current=None, refuses=call))
+    monkeypatch.setattr(cuda, "_libcuda", lambda: Driver(current=None, refuses=call))
     with pytest.raises(DriverError, match=f"{call} returned error 201 for the context of device 3"):
         make_context_current()
 

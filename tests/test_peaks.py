@@ -12,16 +12,17 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from onelaunch import hardware, nvrtc, peaks
+from onelaunch import cuda
+from onelaunch.device import hardware, peaks, read_rate
+from onelaunch.device.hardware import Ceilings
+from onelaunch.device.peaks import Probe
 from onelaunch.errors import BusyDeviceNotice, CacheNotice
-from onelaunch.hardware import Ceilings
-from onelaunch.peaks import Probe
 
 SOFTWARE = peaks.software("cpu")
 RATES = {"float32": 1e12, "float16": 1e12, "bfloat16": 1e12}
 FOUND = Ceilings(1e11, RATES, 1e-6, "2026-01-01T00:00:00+00:00", SOFTWARE, 1.2e11, {"copy": 0.02, "read": 0.01, "float32": 0.03})
 
-compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing()}")
 
 
 @pytest.fixture(autouse=True)
@@ -366,25 +367,25 @@ def test_a_read_rate_is_added_where_none_was_known():
 @compiled
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a"])
 def test_the_vector_kernel_compiles(architecture):
-    made = nvrtc.compile_now(peaks.read_source("read_vectors"), architecture)
+    made = cuda.compile_now(read_rate.read_source("read_vectors"), architecture)
     assert made.cubin
     assert "ld.global.nc.L1::no_allocate.v4.u32" in made.ptx
 
 
 @compiled
-@pytest.mark.parametrize(("chunk", "stages"), peaks.RINGS)
+@pytest.mark.parametrize(("chunk", "stages"), read_rate.RINGS)
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_the_bulk_kernel_compiles(architecture, chunk, stages):
-    made = nvrtc.compile_now(peaks.read_source("read_bulk", chunk, stages), architecture)
+    made = cuda.compile_now(read_rate.read_source("read_bulk", chunk, stages), architecture)
     assert made.cubin
     assert "cp.async.bulk.shared::cluster.global" in made.ptx
 
 
 def test_there_are_no_kernels_for_a_cpu():
-    assert peaks.read_kernels(torch.zeros(1024)) == {}
+    assert read_rate.read_kernels(torch.zeros(1024)) == {}
 
 
 def test_the_checksum_is_the_sum_of_all_words():
     words = torch.tensor([2**31 - 1, 5, -(2**31), -1], dtype=torch.int32)
-    assert peaks.checksum(words) == 3
-    assert peaks.checksum(torch.full((8,), -1, dtype=torch.int32)) == 2**32 - 8
+    assert read_rate.checksum(words) == 3
+    assert read_rate.checksum(torch.full((8,), -1, dtype=torch.int32)) == 2**32 - 8

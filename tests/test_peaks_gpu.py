@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onelaunch import hardware, nvrtc, peaks
+from onelaunch import cuda
+from onelaunch.device import hardware, peaks, read_rate
 
 pytestmark = pytest.mark.gpu
 
 GPU = "cuda:0"
-compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing()}")
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +45,26 @@ def test_kernels_of_this_project_are_among_the_methods_on_a_hopper(surveys):
         pytest.skip("needs a Hopper GPU")
     methods = {probe.method for probe in surveys[0] if probe.quantity == "read"}
     assert "read_vectors" in methods
-    assert sum(method.startswith("read_bulk") for method in methods) == 2 * len(peaks.RINGS)
+    assert sum(method.startswith("read_bulk") for method in methods) == 2 * len(read_rate.RINGS)
 
 
 @compiled
 @pytest.mark.parametrize("mebibytes", [1, 3, 100, 257])
 def test_the_kernels_read_every_word(mebibytes):
     words = torch.randint(-(2**31), 2**31 - 1, (mebibytes << 18,), dtype=torch.int32, device=GPU)
-    expected = peaks.checksum(words)
+    expected = read_rate.checksum(words)
     assert expected == int(words.cpu().numpy().astype("int64").sum()) % 2**32
-    kernels = peaks.read_kernels(words)
+    kernels = read_rate.read_kernels(words)
     assert "read_vectors" in kernels
     if hardware.is_hopper(torch.device(GPU)):
-        assert len(kernels) == 1 + 2 * len(peaks.RINGS)
+        assert len(kernels) == 1 + 2 * len(read_rate.RINGS)
     for name, run in kernels.items():
         for _ in range(3):
-            assert peaks.checksum(run()) == expected, name
+            assert read_rate.checksum(run()) == expected, name
     words[-1] += 1  # the last word counts too
     words[0] += 1
     for name, run in kernels.items():
-        assert peaks.checksum(run()) == (expected + 2) % 2**32, name
+        assert read_rate.checksum(run()) == (expected + 2) % 2**32, name
 
 
 def test_doctor_prints_and_keeps_what_was_measured(own_cache):

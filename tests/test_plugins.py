@@ -11,8 +11,9 @@ import warnings
 import pytest
 import torch
 
-from onelaunch import operation, plugins
+from onelaunch import operation
 from onelaunch.errors import ArgumentError, PluginWarning
+from onelaunch.operation import entry_points as loading
 from onelaunch.operation import find_operation, operations
 
 
@@ -40,10 +41,10 @@ def announce(monkeypatch, scale):
             return list(entries) if asked == {"group": "onelaunch.plugins"} else real(**asked)
 
         monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-        plugins.forget()
+        loading.forget()
 
     yield announced
-    plugins.forget()
+    loading.forget()
 
 
 def test_a_plugin_is_loaded_once(announce):
@@ -52,7 +53,7 @@ def test_a_plugin_is_loaded_once(announce):
     find_operation("scale")
     list(operations())
     assert entry.loads == 1
-    assert operation.plugins() == (plugins.Plugin("mine", "acme.variants", "acme-kernels 1.2"),)
+    assert operation.plugins() == (loading.Plugin("mine", "acme.variants", "acme-kernels 1.2"),)
 
 
 def raising(error):

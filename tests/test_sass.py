@@ -7,9 +7,9 @@ import struct
 import pytest
 import torch
 
-from onelaunch import nvrtc, sass
-from onelaunch.nvrtc import Source
-from onelaunch.sass import Hurried, hurried, mended
+from onelaunch import cuda
+from onelaunch.cuda import Source, module, sass
+from onelaunch.cuda.sass import Hurried, hurried, mended
 
 # As the assembler of CUDA 13.0 wrote it for a decode kernel, whose rows of keys were wrong.
 ZERO = bytes.fromhex("057808000000000000ff010000c40f04")  # CS2R R8, SRZ
@@ -138,7 +138,7 @@ CLOCK = Source(
     """,
     "clock",
 )
-compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing()}")
 
 
 def with_cycles(code: bytes, cycles: int) -> bytes:
@@ -153,11 +153,11 @@ def with_cycles(code: bytes, cycles: int) -> bytes:
 
 @compiled
 def test_code_that_is_compiled_is_mended(monkeypatch):
-    as_compiled = nvrtc.compile_now(CLOCK, "sm_90a").cubin
+    as_compiled = cuda.compile_now(CLOCK, "sm_90a").cubin
     assert hurried(with_cycles(as_compiled, 1)), "the kernel reads a clock and adds at once"
     monkeypatch.setattr(sass, "mended", lambda code: with_cycles(code, 9))
-    assert nvrtc.compile_now(CLOCK, "sm_90a").cubin == with_cycles(as_compiled, 9)
-    assert nvrtc.compile_now(CLOCK, "sm_80").cubin != with_cycles(nvrtc.compile_now(CLOCK, "sm_80").cubin, 9), "not where unknown"
+    assert cuda.compile_now(CLOCK, "sm_90a").cubin == with_cycles(as_compiled, 9)
+    assert cuda.compile_now(CLOCK, "sm_80").cubin != with_cycles(cuda.compile_now(CLOCK, "sm_80").cubin, 9), "not where unknown"
 
 
 @pytest.mark.gpu
@@ -168,7 +168,7 @@ def test_hopper_does_not_wait_by_itself(device):
     """
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("The cycles are known for Hopper.")
-    as_compiled = nvrtc.compile_now(CLOCK, "sm_90a").cubin
+    as_compiled = cuda.compile_now(CLOCK, "sm_90a").cubin
     assert right(as_compiled, device)
     for cycles in (1, 2, 3):
         early = with_cycles(as_compiled, cycles)
@@ -179,8 +179,8 @@ def test_hopper_does_not_wait_by_itself(device):
 def right(code: bytes, device: torch.device) -> bool:
     """Whether each thread of a warp read its clock before it read it again, and not long before."""
     out = torch.zeros(32, 2, dtype=torch.int64, device=device)
-    function = nvrtc.Function(
-        code, CLOCK.entry, torch.cuda.current_device(), ("pointer",), nvrtc._Shape(32, 0, 1, cooperative=False, overlap=False)
+    function = cuda.Function(
+        code, CLOCK.entry, torch.cuda.current_device(), ("pointer",), module._Shape(32, 0, 1, cooperative=False, overlap=False)
     )
     function((1, 1, 1), out)
     earlier, later = out.cpu().unbind(1)

@@ -13,8 +13,8 @@ import json
 import sys
 import time
 
-from onelaunch import hardware, peaks
-from onelaunch.peaks import Probe
+from onelaunch.device import hardware, peaks
+from onelaunch.device.peaks import Probe
 
 
 def main() -> None:

@@ -4,8 +4,12 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from onelaunch import moved
+
 if TYPE_CHECKING:
     from onelaunch import ops
+
+moved.install()
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "ops"]

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from onelaunch import dispatch, measured
+from onelaunch import dispatch
 from onelaunch.cli.study import report as report_module
 from onelaunch.cli.study import run as run_module
+from onelaunch.dispatch import measured
 from onelaunch.errors import UNSAFE, OutputUnwritable
 from onelaunch.workbench import files
 from onelaunch.workbench import result as result_module

@@ -35,5 +35,5 @@ def played(weights, monkeypatch):
     monkeypatch.setattr(decode_step.get("streaming"), "_supports", [])
     launch._MADE.pop(weights, None)
     yield played
-    dispatch._checked.cache_clear()
+    dispatch.forget()
     dispatch.choose.cache_clear()

@@ -13,7 +13,7 @@ from onelaunch.decode.engine import Request, TorchEngine, make_engine
 from onelaunch.decode.model import prefill
 from onelaunch.decode.rungs import RUNGS
 from onelaunch.decode.sampling import Sampler, Sampling
-from onelaunch.hardware import is_hopper
+from onelaunch.device.hardware import is_hopper
 from onelaunch.workbench.verify import Judge
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import library
 
-from onelaunch.ops.autograd import Operator
+from onelaunch.launch.operator import Operator
 
 CALLS: list[str] = []
 """Which functions ran, in order."""

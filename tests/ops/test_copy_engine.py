@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onelaunch.ops.copy_engine import addressable
+from onelaunch.kernels.tma import addressable
 
 MATRIX = torch.arange(8 * 64, dtype=torch.float16).reshape(8, 64)
 

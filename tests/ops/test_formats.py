@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onelaunch.errors import ArgumentError, CheckpointError, DeviceError, DTypeError, ShapeError, ValueRangeError
-from onelaunch.ops.formats import (
+from onelaunch.formats import (
     Fp8Tensor,
     NVFP4Tensor,
     dequantize_nvfp4,

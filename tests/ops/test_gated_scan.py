@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from onelaunch.errors import VariantUnsupported
-from onelaunch.ops.gated_scan.reference import DECAYS
+from onelaunch.operation.inputs import DECAYS
 from tests.ops.cases import (
     GATED_SCAN,
     HARD,
@@ -63,7 +63,7 @@ def test_kernels_pass_the_whole_gate(variant):
 @pytest.mark.interpret
 def test_groups_of_tiles_hand_on_the_carry():
     """Longer than a group of the look-back in both passes."""
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
 
     case = case_of(GATED_SCAN, "group_chain")
     tiles = launch.scan_tiles(case.sizes["T"], case.sizes["V"])
@@ -78,10 +78,10 @@ def test_groups_of_tiles_hand_on_the_carry():
 )
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_the_walking_kernel_is_correct(variant, name, monkeypatch):
-    from onelaunch.ops.gated_scan import kernels, launch
+    from onelaunch.kernels.scan import forward, launch
 
     walked = []
-    kernel = kernels.walk_scan_gate_kernel
+    kernel = forward.walk_scan_gate_kernel
 
     class Watched:
         def __getitem__(self, grid):
@@ -92,7 +92,7 @@ def test_the_walking_kernel_is_correct(variant, name, monkeypatch):
     walk = launch.walk_tiles(torch.device("cuda"), 1 << 20, 80)
     assert walk is not None
     monkeypatch.setattr(launch, "walk_tiles", lambda *sizes: walk)
-    monkeypatch.setattr(kernels, "walk_scan_gate_kernel", Watched())
+    monkeypatch.setattr(forward, "walk_scan_gate_kernel", Watched())
     assert_one_call_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
     assert walked
 

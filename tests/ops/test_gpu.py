@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from onelaunch import dispatch
-from onelaunch.hardware import processors
+from onelaunch.device.hardware import processors
+from onelaunch.launch import workspace as memory
 from onelaunch.operation import Operation
+from onelaunch.operation.inputs import DECAYS
 from onelaunch.ops import gated_scan
-from onelaunch.ops import workspace as memory
-from onelaunch.ops.gated_scan.reference import DECAYS, reference
+from onelaunch.ops.gated_scan.reference import reference
 from tests.ops.cases import (
     GATED_SCAN,
     GLA,
@@ -111,7 +112,7 @@ def test_kernels_take_every_kind_of_decay(operation, variant, decay, dtype, devi
 @pytest.mark.parametrize("lengths", [None, (0, 70, 0, 1, 129, 0)])
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_so_many_channels_that_programs_walk_along_time(variant, lengths, device):
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
 
     width = 128 * processors(device) + 5
     case = GATED_SCAN.case("bfloat16", B=1, T=200, V=width, lengths=lengths)
@@ -270,7 +271,7 @@ def test_a_captured_training_step(operation, variant, device):
 def test_more_captured_calls_than_the_reserve_holds(device):
     """The rest clears words of its own in the graph."""
     arguments = made(GATED_SCAN, device, B=8, T=2048, V=512)
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
 
     assert launch.walk_tiles(device, 8, 512) is None, "walking needs no words: choose another size"
     words = launch.scan_tiles(2048, 512).words(8, 2048, 512)
@@ -291,7 +292,7 @@ def test_more_captured_calls_than_the_reserve_holds(device):
 
 def test_graphs_outlive_the_reserve_that_they_were_captured_with(device):
     """Many graphs, with eager calls between that replace the reserve, and memory churn that would reuse what was let go."""
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
 
     assert launch.walk_tiles(device, 8, 256) is None, "walking needs no words: choose another size"
     assert 40 * launch.scan_tiles(2048, 256).words(8, 2048, 256) > memory.RESERVE // 2

@@ -208,7 +208,7 @@ def test_few_programs_get_narrow_tiles(sizes, tile):
 )
 def test_the_copy_engine_decides_what_it_takes(sizes, suited, monkeypatch):
     pytest.importorskip("triton")
-    from onelaunch.ops.gated_scan.launch import Sequences
+    from onelaunch.kernels.common.sequences import Sequences
     from onelaunch.ops.linear_rnn import hopper_launch
     from onelaunch.ops.linear_rnn.launch import Layer
 

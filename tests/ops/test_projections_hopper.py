@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from onelaunch import dispatch, nvrtc
+from onelaunch import dispatch
+from onelaunch.cuda.module import _layout
+from onelaunch.cuda.tensor_map import _unaddressable
 from onelaunch.ops import Segment, projections
 from onelaunch.ops.projections import hopper
 from onelaunch.ops.projections.hopper_tiles import FEW, WIDEST, Tiles, counts, header, narrow_for, taken, tiles_for
@@ -177,7 +179,7 @@ def test_elsewhere_than_on_hopper(variant):
 @pytest.fixture
 def launched(monkeypatch):
     """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
-    calls, (layout, _) = [], nvrtc._layout(hopper_launch.KINDS)
+    calls, (layout, _) = [], _layout(hopper_launch.KINDS)
 
     def launch(grid, *arguments):
         pairs = list(zip(hopper_launch.KINDS, arguments, strict=True))
@@ -186,7 +188,7 @@ def launched(monkeypatch):
         calls.append((grid, values))
 
     def tensor_map(dtype, address, sizes, strides, box, *, swizzle=128):
-        assert nvrtc._unaddressable(dtype, address, sizes, strides, box, swizzle) is None
+        assert _unaddressable(dtype, address, sizes, strides, box, swizzle) is None
         return bytes(128)
 
     hopper_launch.plan_of.cache_clear()
@@ -195,9 +197,9 @@ def launched(monkeypatch):
     monkeypatch.setattr(hopper_launch, "processors", lambda _: 132)
     for name in VARIANTS:
         monkeypatch.setattr(PROJECTIONS.get(name), "_supports", [])
-    dispatch._checked.cache_clear()
+    dispatch.forget()
     yield calls
-    dispatch._checked.cache_clear()
+    dispatch.forget()
     hopper_launch.plan_of.cache_clear()
 
 

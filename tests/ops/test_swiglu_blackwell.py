@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from onelaunch.formats.nvfp4 import E2M1
 from onelaunch.operation import Query, find_operation
 from onelaunch.ops import NVFP4Tensor
-from onelaunch.ops.formats import E2M1
 from onelaunch.ops.swiglu import blackwell
 
 pytest.importorskip("triton")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.hardware import processors
+from onelaunch.device.hardware import processors
 from onelaunch.operation import Query, find_operation
 from onelaunch.ops import NVFP4Tensor, quantize_fp8, swiglu
 from onelaunch.ops.swiglu import hopper

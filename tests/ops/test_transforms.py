@@ -8,8 +8,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onelaunch.errors import ArgumentError, TransformUnsupported, UnknownVariant, ValueRangeError
+from onelaunch.launch.operator import Operator
 from onelaunch.ops import gated_scan, gla, linear_rnn, swiglu
-from onelaunch.ops.autograd import Operator
 
 B, T, D, H, K, V = 2, 5, 16, 2, 16, 16
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from onelaunch.ops import workspace as module
-from onelaunch.ops.workspace import LARGE, RESERVE, Reserve, counters, workspace
+from onelaunch.launch import workspace as module
+from onelaunch.launch.workspace import LARGE, RESERVE, Reserve, counters, workspace
 
 CPU = torch.device("cpu")
 

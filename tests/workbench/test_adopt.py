@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch import measured as tables
+from onelaunch.device.hardware import Device
+from onelaunch.dispatch import measured as tables
 from onelaunch.errors import OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
-from onelaunch.hardware import Device
 from onelaunch.operation import Query, find_operation
 from onelaunch.workbench.adopt import adopt
 from onelaunch.workbench.result import Verdict

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from onelaunch import nvrtc
-from onelaunch.builds import CudaBuild, KernelBuild
+from onelaunch import cuda
+from onelaunch.cuda import Source
 from onelaunch.errors import InspectionError, UnknownVariant
-from onelaunch.nvrtc import Source
+from onelaunch.launch.build import CudaBuild, KernelBuild
 from onelaunch.operation import Operation
 from onelaunch.workbench import inspection
 from onelaunch.workbench.inspection import ARCHITECTURES, CHECKED, find_architecture, inspect_build, inspect_operation
@@ -179,7 +179,7 @@ def test_an_operation_lists_the_kernels_of_its_variants():
 
 # CUDA C++
 
-compiled = pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing()}")
 
 ROTATE = """
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rotate(float* x, int rounds) {
@@ -292,7 +292,7 @@ def test_a_cuda_kernel_has_no_code_for_amd():
 
 def test_without_nvrtc_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
-    nvrtc.version.cache_clear()
+    cuda.version.cache_clear()
     with pytest.raises(InspectionError, match=r"'product': .*pip install 'onelaunch\[cuda\]'"):
         inspect_build(product(), "sm_90a")
 

@@ -11,8 +11,8 @@ import typer
 from onelaunch import dispatch
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName, OperationName, parse_case
+from onelaunch.device.hardware import resolve
 from onelaunch.dispatch import Explanation, Standing
-from onelaunch.hardware import resolve
 from onelaunch.operation import find_operation
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from onelaunch.device.hardware import present
 from onelaunch.errors import ArgumentError, NoDeviceError, shown
-from onelaunch.hardware import present
 
 Kind = TypeVar("Kind")
 

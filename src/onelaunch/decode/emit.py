@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from onelaunch import nvrtc
+from onelaunch import cuda
 from onelaunch.decode.plan import (
     CHUNK,
     MOST_TILES,
@@ -21,7 +21,7 @@ from onelaunch.decode.plan import (
     passes,
     passes_of,
 )
-from onelaunch.hardware import HOPPER_SHARED_BYTES
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 
 WARPS: Final = 8
 THREADS: Final = 32 * (WARPS + 1)
@@ -32,7 +32,7 @@ PRODUCTS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
 SHARES = (*PRODUCTS, "attention", "rope", "norm")
 """Rows of the table of shares, as the kernel names them."""
 
-KINDS: tuple[nvrtc.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
+KINDS: tuple[cuda.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
 """Of the kernel's arguments."""
 
 BINS = 1024
@@ -241,10 +241,10 @@ def arrivals_table(plan: Plan) -> list[int]:
     return [found.get(counter, 0) for counter in range(max(found, default=-1) + 1)]
 
 
-def source(plan: Plan, tuning: Tuning | None = None, phase: Phase | None = None) -> nvrtc.Source:
+def source(plan: Plan, tuning: Tuning | None = None, phase: Phase | None = None) -> cuda.Source:
     """The kernel of a plan; of a plan whose phases are launches, that of a phase."""
     here = "onelaunch.decode.kernels"
-    files = [("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")), *((name, nvrtc.read(here, name)) for name in FILES)]
+    files = [cuda.include("hopper.cuh"), *((name, cuda.read(here, name)) for name in FILES)]
     files += [("plan.cuh", header(plan, tuning or Tuning())), ("order.cuh", order(plan))]
     defines = () if phase is None else (("ALONE", launch_of(plan, phase)[0]),)
-    return nvrtc.Source("step.cu", nvrtc.read(here, "step.cu"), "decode", tuple(files), defines)
+    return cuda.Source("step.cu", cuda.read(here, "step.cu"), "decode", tuple(files), defines)

@@ -18,9 +18,9 @@ from onelaunch.decode.contract import decode_step, key_of
 from onelaunch.decode.model import prefill
 from onelaunch.decode.sampling import Sampler, Sampling
 from onelaunch.decode.weights import Weights
+from onelaunch.device.hardware import room_for
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import FallbackNotice, LogitsNotFinite
-from onelaunch.hardware import room_for
 from onelaunch.operation import Query
 
 TYPICAL_POSITION = 256

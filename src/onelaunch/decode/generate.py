@@ -22,6 +22,7 @@ from onelaunch.decode.prompts import Prompt, tokens_of
 from onelaunch.decode.sampling import Choices, recommended, sampling_of
 from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
 from onelaunch.decode.weights import check_header, elements, load_weights
+from onelaunch.device.hardware import free_memory, resolve
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import (
     ArgumentError,
@@ -34,7 +35,6 @@ from onelaunch.errors import (
     listing,
     shown,
 )
-from onelaunch.hardware import free_memory, resolve
 from onelaunch.operation import parse_dtype
 
 if TYPE_CHECKING:

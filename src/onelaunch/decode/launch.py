@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from onelaunch import folders, nvrtc
+from onelaunch import cuda, folders
 from onelaunch.decode.cache import KVCache
 from onelaunch.decode.check import Room, check
 from onelaunch.decode.config import SIZES, ModelConfig
@@ -23,8 +23,9 @@ from onelaunch.decode.plan import ROUNDS, Phase, Plan
 from onelaunch.decode.rungs import plan_for
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
+from onelaunch.device.hardware import processors, room_for
 from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled
-from onelaunch.hardware import HOPPER_SHARED_BYTES, processors, room_for
 
 REGISTERS = 168
 """Of a thread, at most: nine warps share the registers of four partitions."""
@@ -74,7 +75,7 @@ def _check_drawn(config: ModelConfig, rung: str, ctas: int) -> None:
 
 def _prove(what: tuple[object, ...], proof: Callable[[], None]) -> None:
     """A proof takes a second: that there is one is kept in the cache folder, for these files of code."""
-    code = [nvrtc.read("onelaunch.decode", file) for file in PROVED_BY]
+    code = [cuda.read("onelaunch.decode", file) for file in PROVED_BY]
     proved = folders.cache_folder() / "plans" / hashlib.sha256(repr((code, what)).encode()).hexdigest()[:32]
     if folders.kept(proved) is not None:
         return
@@ -105,7 +106,7 @@ class Kernels:
     Raises:
         PlanError: the plan cannot run on this device.
         DeviceMemoryError: there is no room for the weights a second time.
-        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.nvrtc.load`.
+        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.cuda.load`.
     """
 
     def __init__(self, weights: Weights, rung: str, tuning: Tuning | None = None) -> None:
@@ -118,7 +119,7 @@ class Kernels:
             self.memory = Memory(self.plan, constants, weights.config.max_position_embeddings, stamps=tuning.stamps)
         alone: tuple[Phase | None, ...] = self.plan.phases() if self.plan.separate else (None,)
         self._functions = {
-            phase and phase.op: nvrtc.load(
+            phase and phase.op: cuda.load(
                 source(self.plan, tuning, phase), self.device, KINDS, threads=THREADS,
                 shared_bytes=layout_of(self.plan, tuning).bytes, cooperative=not self.plan.separate, overlap=self.plan.separate,
             )

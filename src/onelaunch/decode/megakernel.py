@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.builds import Build, CudaBuild
+from onelaunch import cuda
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
 from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine, check_witness, witness
@@ -20,8 +19,9 @@ from onelaunch.decode.packing import packing_bytes, stream_bytes
 from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
+from onelaunch.device.hardware import is_hopper, processors
 from onelaunch.errors import PlanError
-from onelaunch.hardware import is_hopper, processors
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.operation import Query
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def needs_hopper(query: Query) -> str | None:
     """The kernels are made of that chip's instructions."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
         return "needs an NVIDIA GPU of compute capability 9.0"
-    return nvrtc.missing()
+    return cuda.missing()
 
 
 def config_in(query: Query) -> ModelConfig:

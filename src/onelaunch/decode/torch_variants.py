@@ -21,8 +21,8 @@ from onelaunch.decode.engine import InTurn
 from onelaunch.decode.model import forward, heads, logits_of, mlp, rms_norm, widened
 from onelaunch.decode.rope import rotation
 from onelaunch.decode.weights import LayerWeights, Weights
+from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.operation import Query
-from onelaunch.torch_compile import compile_static, compiler_missing
 
 SMALLEST_WINDOW = 256
 """Positions; smaller windows would save nothing that can be measured."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import onelaunch
 from onelaunch import folders
+from onelaunch.device.hardware import SLUG, table_name
+from onelaunch.dispatch.measured import Key, is_time, key_of, read
 from onelaunch.errors import OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError, in_a_line
 from onelaunch.files import reason, replace
-from onelaunch.hardware import SLUG, table_name
-from onelaunch.measured import Key, is_time, key_of, read
 from onelaunch.operation import find_operation
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.study import Shape, Study
@@ -22,7 +22,7 @@ PACKAGE = Path(onelaunch.__file__).resolve().parent
 
 
 def adopt(results: Sequence[Result], into: Path | None = None) -> Path:
-    """Merge results of one device into its table, in the format that :mod:`onelaunch.measured` reads.
+    """Merge results of one device into its table, in the format that :mod:`onelaunch.dispatch.measured` reads.
 
     A row is one operation, direction, dtype, size and set of flags; its microseconds are cold medians of the variants that are
     correct. Rows that the results do not measure again stay as they are; in rows that they do, only the variants measured again

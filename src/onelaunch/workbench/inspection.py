@@ -17,50 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onelaunch import nvrtc, sass
-from onelaunch.builds import Build, CudaBuild, KernelBuild
-from onelaunch.errors import CompileError, CompilerMissing, InspectionError, UnknownArchitecture, listing
-from onelaunch.hardware import HOPPER_SHARED_BYTES
+from onelaunch import cuda
+from onelaunch.cuda import sass
+from onelaunch.device.architectures import ARCHITECTURES, Architecture, find_architecture
+from onelaunch.errors import CompileError, CompilerMissing, InspectionError, listing
+from onelaunch.launch.build import Build, CudaBuild, KernelBuild
+from onelaunch.launch.warp_mma import warp_mma
 from onelaunch.operation import Operation
-from onelaunch.ops.warp_products import products_by_warps
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A chip family that kernels are compiled for."""
-
-    name: str
-    backend: str
-    """Triton's: ``cuda`` or ``hip``."""
-    target: int | str
-    """As Triton's backend calls it: the compute capability, or the name."""
-    warp: int
-    matrix: tuple[str, ...]
-    """How the names of its matrix instructions begin, the ones meant for large tiles."""
-    shared_bytes: int
-    """Most shared memory that one block may use."""
-
-
-_NVIDIA_SMALL = 99 * 1024
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    architecture.name: architecture
-    for architecture in (
-        Architecture("sm_80", "cuda", 80, 32, ("HMMA", "IMMA", "DMMA"), 163 * 1024),
-        Architecture("sm_86", "cuda", 86, 32, ("HMMA", "IMMA", "DMMA"), _NVIDIA_SMALL),
-        Architecture("sm_89", "cuda", 89, 32, ("HMMA", "IMMA", "DMMA", "QMMA"), _NVIDIA_SMALL),
-        Architecture("sm_90a", "cuda", 90, 32, ("HGMMA", "IGMMA", "QGMMA"), HOPPER_SHARED_BYTES),
-        Architecture("sm_100a", "cuda", 100, 32, ("UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA"), HOPPER_SHARED_BYTES),
-        Architecture("sm_120a", "cuda", 120, 32, ("HMMA", "IMMA", "QMMA", "OMMA"), _NVIDIA_SMALL),
-        Architecture("gfx90a", "hip", "gfx90a", 64, ("v_mfma",), 64 * 1024),
-        Architecture("gfx942", "hip", "gfx942", 64, ("v_mfma", "v_smfmac"), 64 * 1024),
-        Architecture("gfx950", "hip", "gfx950", 64, ("v_mfma", "v_smfmac"), 160 * 1024),
-    )
-}
-"""What can be inspected, by name."""
-
-CHECKED = ("sm_80", "sm_90a", "sm_100a", "gfx942")
-"""What the test-suite compiles every kernel for."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +77,6 @@ class _Code:
     assembly: Mapping[str, str]
     remarks: tuple[str, ...] = ()
     """On the code: instructions that lost their speed, or that read too early."""
-
-
-def find_architecture(name: str) -> Architecture:
-    """The architecture of that name; ``sm_90`` means ``sm_90a``. :class:`UnknownArchitecture` when it is not known."""
-    for candidate in (name, f"{name}a"):
-        if candidate in ARCHITECTURES:
-            return ARCHITECTURES[candidate]
-    raise UnknownArchitecture(name, ARCHITECTURES)
 
 
 def inspect_operation(
@@ -199,7 +154,7 @@ def _cuda_code(build: CudaBuild, target: Architecture) -> _Code:
     if target.backend != "cuda":
         raise InspectionError(f"Kernel {build.name!r} is CUDA C++ and has no code for {target.name}.")
     try:
-        compiled = nvrtc.compile_now(build.source, target.name)
+        compiled = cuda.compile_now(build.source, target.name)
     except (CompilerMissing, CompileError) as error:
         raise InspectionError(f"Kernel {build.name!r}: {error}") from error
     listed = _disassemble(compiled.cubin, build.name)
@@ -223,7 +178,7 @@ def _triton_code(build: KernelBuild, target: Architecture) -> _Code:
         assembly = {"ttgir": stages["ttgir"], "ptx": stages["ptx"], "sass": listed}
         hurried = sass.hurried(compiled.asm["cubin"]) if target.name in sass.ARCHITECTURES else []
         remarks = (
-            (f"may read too early what CS2R wrote, at {len(hurried)} places: a fault of the assembler, see onelaunch.sass",)
+            (f"may read too early what CS2R wrote, at {len(hurried)} places: a fault of the assembler, see onelaunch.cuda.sass",)
             if hurried
             else ()
         )
@@ -242,31 +197,38 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
         raise InspectionError(f"Triton is not installed, nothing can be compiled. {_INSTALL_TRITON}") from error
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise InspectionError("TRITON_INTERPRET=1 is set, so kernels are interpreted and cannot be compiled. Unset it.")
-    types = dict(_types(build))
-    missing = [place for place, type_ in types.items() if len(place) > 1 and type_ == "constexpr"]
+    signature, constants, attributes = _specialized(build)
     source = (GluonASTSource if build.kernel.is_gluon() else ASTSource)(
-        build.kernel,
-        signature={
-            name: tuple(_plain(each) for each in type_) if isinstance(type_, tuple) else _plain(type_)
-            for name, type_ in build.signature.items()
-        },
-        constexprs={**build.constants, **dict.fromkeys(missing)},
-        attrs={
-            place: [["tt.divisibility", 16]] for place, type_ in types.items() if type_.startswith("*") or type_.endswith(":16")
-        },
+        build.kernel, signature=signature, constexprs=constants, attrs=attributes
     )
+    forced = build.by_warps if build.warp_mma is None else build.warp_mma
     try:
-        with products_by_warps() if build.by_warps else nullcontext():
+        with warp_mma() if forced else nullcontext():
             return triton.compile(
                 source,
                 target=GPUTarget(target.backend, target.target, target.warp),
-                options={"num_warps": build.num_warps, "num_stages": build.num_stages},
+                options={"num_warps": build.num_warps, "num_stages": build.num_stages, **build.options},
             )
     except Exception as error:  # the compiler raises anything, from its own errors to those of ptxas
         raise InspectionError(
             f"Kernel {build.name!r} does not compile for {target.name}: {_first_line(error)}. "
             f"Its configuration: {dict(build.constants)}, {build.num_warps} warps, {build.num_stages} stages."
         ) from error
+
+
+def _specialized(build: KernelBuild) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """Return the signature, the constants and the attributes of a build, as Triton's compiler takes them."""
+    if build.attributes is not None:
+        return dict(build.signature), dict(build.constants), dict(build.attributes)
+    types = dict(_types(build))
+    missing = [place for place, type_ in types.items() if len(place) > 1 and type_ == "constexpr"]
+    signature = {
+        name: tuple(_plain(each) for each in type_) if isinstance(type_, tuple) else _plain(type_)
+        for name, type_ in build.signature.items()
+    }
+    divisible = [place for place, type_ in types.items() if type_.startswith("*") or type_.endswith(":16")]
+    constants = {**build.constants, **dict.fromkeys(missing)}
+    return signature, constants, {place: [["tt.divisibility", 16]] for place in divisible}
 
 
 def _types(build: KernelBuild) -> Iterator[tuple[tuple[int, ...], str]]:

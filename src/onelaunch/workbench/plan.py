@@ -23,7 +23,7 @@ cannot be reached by anything that stores its result in that dtype."""
 
 
 class Rates(Protocol):
-    """The measured rates that a plan rests on: :class:`onelaunch.hardware.Ceilings`, or the stored ones."""
+    """The measured rates that a plan rests on: :class:`onelaunch.device.hardware.Ceilings`, or the stored ones."""
 
     @property
     def copy_bytes_per_second(self) -> float: ...

@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
+from onelaunch.device.hardware import SLUG
 from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew, escaped, in_a_line, listing, shown
-from onelaunch.hardware import SLUG
 from onelaunch.operation import Direction
 from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.study import FROM_A_FILE, Criterion, Grown, Regime, Study, check_names, members
@@ -277,7 +277,7 @@ class Provenance(Stored):
 
 
 class StoredCeilings(Grown, Stored):
-    """The device's measured peaks, as :class:`onelaunch.hardware.Ceilings`."""
+    """The device's measured peaks, as :class:`onelaunch.device.hardware.Ceilings`."""
 
     LATER = ("read_bytes_per_second", "spread")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 
-from onelaunch import hardware, peaks
+from onelaunch.device import hardware, peaks
 from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMismatch, ResultMissing, StudyError, shown
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.calls import status_of

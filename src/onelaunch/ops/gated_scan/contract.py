@@ -8,8 +8,8 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
-from onelaunch.operation import Query, Shapes, fixed, operation, remembered
-from onelaunch.ops.autocast import autocast
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
+from onelaunch.operation.autocast import autocast
 
 
 class ScanCall(NamedTuple):
@@ -25,11 +25,6 @@ class ScanCall(NamedTuple):
 
     def query(self) -> Query:
         return self.key
-
-
-def state_flags(packed: bool, initial_state: bool, final_state: bool) -> tuple[str, ...]:
-    """The query's flags of the operations with a recurrent state."""
-    return ("packed",) * packed + ("initial_state",) * initial_state + ("final_state",) * final_state
 
 
 def bind(

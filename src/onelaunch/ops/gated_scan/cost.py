@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onelaunch.operation import Case, Cost, Direction, Variant
+from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.gated_scan.contract import gated_scan
 
 
@@ -49,13 +49,3 @@ def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused
     state, elements = 4 * sequences * case.sizes["V"], case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
     initial, final = bool(options["initial_state"]), bool(options["final_state"])
     return elements * per_element + state * (initial + final), elements * written + state * final
-
-
-def launch_count(variant: Variant | None, direction: Direction) -> int | None:
-    """Launches that a variant declares: ``launches`` forward, plus ``backward_launches``."""
-    if variant is None:
-        return 1 if direction == "forward" else 2
-    forward, backward = variant.tags.get("launches"), variant.tags.get("backward_launches")
-    if direction == "forward":
-        return forward
-    return None if forward is None or backward is None else forward + backward

@@ -5,16 +5,13 @@ One pair of operators carries both variants: ``onelaunch::gated_scan_forward`` a
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from onelaunch.builds import KernelBuild
-from onelaunch.operation import Query
-from onelaunch.ops.autograd import Operator
+from onelaunch.launch.operator import Operator
+from onelaunch.operation import Example, Query
+from onelaunch.operation.requirements import cannot_launch
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 
 Optional = torch.Tensor | None
@@ -31,7 +28,7 @@ def run_forward(
     separate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, the final state, and for the backward pass the carries and (where gate and scan are separate) the states."""
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
 
     sequences = launch.Sequences.of(initial, offsets)
     if not separate:
@@ -54,7 +51,7 @@ def run_backward(
     separate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of v, log_decay, gate and the initial state (no elements where there is none)."""
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
 
     sequences = launch.Sequences.of(initial, offsets)
     if separate:
@@ -63,27 +60,6 @@ def run_backward(
     else:
         dv, dlog_decay, dgate, dinitial = launch.backward(dy, dfinal, v, log_decay, gate, sequences, carries)
     return dv, dlog_decay, dgate, dinitial
-
-
-def fake_forward(
-    v: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, want_final: Any, keep: Any, separate: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Room for the results of :func:`run_forward`."""
-    from onelaunch.ops.gated_scan import launch
-
-    tiles = launch.scan_tiles(v.shape[1], v.shape[2])
-    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final, carries = launch.empty_states(v, launch.Sequences(initial, offsets), tiles, want_final, keep)
-    return y, final, carries, torch.empty_like(y) if separate else v.new_empty(0)
-
-
-def fake_backward(
-    dy: Any, dfinal: Any, v: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, carries: Any, states: Any, separate: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Room for the results of :func:`run_backward`."""
-    gradients = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (v, log_decay, gate)]
-    kept = v.new_empty(0) if initial is None else initial.new_empty(initial.shape)
-    return *gradients, kept
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -102,10 +78,8 @@ def gradients(ctx: Any, backward: Any, dy: Optional, dfinal: Optional) -> tuple[
     return dv, dlog_decay, dgate, None if initial is None else dinitial, None, None, None, None
 
 
-backward = Operator("gated_scan_backward", run_backward, fake=fake_backward)
-forward = Operator(
-    "gated_scan_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=backward, outputs=2
-)
+backward = Operator("gated_scan_backward", run_backward)
+forward = Operator("gated_scan_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
 
 
 def scan_and_gate(call: ScanCall, *, separate: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,99 +121,18 @@ def needs_triton(query: Query) -> str | None:
     return None
 
 
-def cannot_launch(query: Query) -> str | None:
-    """What every Triton variant of every operation needs."""
-    if not triton_here():
-        return "needs Triton, which is not installed"
-    if query.device_type != "cuda" and not interpreting():
-        return "needs a CUDA or ROCm device"
-    if 0 in query.sizes:
-        return "needs at least one element in every dimension"
-    return None
-
-
 LARGEST_GRID = 65535
 """Programs along a launch's second dimension, on CUDA and ROCm."""
 
 FEWEST_CHANNELS = 16
-"""The narrowest tile of :func:`onelaunch.ops.gated_scan.launch.scan_tiles`."""
+"""The narrowest tile of :func:`onelaunch.kernels.scan.launch.scan_tiles`."""
 
 
-@functools.cache
-def triton_here() -> bool:
-    """Whether Triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
+EXAMPLE = {"B": 4, "T": 2048, "V": 64}
 
 
-@functools.cache
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was imported)."""
-    if not triton_here():
-        return False
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
-
-
-def scan_signature(kernel: Any, element: str, absent: Iterable[str], constants: dict[str, Any]) -> dict[str, str]:
-    """The Triton types of a scan kernel's arguments: pointers to ``element`` where nothing else is known."""
-    special = {
-        "initial": "*fp32", "offsets": "*i32", "final": "*fp32", "carries": "*fp32", "words": "*i64",
-        "dfinal": "*fp32", "dinitial": "*fp32",
-    }  # fmt: skip
-    numbers = ("T", "sequences", "channels", "width")
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants or name in absent:
-            signature[name] = "constexpr"
-        elif name in numbers or "stride" in name:
-            signature[name] = "i32" if name in ("T", "sequences") else "i32:16"
-        else:
-            signature[name] = special.get(name, element)
-    return signature
-
-
-def scan_build(
-    name: str,
-    kernel: Any,
-    tiles: Any,
-    warps: int,
-    *,
-    element: str = "*fp16",
-    stages: int = 3,
-    matrix: bool = False,
-    **flags: Any,
-) -> KernelBuild:
-    """A scan kernel as a plain training call launches it: no packing, no given states."""
-    absent = ("initial", "offsets", "final", "dfinal", "dinitial")
-    constants = {"BT": tiles.steps, "BV": tiles.channels, "GROUP": tiles.group, "STEPS": 0, "EVEN": True, **flags}
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    signature = scan_signature(kernel, element, [key for key in absent if key in kernel.arg_names], constants)
-    constants |= {key: None for key in absent if key in kernel.arg_names}
-    return KernelBuild(name, kernel, signature, constants, num_warps=warps, num_stages=stages, matrix=matrix)
-
-
-@fused.kernels
-def _(architecture: str) -> list[KernelBuild]:
-    from onelaunch.ops.gated_scan import backward_kernels, kernels, launch
-
-    tiles = launch.scan_tiles(2048, 64)
-    flags = {"GATED": True, "INITIAL": False, "PACKED": False, "FINAL": False, "CARRIES": True, "DFINAL": False}
-    return [
-        scan_build("scan_gate", kernels.scan_gate_kernel, tiles, tiles.warps, **flags),
-        scan_build("scan_gate_backward", backward_kernels.scan_gate_backward_kernel, tiles, tiles.backward_warps, **flags),
-    ]
-
-
-@separate.kernels
-def _(architecture: str) -> list[KernelBuild]:
-    from onelaunch.ops.gated_scan import backward_kernels, kernels, launch
-
-    tiles = launch.scan_tiles(2048, 64)
-    flags = {"GATED": False, "INITIAL": False, "PACKED": False, "FINAL": False, "CARRIES": True, "DFINAL": False}
-    return [
-        scan_build("scan", kernels.scan_gate_kernel, tiles, tiles.warps, **flags),
-        scan_build("gate", kernels.gate_kernel, tiles, tiles.warps),
-        scan_build("gate_backward", backward_kernels.gate_backward_kernel, tiles, tiles.warps),
-        scan_build("scan_backward", backward_kernels.scan_gate_backward_kernel, tiles, tiles.backward_warps, **flags),
-    ]
+@fused.examples
+@separate.examples
+def training() -> list[Example]:
+    """Return a training call without packing or initial states."""
+    return [Example(gated_scan.case("float16", **EXAMPLE), "forward_backward")]

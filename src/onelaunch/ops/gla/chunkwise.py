@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from onelaunch.ops.autocast import without_autocast
+from onelaunch.operation.autocast import without_autocast
 from onelaunch.tracing import is_traced, is_transformed
 
 CHUNK = 64

@@ -11,9 +11,8 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError, ValueRangeError
-from onelaunch.operation import Query, Shapes, fixed, operation, remembered
-from onelaunch.ops.autocast import autocast, low_dtype, without_autocast
-from onelaunch.ops.gated_scan.contract import state_flags
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
+from onelaunch.operation.autocast import autocast, low_dtype, without_autocast
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 512
 """Sizes that K and V may have: a matrix instruction's width, and what a chip holds of a state."""

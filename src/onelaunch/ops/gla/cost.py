@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onelaunch.operation import Case, Cost, Direction, Variant
-from onelaunch.ops.gated_scan.cost import launch_count
+from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.gla.contract import gla
 
 HANDED = ("cumulated", "states", "rounded_states", "scores", "partial_outputs")

@@ -7,7 +7,7 @@ import re
 
 import torch
 
-from onelaunch.hardware import is_hopper
+from onelaunch.device.hardware import is_hopper
 from onelaunch.operation import Query
 from onelaunch.ops.gla.contract import GlaCall, gla
 

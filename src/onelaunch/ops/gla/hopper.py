@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from onelaunch.builds import KernelBuild
-from onelaunch.hardware import is_hopper
+from onelaunch.device.hardware import is_hopper
+from onelaunch.kernels.tma import descriptor_type
+from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Query
-from onelaunch.ops.copy_engine import descriptor_type
 from onelaunch.ops.gated_scan.triton_variants import needs_triton
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.triton_variants import Results, attend, no_value_gate

@@ -12,6 +12,18 @@ Rounding   decayed queries and keys, S and dS are 16-bit, dP a sum of two such n
            subtracted for dg is the product of what was rounded, and adds up over the chunk in two parts as well.
 """
 
+from onelaunch.kernels.gluon.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    keep_barriers,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from onelaunch.ops.gla.hopper_tile_kernels import (
     LOG2E,
     PANEL,
@@ -26,18 +38,6 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
     rows_of,
     store_in_parts,
     zero_of,
-)
-from onelaunch.ops.gluon_compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    keep_barriers,
-    mbarrier,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 LONGEST = gl.constexpr(-512.0)

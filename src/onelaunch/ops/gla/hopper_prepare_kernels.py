@@ -11,6 +11,7 @@ Rounding   readers as one 16-bit number, adders as a sum of two, scores as one. 
            state only that of being an operand: the gradient of g hangs on products of two states.
 """
 
+from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from onelaunch.ops.gla.hopper_tile_kernels import (
     LOG2E,
     PANEL,
@@ -28,7 +29,6 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
     store_in_parts,
     zero_of,
 )
-from onelaunch.ops.gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 LARGEST = gl.constexpr(128.0)
 """Of float16 inputs that may be decayed from and to the middle of a tile, as in launch.py."""

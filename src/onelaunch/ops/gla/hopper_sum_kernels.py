@@ -9,6 +9,15 @@ Warps      ``add``: a warpgroup per 64 values holds the sum [V, K] in registers;
            ``fade_*``: a warpgroup decays adders where they lie.
 """
 
+from onelaunch.kernels.gluon.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    keep_barriers,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from onelaunch.ops.gla.hopper_tile_kernels import (
     LOG2E,
     PANEL,
@@ -26,15 +35,6 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
     store_in_parts,
 )
 from onelaunch.ops.gla.hopper_walk_kernels import fetch, halves, store_state
-from onelaunch.ops.gluon_compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    keep_barriers,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 NOTHING = gl.constexpr(-88.0)
 """Log-decay behind which factors are 0, as ``exp2_flushed`` has them."""

@@ -1,6 +1,6 @@
 """Gated linear attention on Hopper GPUs: where tiles lie, and what all groups of warps compute alike."""
 
-from onelaunch.ops.gluon_compat import gl, gluon
+from onelaunch.kernels.gluon.compat import gl, gluon
 
 LOG2E = gl.constexpr(1.4426950408889634)
 C = gl.constexpr(64)

@@ -16,9 +16,7 @@ Parts      hopper_sum_kernels.py leaves what each part of T adds to the state; a
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); experiment 039.
 """
 
-from onelaunch.ops.gla.hopper_prepare_kernels import prepare_channels, prepare_heads
-from onelaunch.ops.gla.hopper_tile_kernels import PANEL, C, bounds, chunk_of, place, rows_of, span, store_in_parts
-from onelaunch.ops.gluon_compat import (
+from onelaunch.kernels.gluon.compat import (
     fence_async_shared,
     gl,
     gluon,
@@ -30,6 +28,8 @@ from onelaunch.ops.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from onelaunch.ops.gla.hopper_prepare_kernels import prepare_channels, prepare_heads
+from onelaunch.ops.gla.hopper_tile_kernels import PANEL, C, bounds, chunk_of, place, rows_of, span, store_in_parts
 
 
 @gluon.jit

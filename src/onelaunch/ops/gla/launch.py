@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch.ops.gated_scan.launch import Sequences, cdiv, inner_contiguous
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
+from onelaunch.kernels.common.sequences import Sequences
+from onelaunch.launch.warp_mma import warp_mma
 from onelaunch.ops.gla import backward_kernels, kernels, step_kernels, walk_kernels
-from onelaunch.ops.warp_products import products_by_warps
 
 CHUNK = 64
 """Steps per chunk, as the kernels have it."""
@@ -21,7 +22,7 @@ def product_precision(exact: bool) -> str:
 
     ``exact``: as accurately as step by step, which matrix units are not (they cut off what they add): 2 to 3 times its error.
     """
-    from onelaunch.ops.gated_scan.triton_variants import interpreting
+    from onelaunch.operation.requirements import interpreting
 
     return "ieee" if exact or interpreting() else "bf16x6"
 
@@ -181,7 +182,7 @@ def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
     return call.q.new_empty((call.sequence_count, heads, keys, values) if wanted else (0,), dtype=torch.float32)
 
 
-@products_by_warps()
+@warp_mma()
 def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The state that enters each chunk, and the final one ``[N, H, K, V]`` or no elements.
 
@@ -204,7 +205,7 @@ def carry_grid(call: Attention, tiles: Tiles) -> tuple[int]:
     return (call.sequence_count * heads * cdiv(keys, tiles.keys) * cdiv(values, tiles.values),)
 
 
-@products_by_warps()
+@warp_mma()
 def read(
     call: Attention, values: torch.Tensor, states: torch.Tensor, *, transposed: bool, into: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -240,7 +241,7 @@ def walk_tiles(keys: int, values: int) -> Tiles:
     return Tiles(block(keys, WALKED_KEYS), block(values, 32), warps=8)
 
 
-@products_by_warps()
+@warp_mma()
 def walk(call: Attention, *, want_final: bool, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of :func:`forward` by one launch, which loads a chunk ``ahead`` of the one it works on or not."""
     _, _, heads, keys, values = call.sizes
@@ -347,7 +348,7 @@ def exact_gradients(call: Attention) -> bool:
     return call.g.dtype is torch.float32 or call.q.dtype is torch.float16
 
 
-@products_by_warps()
+@warp_mma()
 def carry_back(
     call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -363,7 +364,7 @@ def carry_back(
     return dstates, dinitial
 
 
-@products_by_warps()
+@warp_mma()
 def backward(call: Attention, do: torch.Tensor, dfinal: torch.Tensor | None, into: Into | None = None) -> Gradients:
     """Gradients of all inputs, from those of ``o`` and of the final state; nothing was kept but the inputs."""
     do, dfinal = inner_contiguous(do), None if dfinal is None else dfinal.contiguous()

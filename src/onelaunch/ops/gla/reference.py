@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Query, Reading
-from onelaunch.ops.gated_scan.reference import case_flags, make_log_decay
+from onelaunch.operation.inputs import case_flags, make_log_decay
 from onelaunch.ops.gla.contract import check_head_sizes, gate_flags, gla
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.operation import Query
-from onelaunch.ops.gated_scan.torch_variants import no_steps
+from onelaunch.operation.requirements import no_steps
 from onelaunch.ops.gla import chunkwise
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.reference import recurrence
-from onelaunch.torch_compile import compile_static, compiler_missing
 
 Results = tuple[torch.Tensor, torch.Tensor]
 

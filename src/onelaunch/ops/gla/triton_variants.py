@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from onelaunch.builds import KernelBuild
+from onelaunch.launch.build import KernelBuild
+from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query
-from onelaunch.ops.autograd import Operator
 from onelaunch.ops.gated_scan.triton_variants import needs_triton
 from onelaunch.ops.gla.contract import GlaCall, gla
 

@@ -10,9 +10,8 @@ import torch
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
-from onelaunch.operation import Query, Shapes, fixed, operation, remembered
-from onelaunch.ops.autocast import cast, low_dtype, without_autocast
-from onelaunch.ops.gated_scan.contract import state_flags
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
+from onelaunch.operation.autocast import cast, low_dtype, without_autocast
 from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
 
 

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 from onelaunch.dispatch import AUTO
-from onelaunch.operation import Case, Cost, Direction, Variant
-from onelaunch.ops.gated_scan.cost import launch_count
+from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.gla import gla
 from onelaunch.ops.gla_layer.contract import gla_layer
 from onelaunch.ops.gla_layer.reference import dtypes_of, options_of, shapes_of

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from onelaunch import dispatch
+from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query, find_operation
-from onelaunch.ops.autograd import Operator
 from onelaunch.ops.gla_layer.composition import Results, decay_segments_of, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes
 from onelaunch.ops.output_chain import forward as chain

@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 
 from onelaunch.dispatch import AUTO
+from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.operation import Query
-from onelaunch.ops.gla.torch_variants import no_steps, short_enough
+from onelaunch.operation.requirements import no_steps
+from onelaunch.ops.gla.torch_variants import short_enough
 from onelaunch.ops.gla_layer import packed as layer
 from onelaunch.ops.gla_layer.composition import Parts, Results, Tensors, compose
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
-from onelaunch.torch_compile import compile_static, compiler_missing
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,9 +8,9 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
-from onelaunch.operation import Query, Shapes, fixed, operation, remembered
-from onelaunch.ops.autocast import autocast
-from onelaunch.ops.gated_scan.contract import ScanCall, check_scan_facts, check_scan_values, state_flags
+from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
+from onelaunch.operation.autocast import autocast
+from onelaunch.ops.gated_scan.contract import ScanCall, check_scan_facts, check_scan_values
 
 
 class LinearRNNCall(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from onelaunch.operation import Case, Cost, Direction, Variant
-from onelaunch.ops.gated_scan.cost import launch_count, scan_bytes
+from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
+from onelaunch.ops.gated_scan.cost import scan_bytes
 from onelaunch.ops.linear_rnn.contract import linear_rnn
 
 GEMMS = {"forward": 1, "forward_backward": 3}

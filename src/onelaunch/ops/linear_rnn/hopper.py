@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.hardware import is_hopper
+from onelaunch.device.hardware import is_hopper
 from onelaunch.operation import Query
 from onelaunch.ops.gated_scan import triton_variants as scan
 from onelaunch.ops.linear_rnn import triton_variants as layer

@@ -12,7 +12,7 @@ Memory     reads x once per BV channels, W once per tile (from the cache), log_d
 Constants  D, V and the strides along time are constants of the code: a row's address is then an immediate of the access.
 """
 
-from onelaunch.ops.gluon_compat import (
+from onelaunch.kernels.gluon.compat import (
     block_barrier,
     gl,
     gluon,
@@ -22,7 +22,7 @@ from onelaunch.ops.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onelaunch.ops.gluon_lookback_kernels import (
+from onelaunch.kernels.scan.look_back_gluon import (
     combine,
     earlier_tiles,
     in_order,

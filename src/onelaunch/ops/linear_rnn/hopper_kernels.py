@@ -14,7 +14,7 @@ Progress   tiles are taken in order by programs that run, and wait for tiles of 
            always advances, whatever else runs on the device.
 """
 
-from onelaunch.ops.gluon_compat import gl, gluon, keep_barriers, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from onelaunch.kernels.gluon.compat import gl, gluon, keep_barriers, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from onelaunch.hardware import is_hopper, processors
-from onelaunch.ops.copy_engine import addressable, described
-from onelaunch.ops.gated_scan.launch import ScanTiles, cdiv, inner_contiguous
+from onelaunch.device.hardware import is_hopper, processors
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
+from onelaunch.kernels.scan.launch import ScanTiles
+from onelaunch.kernels.tma import addressable, described
+from onelaunch.launch.workspace import workspace
 from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
-from onelaunch.ops.workspace import workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,6 @@ def chunked(layer: Layer) -> Results:
         x, weight, log_decay, gate, initial, results.y, results.v, results.final, results.carries,
         workspace(layer.x.device, scan.words(batch, length, channels)), length, log_decay.stride(0), gate.stride(0),
         WIDTH=width, CHANNELS=channels, DECAY_STRIDE=log_decay.stride(1), GATE_STRIDE=gate.stride(1),
-        STAGES=tiles.stages, GROUP=scan.group, EVEN=scan.even(length, channels), **scan.options(), **layer.flags(),
+        STAGES=tiles.stages, GROUP=scan.group, EVEN=scan.even(length, channels), **scan.options(layer.x.device), **layer.flags(),
     )  # fmt: skip
     return results

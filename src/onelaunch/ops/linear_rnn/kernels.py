@@ -13,18 +13,17 @@ Source     the "chunked GEMM fusion" that experiment 040 named as its next step.
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.kernels import (
+from onelaunch.kernels.common.activation import decay_of, silu
+from onelaunch.kernels.scan.forward import (
     ROWS,
-    decay_of,
     load_slabs,
     row_pointer,
     scan_gate_tile,
     sequence_words,
-    silu,
     store_slab,
     tile_pointers,
 )
-from onelaunch.ops.lookback_kernels import own_words_before
+from onelaunch.kernels.scan.look_back import own_words_before
 
 
 @triton.jit

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from onelaunch.ops.gated_scan.launch import ScanTiles, Sequences, cdiv, empty_states, inner_contiguous, scan_tiles
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
+from onelaunch.kernels.common.sequences import Sequences
+from onelaunch.kernels.scan.launch import ScanTiles, empty_states, scan_tiles
+from onelaunch.launch.workspace import workspace
 from onelaunch.ops.linear_rnn import kernels
-from onelaunch.ops.workspace import workspace
 
 STEPWISE_WIDTH = 2048
 """Widest x that the stepwise kernel holds the weights for in registers."""
@@ -108,7 +110,7 @@ def chunked(layer: Layer) -> Results:
         BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
         GROUP=tiles.scan.group, EVEN=tiles.scan.even(length, channels),
         PACKED=sequences.offsets is not None, STEPS=sequences.bisection_steps(),
-        num_stages=tiles.stages, **tiles.scan.options(), **layer.flags(),
+        num_stages=tiles.stages, **tiles.scan.options(layer.x.device), **layer.flags(),
     )  # fmt: skip
     return results
 

@@ -7,8 +7,9 @@ import math
 import torch
 
 from onelaunch.operation import Case, Cost, Query, Reading
-from onelaunch.ops.gated_scan.reference import case_flags, scan_inputs
+from onelaunch.operation.inputs import case_flags
 from onelaunch.ops.gated_scan.reference import reference as scan_reference
+from onelaunch.ops.gated_scan.reference import scan_inputs
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query
-from onelaunch.ops.autograd import Operator
 from onelaunch.ops.gated_scan import triton_variants as scan
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
@@ -100,7 +100,7 @@ def run_backward(
     carries: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, weight, log_decay, gate and the initial state (no elements where there is none)."""
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
 
     sequences = launch.Sequences.of(initial, offsets)
     dv, dlog_decay, dgate, dinitial = launch.backward(dy, dfinal, v, log_decay, gate, sequences, carries)
@@ -113,7 +113,7 @@ def fake_forward(
     x: Any, weight: Any, log_decay: Any, gate: Any, initial: Any, offsets: Any, want_final: Any, keep: Any, kernel: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Room for the results of :func:`run_forward`."""
-    from onelaunch.ops.gated_scan.launch import Sequences
+    from onelaunch.kernels.common.sequences import Sequences
     from onelaunch.ops.linear_rnn.launch import Layer
 
     return Layer(x, weight, log_decay, gate, Sequences(initial, offsets), want_final, keep).results()

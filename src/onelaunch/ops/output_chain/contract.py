@@ -11,7 +11,7 @@ from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
 from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.operation import Query, Shapes, fixed, operation, remembered
-from onelaunch.ops.autocast import cast, low_dtype, without_autocast
+from onelaunch.operation.autocast import cast, low_dtype, without_autocast
 
 
 class OutputChainCall(NamedTuple):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from onelaunch.operation import Case, Cost, Direction, Variant
-from onelaunch.ops.gated_scan.cost import launch_count
+from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.output_chain.contract import output_chain
 from onelaunch.ops.output_chain.reference import options_of
 

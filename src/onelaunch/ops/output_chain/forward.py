@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from onelaunch.ops.autograd import Operator
-from onelaunch.ops.launches import Launches
+from onelaunch.launch.by_variant import Launches
+from onelaunch.launch.operator import Operator
 from onelaunch.ops.output_chain.contract import OutputChainCall
 from onelaunch.ops.output_chain.torch_variants import Results
 

@@ -12,8 +12,7 @@ Numerics   float32 between the loads and the stores.
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.backward_kernels import silu_slope
-from onelaunch.ops.gated_scan.kernels import silu
+from onelaunch.kernels.common.activation import silu, silu_slope
 
 
 @triton.jit

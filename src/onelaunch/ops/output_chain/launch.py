@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from onelaunch.hardware import processors
-from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
+from onelaunch.device.hardware import processors
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.ops.output_chain import kernels
 from onelaunch.ops.output_chain.forward import Operands
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.builds import KernelBuild
+from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Query
 from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
 from onelaunch.ops.output_chain.forward import Made, Operands, compute, launches

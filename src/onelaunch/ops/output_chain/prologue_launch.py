@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.ops.output_chain import prologue_kernels
 from onelaunch.ops.output_chain.forward import Made, Operands
 from onelaunch.ops.swiglu.fused_launch import FEW_ROWS, device_facts

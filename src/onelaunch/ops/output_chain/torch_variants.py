@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
-from onelaunch.torch_compile import compile_static, compiler_missing
 
 Optional = torch.Tensor | None
 Results = tuple[torch.Tensor]

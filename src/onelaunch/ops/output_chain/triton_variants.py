@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from onelaunch.builds import KernelBuild
+from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Query
-from onelaunch.ops.gated_scan.triton_variants import cannot_launch
+from onelaunch.operation.requirements import cannot_launch
 from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
 from onelaunch.ops.output_chain.forward import Made, Operands, compute, launches
 from onelaunch.ops.output_chain.torch_variants import Results

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from onelaunch.operation import Case, Cost, Direction, Variant
-from onelaunch.ops.gated_scan.cost import launch_count
+from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.projections.contract import projections
 from onelaunch.ops.projections.layout import layout_of
 from onelaunch.ops.projections.reference import segments_of

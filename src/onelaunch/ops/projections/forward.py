@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Optional, TypeAlias
 
 import torch
 
-from onelaunch.ops.autograd import Operator
-from onelaunch.ops.launches import Launches
+from onelaunch.launch.by_variant import Launches
+from onelaunch.launch.operator import Operator
 from onelaunch.ops.projections.contract import ProjectionsCall
 from onelaunch.ops.projections.layout import Layout, read_layout
 from onelaunch.ops.projections.torch_variants import Results

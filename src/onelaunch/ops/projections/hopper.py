@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.builds import Build, CudaBuild
-from onelaunch.hardware import is_hopper
+from onelaunch import cuda
+from onelaunch.device.hardware import is_hopper
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.operation import Query
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
 from onelaunch.ops.projections.forward import Packed, Wanted, compute, launches
@@ -85,7 +85,7 @@ def needs_hopper(query: Query) -> str | None:
     """The kernel is made of that chip's instructions."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
         return "needs an NVIDIA GPU of compute capability 9.0"
-    return nvrtc.missing() or (needs_triton(query) if query.grad else None)
+    return cuda.missing() or (needs_triton(query) if query.grad else None)
 
 
 @epilogue_persistent.supports

@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.hardware import processors
-from onelaunch.ops.copy_engine import ROW_BYTES, addressable, tensor_map
-from onelaunch.ops.gated_scan.launch import cdiv
+from onelaunch import cuda
+from onelaunch.device.hardware import processors
+from onelaunch.kernels.common.layout import cdiv
+from onelaunch.kernels.tma import ROW_BYTES, addressable, tensor_map
 from onelaunch.ops.projections.forward import Packed, Wanted
 from onelaunch.ops.projections.hopper_tiles import BLOCK_M, PANEL, STEP, Shared, Tiles, counts, header, tiles_for
 from onelaunch.ops.projections.launch import room_for_results
@@ -20,7 +20,7 @@ ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
 SHARED: dict[Shared, int] = {"nothing": 0, "x": 1, "weight": 2}
 """As the kernel has them."""
 
-KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f32")  # pyrefly: ignore[bad-assignment]
+KINDS: tuple[cuda.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f32")  # pyrefly: ignore[bad-assignment]
 """Of the kernel's arguments."""
 
 
@@ -31,30 +31,30 @@ def map_of(matrix: torch.Tensor, rows: int, columns: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def source(layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) -> nvrtc.Source:
+def source(layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) -> cuda.Source:
     """The kernel for one layout in one configuration."""
     here = "onelaunch.ops.projections"
     products = product_header(element, tiles.columns)
     if tiles.narrow < tiles.columns:
         products += product_header(element, tiles.narrow).replace("#pragma once\n", "")
     headers = (
-        ("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")),
+        cuda.include("hopper.cuh"),
         ("products.cuh", products),
         ("segments.cuh", header(layout, tiles)),
-        ("activations.cuh", nvrtc.read(here, "activations.cuh")),
+        ("activations.cuh", cuda.read(here, "activations.cuh")),
     )
     defines = {
         "BLOCK_N": tiles.columns, "NARROW": tiles.narrow, "STAGES": tiles.stages, "SHARED": SHARED[tiles.shared],
         "ELEMENT": ELEMENTS[element], "KEEP": int(keep),
     }  # fmt: skip
-    return nvrtc.Source("wide_gemm.cu", nvrtc.read(here, "wide_gemm.cu"), "wide_gemm", headers, tuple(defines.items()))
+    return cuda.Source("wide_gemm.cu", cuda.read(here, "wide_gemm.cu"), "wide_gemm", headers, tuple(defines.items()))
 
 
 @functools.lru_cache(maxsize=1024)
-def function(device: torch.device, layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) -> nvrtc.Function:
+def function(device: torch.device, layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) -> cuda.Function:
     """The same, loaded."""
     code = source(layout, tiles, element, keep=keep)
-    return nvrtc.load(
+    return cuda.load(
         code, device, KINDS, threads=tiles.threads, shared_bytes=tiles.shared_bytes, cluster=tiles.cluster, overlap=True
     )
 
@@ -68,7 +68,7 @@ def programs(layout: Layout, tiles: Tiles, rows: int, multiprocessors: int) -> i
 @functools.lru_cache(maxsize=4096)
 def plan_of(
     device: torch.device, layout: Layout, rows: int, channels: int, element: torch.dtype, shared: Shared, *, keep: bool
-) -> tuple[nvrtc.Function, Tiles, int]:
+) -> tuple[cuda.Function, Tiles, int]:
     """Of calls of this size: the kernel, its tiles, programs."""
     multiprocessors = processors(device)
     tiles = tiles_for(layout, rows, channels, multiprocessors, shared)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from onelaunch.kernels.common.layout import cdiv
+from onelaunch.kernels.tma import COPIED_BYTES, FLOPS, ROW_BYTES, SHARED_BYTES
 from onelaunch.operation import remembered
-from onelaunch.ops.copy_engine import COPIED_BYTES, FLOPS, ROW_BYTES, SHARED_BYTES
-from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, Place
 
 BLOCK_M: Final = 128

@@ -9,8 +9,7 @@ Numerics   float32 between the loads and the stores; a head is normalized by the
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.backward_kernels import silu_slope
-from onelaunch.ops.gated_scan.kernels import LOG2E, sigmoid
+from onelaunch.kernels.common.activation import LOG2E, sigmoid, silu_slope
 
 NONE, L2NORM, SILU, SIGMOID, LOGSIGMOID = (tl.constexpr(n) for n in range(5))
 """Activations, in the order of ``layout.py``: tuples of constants hold numbers alone."""

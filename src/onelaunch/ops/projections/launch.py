@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.ops.projections import kernels, product_kernels
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout
 

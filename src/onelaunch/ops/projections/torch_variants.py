@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.ops.projections.contract import ProjectionsCall, projections
 from onelaunch.ops.projections.layout import Layout, Segment
-from onelaunch.torch_compile import compile_static, compiler_missing
 
 Results = tuple[torch.Tensor, ...]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from onelaunch.builds import KernelBuild
+from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Query
-from onelaunch.ops.gated_scan.triton_variants import cannot_launch
+from onelaunch.operation.requirements import cannot_launch
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
 from onelaunch.ops.projections.forward import Packed, Wanted, compute, launches
 from onelaunch.ops.projections.layout import Layout, Segment, layout_of

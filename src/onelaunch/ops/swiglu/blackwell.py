@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from onelaunch.builds import KernelBuild
-from onelaunch.hardware import compute_capability
+from onelaunch.device.hardware import compute_capability
+from onelaunch.formats import NVFP4Tensor
+from onelaunch.kernels.common.layout import cdiv
+from onelaunch.launch.build import KernelBuild
+from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query
-from onelaunch.ops.autograd import Operator
-from onelaunch.ops.formats import NVFP4Tensor
-from onelaunch.ops.gated_scan.launch import cdiv
-from onelaunch.ops.gated_scan.triton_variants import triton_here
+from onelaunch.operation.requirements import triton_here
 from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
 from onelaunch.ops.swiglu.torch_variants import Results, trains_plain_tensors
 

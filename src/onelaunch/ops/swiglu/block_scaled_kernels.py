@@ -11,7 +11,7 @@ Source     NVFP4 and its swizzled scales: cuBLAS 12.9, block scaling.
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.kernels import silu
+from onelaunch.kernels.common.activation import silu
 
 
 @triton.jit

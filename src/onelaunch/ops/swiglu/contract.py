@@ -10,9 +10,9 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from onelaunch.formats import ATOM_ROWS, BLOCK, Fp8Tensor, NVFP4Tensor
 from onelaunch.operation import Bundle, Query, Shapes, fixed, operation, remembered
-from onelaunch.ops.autocast import cast, low_dtype, without_autocast
-from onelaunch.ops.formats import ATOM_ROWS, BLOCK, Fp8Tensor, NVFP4Tensor
+from onelaunch.operation.autocast import cast, low_dtype, without_autocast
 
 Operand: TypeAlias = torch.Tensor | Fp8Tensor | NVFP4Tensor
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from onelaunch.operation import Case, Cost, Direction, Variant
-from onelaunch.ops.formats import BLOCK
-from onelaunch.ops.gated_scan.cost import launch_count
+from onelaunch.formats import BLOCK
+from onelaunch.operation import Case, Cost, Direction, Variant, launch_count
 from onelaunch.ops.swiglu.contract import swiglu
 from onelaunch.ops.swiglu.reference import format_of
 

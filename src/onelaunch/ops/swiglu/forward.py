@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from onelaunch.ops.autograd import Operator
-from onelaunch.ops.formats import ATOM_ROWS, Fp8Tensor, NVFP4Tensor
-from onelaunch.ops.launches import Launches
+from onelaunch.formats import ATOM_ROWS, Fp8Tensor, NVFP4Tensor
+from onelaunch.launch.by_variant import Launches
+from onelaunch.launch.operator import Operator
 from onelaunch.ops.swiglu.contract import Operand, SwigluCall
 from onelaunch.ops.swiglu.torch_variants import Results
 from onelaunch.ops.swiglu.triton_variants import gate_backward

@@ -6,7 +6,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError
-from onelaunch.ops.formats import Fp8Tensor, NVFP4Tensor
+from onelaunch.formats import Fp8Tensor, NVFP4Tensor
 from onelaunch.ops.swiglu.contract import bind, run, swiglu
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from onelaunch.hardware import multiplies_float8, processors
-from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
+from onelaunch.device.hardware import multiplies_float8, processors
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.ops.swiglu import product_kernels as kernels
 from onelaunch.ops.swiglu.forward import Matrix
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from onelaunch.builds import KernelBuild
-from onelaunch.hardware import HOPPER_SHARED_BYTES
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
+from onelaunch.formats import Fp8Tensor
+from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Query
-from onelaunch.ops.formats import Fp8Tensor
-from onelaunch.ops.gated_scan.triton_variants import cannot_launch
+from onelaunch.operation.requirements import cannot_launch
 from onelaunch.ops.swiglu.contract import Operand, SwigluCall, swiglu
 from onelaunch.ops.swiglu.forward import Matrix, Wanted, compute, launches
 from onelaunch.ops.swiglu.torch_variants import Results, trains_plain_tensors

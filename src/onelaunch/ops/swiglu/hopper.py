@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.builds import Build, CudaBuild
-from onelaunch.hardware import is_hopper, processors
+from onelaunch import cuda
+from onelaunch.device.hardware import is_hopper, processors
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.operation import Query
 from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
 from onelaunch.ops.swiglu.forward import Matrix, Wanted, compute, launches
@@ -84,7 +84,7 @@ def needs_hopper(query: Query) -> str | None:
     """The kernel is made of that chip's instructions."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
         return "needs an NVIDIA GPU of compute capability 9.0"
-    return nvrtc.missing()
+    return cuda.missing()
 
 
 @persistent.supports

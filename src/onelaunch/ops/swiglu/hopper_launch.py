@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.hardware import processors
-from onelaunch.ops.copy_engine import ROW_BYTES, addressable, tensor_map
-from onelaunch.ops.gated_scan.launch import cdiv
+from onelaunch import cuda
+from onelaunch.device.hardware import processors
+from onelaunch.kernels.common.layout import cdiv
+from onelaunch.kernels.tma import ROW_BYTES, addressable, tensor_map
+from onelaunch.launch.workspace import counters
 from onelaunch.ops.swiglu.hopper_schedule import Schedule, Tiles, cut_of, reads_early
 from onelaunch.ops.warpgroup_products import product_header
-from onelaunch.ops.workspace import counters
 
 GROUP = 8
 """Rows of a weight that follow each other in a tile, before as many of the other."""
@@ -26,9 +26,9 @@ RESULTS = {torch.bfloat16: 0, torch.float16: 1}
 
 TAKEN: dict[Schedule, int] = {"runs": 0, "tiles": 1, "pairs": 2}
 
-MAP: nvrtc.Kind = "map"
-POINTER: nvrtc.Kind = "pointer"
-NUMBER: nvrtc.Kind = "i32"
+MAP: cuda.Kind = "map"
+POINTER: cuda.Kind = "pointer"
+NUMBER: cuda.Kind = "i32"
 KINDS = (*[MAP] * 4, *[POINTER] * 7, *[NUMBER] * 10)
 """Of the kernel's arguments."""
 
@@ -98,21 +98,21 @@ def map_of_result(result: torch.Tensor, matrices: int, rows: int) -> bytes:
 @functools.cache
 def source(
     tiles: Tiles, element: torch.dtype, result: torch.dtype, schedule: Schedule, *, scaled: bool, keep: bool
-) -> nvrtc.Source:
+) -> cuda.Source:
     """The kernel for one configuration."""
     here = "onelaunch.ops.swiglu"
     names = ("work.cuh", "sums.cuh", "results.cuh", "nvfp4.cuh")
     headers = (
-        ("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")),
+        cuda.include("hopper.cuh"),
         ("products.cuh", product_header(element, tiles.rows, registers=tiles.nvfp4)),
-        *((name, nvrtc.read(here, name)) for name in names),
+        *((name, cuda.read(here, name)) for name in names),
     )
     defines = {
         "ROWS": tiles.rows, "COLUMNS": tiles.columns, "SPLIT": tiles.split, "STAGES": tiles.stages,
         "ELEMENT": ELEMENTS[element], "RESULT": RESULTS[result], "NVFP4": int(tiles.nvfp4), "SCALED": int(scaled),
         "KEEP": int(keep), "X_TILES": tiles.chunks, "TAKEN": TAKEN[schedule],
     }  # fmt: skip
-    return nvrtc.Source("dual_gemm.cu", nvrtc.read(here, "dual_gemm.cu"), "dual_gemm", headers, tuple(defines.items()))
+    return cuda.Source("dual_gemm.cu", cuda.read(here, "dual_gemm.cu"), "dual_gemm", headers, tuple(defines.items()))
 
 
 @functools.cache
@@ -125,11 +125,11 @@ def function(
     *,
     scaled: bool,
     keep: bool,
-) -> nvrtc.Function:
+) -> cuda.Function:
     """The same, loaded."""
     code = source(tiles, element, result, schedule, scaled=scaled, keep=keep)
     cluster = 2 if schedule == "pairs" else 1
-    return nvrtc.load(code, device, KINDS, threads=tiles.threads, shared_bytes=tiles.shared_bytes, cluster=cluster, overlap=True)
+    return cuda.load(code, device, KINDS, threads=tiles.threads, shared_bytes=tiles.shared_bytes, cluster=cluster, overlap=True)
 
 
 class Scales(NamedTuple):
@@ -155,7 +155,7 @@ class Scales(NamedTuple):
 class Plan(NamedTuple):
     """All of a launch that the addresses of its tensors do not change."""
 
-    launch: nvrtc.Function
+    launch: cuda.Function
     runs: int
     sums: int
     """float32 numbers that programs leave for each other."""

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from onelaunch.ops.copy_engine import COPIED_BYTES, FLOPS, ROW_BYTES, SHARED_BYTES
-from onelaunch.ops.gated_scan.launch import cdiv
+from onelaunch.kernels.common.layout import cdiv
+from onelaunch.kernels.tma import COPIED_BYTES, FLOPS, ROW_BYTES, SHARED_BYTES
 
 Schedule = Literal["runs", "tiles", "pairs"]
 """Whether programs take equal runs of all work, one whole tile after the other, or half of a tile's steps beside a neighbour."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.ops.gated_scan.launch import cdiv, inner_contiguous
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.ops.swiglu import kernels
 
 MOST_COLUMNS = 2048

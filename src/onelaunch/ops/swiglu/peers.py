@@ -8,7 +8,7 @@ import importlib.util
 import torch
 from torch.nn import functional as F
 
-from onelaunch.hardware import compute_capability
+from onelaunch.device.hardware import compute_capability
 from onelaunch.operation import Query
 from onelaunch.ops.swiglu.contract import FORMATS, SwigluCall, swiglu
 from onelaunch.ops.swiglu.torch_variants import Results

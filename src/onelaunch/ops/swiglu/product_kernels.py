@@ -21,7 +21,7 @@ Source     the write-up "dual GEMM with a SiLU-mul epilogue"; swizzled scales: c
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gated_scan.kernels import silu
+from onelaunch.kernels.common.activation import silu
 
 BYTES = tl.constexpr(8)
 """Of codes that share a scale."""

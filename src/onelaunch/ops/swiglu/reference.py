@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.errors import ArgumentError, ShapeError, listing
+from onelaunch.formats import BLOCK, Fp8Tensor, NVFP4Tensor, quantize_fp8, quantize_nvfp4
 from onelaunch.operation import Case, Cost, Query, Reading
-from onelaunch.ops.formats import BLOCK, Fp8Tensor, NVFP4Tensor, quantize_fp8, quantize_nvfp4
 from onelaunch.ops.swiglu.contract import FORMATS, Facts, Operand, SwigluCall, key_of, swiglu
 
 CODES = ("model", "full")

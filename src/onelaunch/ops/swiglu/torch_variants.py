@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from onelaunch.dispatch.capture import compile_static, compiler_missing
+from onelaunch.formats import Fp8Tensor
 from onelaunch.operation import Query
-from onelaunch.ops.formats import Fp8Tensor
 from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
-from onelaunch.torch_compile import compile_static, compiler_missing
 
 Results = tuple[torch.Tensor]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from onelaunch.builds import KernelBuild
+from onelaunch.formats import Fp8Tensor
+from onelaunch.launch.build import KernelBuild
+from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query
-from onelaunch.ops.autograd import Operator
-from onelaunch.ops.formats import Fp8Tensor
-from onelaunch.ops.gated_scan.triton_variants import cannot_launch
+from onelaunch.operation.requirements import cannot_launch
 from onelaunch.ops.swiglu.contract import Operand, SwigluCall, swiglu
 from onelaunch.ops.swiglu.torch_variants import Results, trains_plain_tensors
 

@@ -1,0 +1,201 @@
+"""Kernels of CUDA C++ loaded on a device, and their launches through the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from onelaunch.cuda.compiler import Source, compile_source
+from onelaunch.cuda.driver import bound, current_context, primary_context
+from onelaunch.cuda.tensor_map import MAP_BYTES
+from onelaunch.errors import DriverError, listing
+
+Kind = Literal["pointer", "i32", "i64", "f32", "map"]
+"""Of a kernel's argument: a tensor or ``None``, a number, or a :func:`tensor_map` by value (``const __grid_constant__``)."""
+
+
+_PACKED: dict[Kind, tuple[str, int, int]] = {
+    "pointer": ("Q", 8, 8),
+    "i32": ("i", 4, 4),
+    "i64": ("q", 8, 8),
+    "f32": ("f", 4, 4),
+    "map": ("128s", 128, 128),
+}
+"""Format of :mod:`struct`, bytes, alignment."""
+
+
+_PORTABLE_CLUSTER = 8
+"""Blocks: larger clusters need a leave of their own."""
+
+
+_OVERLAP_CAPTURED = 12030
+"""The first driver that can capture overlapping launches in a graph: CUDA 12.3's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of launches, all but their grid: see :func:`load`."""
+
+    threads: int
+    shared_bytes: int
+    cluster: int
+    cooperative: bool
+    overlap: bool
+
+
+def load(
+    source: Source,
+    device: torch.device,
+    kinds: tuple[Kind, ...],
+    *,
+    threads: int,
+    shared_bytes: int = 0,
+    cluster: int = 1,
+    cooperative: bool = False,
+    overlap: bool = False,
+) -> Function:
+    """A kernel ready to be launched on a device; compiled and loaded once. Not while a CUDA graph is captured: load before.
+
+    Args:
+        source: the kernel.
+        device: an NVIDIA GPU.
+        kinds: of the kernel's arguments, in their order.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        cluster: blocks of a cluster along x.
+        cooperative: whether all blocks must be resident at once, as for a barrier over the grid.
+        overlap: whether blocks may begin before the launch before them has ended; the kernel has to wait for that itself
+            (``griddepcontrol.wait``) before it touches memory. Left alone where the driver cannot capture such launches.
+
+    Raises:
+        CompilerMissing, CompileError: as :func:`compile_source`.
+        DriverError: the driver does not take the code, or the device has less shared memory.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _load(source, index, kinds, _Shape(threads, shared_bytes, cluster, cooperative, overlap))
+
+
+@functools.cache
+def _load(source: Source, index: int, kinds: tuple[Kind, ...], shape: _Shape) -> Function:
+    major, minor = torch.cuda.get_device_capability(index)
+    cubin = compile_source(source, f"sm_{major}{minor}" + ("a" if major >= 9 else ""))
+    return Function(cubin, source.entry, index, kinds, shape)
+
+
+class Function:
+    """A kernel loaded on one device, made by :func:`load`. Calling it launches it on PyTorch's current stream there.
+
+    A launch neither allocates on the device nor waits for it, and can be captured in a CUDA graph. Threads may share a function.
+    """
+
+    def __init__(self, cubin: bytes, entry: str, index: int, kinds: tuple[Kind, ...], shape: _Shape) -> None:
+        from cuda.bindings import driver
+
+        self.entry = entry
+        self.kinds = kinds
+        self._index = index
+        self._pointers = tuple(at for at, kind in enumerate(kinds) if kind == "pointer")
+        self._driver = driver
+        self._stream = torch._C._cuda_getCurrentRawStream  # noqa: SLF001  a tenth of the time of torch.cuda.current_stream
+        torch.cuda.init()
+        self._context = primary_context(index)  # PyTorch's own
+        with current_context(self._index):
+            module = bound("cuModuleLoadData", cubin, about=f"the code of {entry}")
+            self._function = bound("cuModuleGetFunction", module, entry.encode(), about=entry)
+            attributes = driver.CUfunction_attribute
+            settings = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shape.shared_bytes}
+            if shape.cluster > _PORTABLE_CLUSTER:
+                settings[attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
+            for attribute, value in settings.items():
+                bound("cuFuncSetAttribute", self._function, attribute, value, about=f"{entry}, {attribute.name} = {value}")
+        if shape.overlap and bound("cuDriverGetVersion") < _OVERLAP_CAPTURED:
+            shape = replace(shape, overlap=False)
+        self._packet = _Packet(kinds, shape)
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch.
+
+        Args:
+            grid: blocks along x, y and z; those along x are a multiple of the cluster.
+            arguments: one for each kind: a tensor or ``None`` for ``pointer``, a number, the bytes of a tensor map.
+
+        Raises:
+            TypeError: other arguments than the function takes.
+            DriverError: the driver refused the launch.
+        """
+        packet = self._packet
+        values = list(arguments)
+        try:
+            for at in self._pointers:
+                values[at] = 0 if values[at] is None else values[at].data_ptr()
+            packet.layout.pack_into(packet.buffer, packet.start, *values)
+        except (struct.error, AttributeError, IndexError) as error:
+            raise TypeError(f"{self.entry} takes {listing(self.kinds)}: {error}") from error
+        config = packet.config
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.hStream = self._stream(self._index)
+        if int(self._driver.cuCtxGetCurrent()[1]) == self._context:
+            (error,) = self._driver.cuLaunchKernelEx(config, self._function, packet.parameters, 0)
+        else:  # another device is current, or none yet in this thread
+            with current_context(self._index):
+                (error,) = self._driver.cuLaunchKernelEx(config, self._function, packet.parameters, 0)
+        if error:
+            raise DriverError("cuLaunchKernelEx", got=error.name, about=f"{self.entry}, grid {grid}")
+
+
+class _Packet(threading.local):
+    """Arguments and configuration of a launch, written anew by each: one for each thread, for the driver runs without the GIL."""
+
+    def __init__(self, kinds: tuple[Kind, ...], shape: _Shape) -> None:
+        self.layout, offsets = _layout(kinds)
+        self.buffer = ctypes.create_string_buffer(self.layout.size + MAP_BYTES)
+        self.start = -ctypes.addressof(self.buffer) % MAP_BYTES
+        first = ctypes.addressof(self.buffer) + self.start
+        self._pointers = (ctypes.c_void_p * len(kinds))(*(first + offset for offset in offsets))
+        self.parameters = ctypes.addressof(self._pointers)
+        self.config = _configuration(shape)
+
+
+def _layout(kinds: Sequence[Kind]) -> tuple[struct.Struct, list[int]]:
+    """How arguments lie one after the other, and where each begins."""
+    form, offsets, end = "=", [], 0
+    for kind in kinds:
+        code, size, alignment = _PACKED[kind]
+        gap = -end % alignment
+        form += f"{gap}x{code}"
+        offsets.append(end + gap)
+        end += gap + size
+    return struct.Struct(form), offsets
+
+
+def _configuration(shape: _Shape) -> Any:
+    """All of a launch but its grid and its stream."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
+    config.sharedMemBytes = shape.shared_bytes
+    attributes = []
+    if shape.cluster > 1:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        sizes = attributes[-1].value.clusterDim
+        sizes.x, sizes.y, sizes.z = shape.cluster, 1, 1
+    if shape.cooperative:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attributes[-1].value.cooperative = 1
+    if shape.overlap:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config

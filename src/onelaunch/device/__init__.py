@@ -1,0 +1,1 @@
+"""Facts about devices, their measured peaks, and the tools that are installed."""

@@ -1,0 +1,432 @@
+"""Measured peaks of a device: memory bandwidth of copies and of reads, matrix products per dtype, and the cost of a launch.
+
+A peak is a maximum, so other work on the device can only make a sample too slow. Every method of every quantity is timed in turn,
+round by round with pauses between, and a peak is its fastest sample; rounds are added while the fastest samples of a quantity are
+further apart than :data:`SPREAD`. Where they stay further apart than :data:`TRUSTED`, the device was busy: no peak rests on one
+such sample, a warning says so, and the device is measured again the next time. Peaks are kept in the cache folder, one entry per
+software stack. A load that lasts as long as all rounds is not seen by this: :func:`remeasure` is asked before a time is called
+impossible.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onelaunch import folders
+from onelaunch.device.hardware import Ceilings, describe, free_memory, multiplies_float8, room_for
+from onelaunch.device.read_rate import checksum, read_kernels
+from onelaunch.errors import BusyDeviceNotice, FallbackNotice, OneLaunchError
+
+AGREEING = 3
+"""Fastest samples of a quantity whose distance is its spread."""
+
+SPREAD = 0.05
+"""Relative distance of the fastest samples above which another round is taken."""
+
+TRUSTED = 0.2
+"""Relative distance of the fastest samples above which a peak is not trusted: other work held the device during most rounds."""
+
+LEAST_ROUNDS, MOST_ROUNDS = 7, 25
+
+CPU_SECONDS = 3.5
+"""Seconds after which no round begins on a CPU once :data:`AGREEING` are taken."""
+
+PAUSE_SECONDS = 0.02
+"""Pause between two rounds, so that one burst of other work does not fall on all samples."""
+
+SAMPLE_SECONDS = 5e-3
+"""Least duration of a sample; a method that is faster is called several times within one."""
+
+GPU_BUFFER_BYTES = 4 << 30
+"""Most bytes of the buffer that is read or copied on a GPU, whose cache keeps 1 to 2 % of them from pass to pass."""
+
+CPU_BUFFER_BYTES = (64 << 20, 1 << 30)
+"""Least and most bytes of the buffer that is read or copied on a CPU."""
+
+CPU_CACHES = 4
+"""Size of the buffer on a CPU in last-level caches, between the bounds of :data:`CPU_BUFFER_BYTES`."""
+
+MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
+
+LAUNCHES = 500
+"""Empty kernels of one sample."""
+
+
+@dataclass
+class Probe:
+    """One way to reach a peak, and the samples taken of it."""
+
+    quantity: str
+    """``copy``, ``read``, ``launch`` or a dtype."""
+    method: str
+    amount: float
+    """Bytes, FLOPs or launches of one call."""
+    run: Callable[[], object]
+    calls: int = 1
+    """Calls of one sample."""
+    rates: list[float] = field(default_factory=list)
+    """Amount per second, by sample."""
+
+    @property
+    def peak(self) -> float:
+        """Rate of the fastest sample; of the slowest of the fastest :data:`AGREEING` where their spread is not trusted.
+
+        One sample alone may be fast by an error of the clock. A rate that several samples reached was reached.
+        """
+        best = sorted(self.rates)[-AGREEING:]
+        return best[-1] if self.spread <= TRUSTED else best[0]
+
+    @property
+    def spread(self) -> float:
+        """Relative distance of the fastest samples."""
+        if len(self.rates) < AGREEING:
+            return math.inf
+        best = sorted(self.rates)[-AGREEING:]
+        return best[-1] / best[0] - 1
+
+
+def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
+    """Return the device's peaks: those in the cache for this device and software, else measured now and kept."""
+    found = None if refresh else stored(device)
+    return found or remember(device, measure(device))
+
+
+_UNKEPT: dict[tuple[Path, str], Ceilings] = {}
+"""Peaks that this process measured and could not write, by file and software."""
+
+
+def stored(device: str) -> Ceilings | None:
+    """Return the peaks that the cache holds for this device and software, or ``None`` where it has none that are trusted.
+
+    Where the cache cannot be written, those that this process measured stand for it.
+    """
+    place = cache_path(device), software(device)
+    found = _UNKEPT.get(place) or _entries(device).get(place[1])
+    needed = {_name(dtype) for dtype in _multiplied(device)}
+    if found is None or unsteady(found) or not needed <= found.matrix_flops_per_second.keys():
+        return None
+    return found
+
+
+def unsteady(found: Ceilings) -> list[str]:
+    """Return the quantities whose fastest samples are further apart than :data:`TRUSTED`: the device was busy."""
+    return [quantity for quantity, spread in (found.spread or {}).items() if spread > TRUSTED]
+
+
+def remeasure(device: str, believed: Ceilings) -> Ceilings:
+    """Measure again, and return ``believed`` with the peaks that came out higher, or ``believed`` itself where none did.
+
+    :func:`higher` says which peaks are higher. The peaks that were raised are kept in the cache.
+    """
+    raised = higher(believed, measure(device))
+    return believed if raised is believed else remember(device, raised)
+
+
+def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
+    """Return ``believed`` with those peaks of ``fresh`` that exceed it by more than their own spread, or :data:`SPREAD` if less.
+
+    The spread of ``believed`` plays no part: a peak that was measured on a busy device has a large one, and is to be corrected.
+    """
+    spreads = (believed.spread or {}, fresh.spread or {})
+
+    def exceeds(quantity: str, new: float | None, old: float | None) -> bool:
+        return new is not None and (old is None or new > old * (1 + min(spreads[1].get(quantity, 0.0), SPREAD)))
+
+    def chosen(quantity: str, new: Any, old: Any) -> Any:
+        if not exceeds(quantity, new, old):
+            return old
+        taken.append(quantity)
+        return new
+
+    taken: list[str] = []
+    rates = {
+        dtype: chosen(dtype, fresh.matrix_flops_per_second.get(dtype), believed.matrix_flops_per_second.get(dtype))
+        for dtype in {**believed.matrix_flops_per_second, **fresh.matrix_flops_per_second}
+    }
+    copy = chosen("copy", fresh.copy_bytes_per_second, believed.copy_bytes_per_second)
+    read = chosen("read", fresh.read_bytes_per_second, believed.read_bytes_per_second)
+    if not taken:  # a launch's cost bounds nothing, and is taken over only beside others
+        return believed
+    launch = 1 / chosen("launch", 1 / fresh.launch_seconds, 1 / believed.launch_seconds)
+    spread = {**spreads[0], **{quantity: spreads[1][quantity] for quantity in taken if quantity in spreads[1]}}
+    return replace(
+        believed,
+        copy_bytes_per_second=copy,
+        matrix_flops_per_second=rates,
+        launch_seconds=launch,
+        measured_at=fresh.measured_at,
+        read_bytes_per_second=read,
+        spread=spread or None,
+    )
+
+
+def measure(device: str) -> Ceilings:
+    """Measure all peaks of a device now, which takes some seconds, and warn once per process where the device was busy."""
+    best = fastest(survey(device))
+    rates = {name: probe.peak for name, probe in best.items() if name not in ("copy", "read", "launch")}
+    if torch.device(device).type == "cpu":  # 16-bit products run at most at the float32 rate there
+        rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
+    found = Ceilings(
+        copy_bytes_per_second=best["copy"].peak,
+        matrix_flops_per_second=rates,
+        launch_seconds=1 / best["launch"].peak,
+        measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        software=software(device),
+        read_bytes_per_second=best["read"].peak,
+        spread={name: round(probe.spread, 4) for name, probe in best.items()},
+    )
+    if unsteady(found):
+        _say_busy(device)
+    return found
+
+
+@functools.cache
+def _say_busy(device: str) -> None:
+    warnings.warn(BusyDeviceNotice(device, apart=TRUSTED), stacklevel=3)
+
+
+def survey(device: str) -> list[Probe]:
+    """Time every method of every quantity on a device.
+
+    Raises:
+        DeviceMemoryError: the device has no room for the buffers.
+    """
+    where = torch.device(device)
+    with torch.no_grad(), room_for("the buffers that peaks are measured with", where), _current(where):
+        probes = [*_memory_probes(where), *_product_probes(where), _launch_probe(where)]
+        sample(probes, _clock(where), seconds=CPU_SECONDS if where.type == "cpu" else math.inf)
+        for probe in probes:
+            probe.run = _released  # with it go the buffers, before the memory is given back
+    return probes
+
+
+def _released() -> None:
+    """Stand for the call of a probe whose samples are taken."""
+
+
+def sample(probes: Sequence[Probe], clock: Callable[[Callable[[], object], int], float], *, seconds: float = math.inf) -> None:
+    """Take samples of all probes in turn until the fastest of each quantity agree, or :data:`MOST_ROUNDS` are taken.
+
+    Args:
+        probes: receive the samples.
+        clock: returns the seconds that a function takes when called a number of times in a row.
+        seconds: time after which no round begins once :data:`AGREEING` are taken.
+    """
+    end = time.perf_counter() + seconds
+    for probe in probes:
+        clock(probe.run, 1)
+        probe.calls = max(1, math.ceil(SAMPLE_SECONDS / max(clock(probe.run, 1), 1e-7)))
+    for index in range(MOST_ROUNDS):
+        if index >= LEAST_ROUNDS and all(probe.spread <= SPREAD for probe in fastest(probes).values()):
+            return
+        if index >= AGREEING and time.perf_counter() > end:
+            return
+        time.sleep(PAUSE_SECONDS)
+        for probe in probes:
+            probe.rates.append(probe.calls * probe.amount / clock(probe.run, probe.calls))
+
+
+def fastest(probes: Iterable[Probe]) -> dict[str, Probe]:
+    """Return the probe of the fastest method of each quantity."""
+    best: dict[str, Probe] = {}
+    for probe in probes:
+        if probe.rates and (probe.quantity not in best or probe.peak > best[probe.quantity].peak):
+            best[probe.quantity] = probe
+    return best
+
+
+def buffer_bytes(device: torch.device) -> int:
+    """Return the size of the buffer that is read or copied: much more than caches hold, at most a quarter of the free memory."""
+    size = GPU_BUFFER_BYTES
+    if device.type == "cpu":
+        least, most = CPU_BUFFER_BYTES
+        size = min(max(CPU_CACHES * describe(str(device)).cache_bytes, least), most)
+    return max(min(size, free_memory(device) // 4) >> 20, 1) << 20
+
+
+def _random(size: int, device: torch.device) -> torch.Tensor:
+    """Return random float32 numbers of so many bytes, none of them subnormal, since CPUs add those slowly."""
+    if device.type == "cpu":  # a mebibyte over and over, since a CPU makes random numbers slowly
+        return torch.rand(1 << 18).repeat(size >> 20)
+    return torch.empty(size // 4, device=device).uniform_()
+
+
+def _memory_probes(device: torch.device) -> list[Probe]:
+    numbers = _random(buffer_bytes(device), device)
+    source = numbers.view(torch.int16)
+    target = torch.empty_like(source)
+    moved, read = 2.0 * source.nbytes, float(source.nbytes)
+    ours = _read_kernels_here(source)
+    if ours:
+        expected = checksum(source)
+        ours = {name: run for name, run in ours.items() if _reads_all(name, run, expected)}
+    reads: dict[str, Callable[[], object]] = {
+        "torch.max of int32": numbers.view(torch.int32).max,
+        "torch.sum of float32": numbers.sum,
+        "torch.linalg.vector_norm": lambda: torch.linalg.vector_norm(numbers),
+        **ours,
+    }
+    return [
+        Probe("copy", "torch.Tensor.copy_", moved, lambda: target.copy_(source)),
+        # An H200's driver was once seen to copy at two thirds of the kernel's rate.
+        Probe("copy", "torch.neg", moved, lambda: torch.neg(source, out=target)),
+        *(Probe("read", name, read, run) for name, run in reads.items()),
+    ]
+
+
+def _reads_all(name: str, run: Callable[[], torch.Tensor], expected: int) -> bool:
+    """Return whether a kernel's checksum is right, and warn where it is not."""
+    if (found := checksum(run())) == expected:
+        return True
+    said = f"{name} read {found:#010x} where {expected:#010x} is right, so its rate is not used as a measured peak"
+    warnings.warn(
+        f"{said}; other methods are. Please report this with the output of onelaunch doctor.", FallbackNotice, stacklevel=2
+    )
+    return False
+
+
+def _read_kernels_here(source: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return :func:`read_kernels`, or none where the compiler or the driver refuses one: PyTorch's reductions are left."""
+    try:
+        return read_kernels(source)
+    except OneLaunchError:
+        return {}
+
+
+def _product_probes(device: torch.device) -> Iterator[Probe]:
+    side = MATRIX_SIDE[device.type]
+    for dtype in _multiplied(str(device)):
+        yield Probe(_name(dtype), f"product of {side} x {side}", 2.0 * side**3, _product(device, dtype, side))
+
+
+def _product(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
+    """Return a function that multiplies two random square matrices."""
+    if dtype is not torch.float8_e4m3fn:
+        a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=out)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16)  # noqa: SLF001 - has no other name
+
+
+def _launch_probe(device: torch.device) -> Probe:
+    one = torch.zeros(1, device=device)
+    if device.type == "cpu":
+        return Probe("launch", "addition of one element", LAUNCHES, lambda: [one.add_(1) for _ in range(LAUNCHES)])
+    one.add_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            one.add_(1)
+    return Probe("launch", "node of a CUDA graph", LAUNCHES, graph.replay)
+
+
+def _clock(device: torch.device) -> Callable[[Callable[[], object], int], float]:
+    """Return a function that tells the seconds of so many calls in a row: by the device's own events on a GPU."""
+
+    def by_host(run: Callable[[], object], calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return time.perf_counter() - start
+
+    def by_events(run: Callable[[], object], calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return by_host if device.type == "cpu" else by_events
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Make a GPU PyTorch's current device, and give the memory that was used back to it at the end."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(device):
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
+
+
+def _multiplied(device: str) -> tuple[torch.dtype, ...]:
+    """Return the dtypes whose products are measured."""
+    here = torch.device(device)
+    if here.type == "cpu":
+        return (torch.float32,)
+    return (torch.float16, torch.bfloat16, torch.float32, *([torch.float8_e4m3fn] if multiplies_float8(here) else []))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def software(device: str) -> str:
+    """Return the software that tells on measured peaks, which keys the entries of the cache."""
+    stack = "CPU" if torch.device(device).type == "cpu" else torch.version.cuda or torch.version.hip
+    return f"torch {torch.__version__}, {stack}"
+
+
+# The cache: one file per device, in it one entry per software stack
+
+
+def cache_path(device: str) -> Path:
+    """Return the file of the cache that holds a device's peaks. CPUs of different models have different files."""
+    return folders.cache_folder() / f"ceilings-{describe(device).table}.json"
+
+
+def remember(device: str, found: Ceilings) -> Ceilings:
+    """Add an entry to the device's file, beside those of other software, and return it."""
+    entries = {**_entries(device), found.software: found}
+    table = {"entries": [asdict(entry) for entry in entries.values()]}
+    path = cache_path(device)
+    if folders.keep(path, json.dumps(table, indent=1).encode()):
+        _UNKEPT.pop((path, found.software), None)
+    else:
+        _UNKEPT[path, found.software] = found
+    return found
+
+
+def _entries(device: str) -> dict[str, Ceilings]:
+    """Return the believable entries of the device's file, by software. Entries that cannot be read are left out."""
+    try:
+        table = json.loads(folders.kept(cache_path(device)) or b"{}")
+        listed = table["entries"]
+        found = [entry for each in listed if (entry := _entry(each)) is not None]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {}
+    return {entry.software: entry for entry in found}
+
+
+def _entry(value: Any) -> Ceilings | None:
+    """Return one entry of a file, or ``None`` where a field is unknown, missing, or no positive number."""
+    if not isinstance(value, Mapping) or not value.keys() <= {each.name for each in fields(Ceilings)}:
+        return None
+    try:
+        entry = Ceilings(**value)
+        rates = [entry.copy_bytes_per_second, entry.launch_seconds, *entry.matrix_flops_per_second.values()]
+        rates += [] if entry.read_bytes_per_second is None else [entry.read_bytes_per_second]
+        spreads = entry.spread or {}
+        good = all(0 < rate < math.inf for rate in rates) and all(each >= 0 for each in spreads.values())
+    except (TypeError, AttributeError):
+        return None
+    return entry if good and isinstance(entry.software, str) and isinstance(entry.measured_at, str) else None

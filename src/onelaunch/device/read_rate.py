@@ -1,0 +1,83 @@
+"""Kernels that only read, and so measure the bandwidth of reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from onelaunch import cuda
+from onelaunch.device.hardware import compute_capability, processors
+
+WARPS, VECTORS = 8, 4
+"""Warps of a CTA that read, and 16-byte loads in flight per thread of ``read_vectors``."""
+
+
+VECTOR_CTAS = 8
+"""CTAs of ``read_vectors`` per SM."""
+
+
+RINGS = ((32 << 10, 6), (16 << 10, 8))
+"""Bytes of a bulk copy, and how many of them one CTA of ``read_bulk`` keeps in flight.
+
+An H100 reads 3.17 TB/s with the second, interleaved; an H200 4.61 TB/s with the first, contiguous. Rings of 8 to 64 KB with 3
+to 24 copies in flight reach no more (docs/notebook/peaks.md).
+"""
+
+
+def read_kernels(source: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return this project's kernels that read a contiguous tensor on an NVIDIA GPU, by name; none where they cannot be compiled.
+
+    Each call launches one, and returns a tensor whose sum is that of the tensor's 32-bit words, modulo 2^32.
+    """
+    capability = compute_capability(source.device)
+    if capability is None or cuda.missing():
+        return {}
+    count = processors(source.device)
+    grid = VECTOR_CTAS * count
+    sums = torch.zeros(grid * WARPS, dtype=torch.int32, device=source.device)
+    vectors = _loaded(read_source("read_vectors"), source.device, ("pointer", "i64", "pointer"), threads=32 * WARPS)
+    kernels = {"read_vectors": _launcher(vectors, grid, sums, source, source.nbytes // 16, sums)}
+    room = getattr(torch.cuda.get_device_properties(source.device), "shared_memory_per_block_optin", 0)
+    for chunk, stages in RINGS:
+        if capability < 9 or room < chunk * stages + 1024 or source.nbytes % chunk:
+            continue
+        kinds: tuple[cuda.Kind, ...] = ("pointer", "i64", "i64", "i64", "i64", "pointer")
+        text = read_source("read_bulk", chunk, stages)
+        bulk = _loaded(text, source.device, kinds, threads=32 * (WARPS + 1), shared_bytes=chunk * stages)
+        chunks = source.nbytes // chunk
+        each = -(-chunks // count)
+        for order, first, stride in (("interleaved", 1, count), ("contiguous", each, 1)):
+            partial = sums[: count * WARPS]
+            name = f"read_bulk {chunk >> 10} KB x {stages} {order}"
+            kernels[name] = _launcher(bulk, count, partial, source, chunks, first, stride, each, partial)
+    return kernels
+
+
+def read_source(entry: Literal["read_vectors", "read_bulk"], chunk: int = RINGS[0][0], stages: int = RINGS[0][1]) -> cuda.Source:
+    """Return the source of one kernel of ``read_rate.cu``."""
+    return cuda.Source(
+        "read_rate.cu",
+        cuda.read("onelaunch", "read_rate.cu"),
+        entry,
+        (cuda.include("hopper.cuh"),),
+        (("WARPS", WARPS), ("VECTORS", VECTORS), ("CHUNK", chunk), ("STAGES", stages)),
+    )
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the sum of a contiguous tensor's 32-bit words, modulo 2^32."""
+    return int(tensor.view(torch.int32).sum(dtype=torch.int64)) % 2**32
+
+
+def _loaded(source: cuda.Source, device: torch.device, kinds: tuple[cuda.Kind, ...], **shape: int) -> cuda.Function:
+    return cuda.load(source, device, kinds, threads=shape["threads"], shared_bytes=shape.get("shared_bytes", 0))
+
+
+def _launcher(kernel: cuda.Function, ctas: int, result: torch.Tensor, *arguments: Any) -> Callable[[], torch.Tensor]:
+    def launch() -> torch.Tensor:
+        kernel((ctas, 1, 1), *arguments)
+        return result
+
+    return launch

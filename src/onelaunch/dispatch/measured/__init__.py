@@ -1,0 +1,218 @@
+"""Tables of times measured on each device: one JSON file per device, which the dispatcher reads.
+
+``onelaunch study adopt`` writes them. Two folders are read: the user's own (:func:`onelaunch.folders.tables_folder`,
+``$ONELAUNCH_TABLES``) and this package's. A row of the user's table takes the place of the package's row of the same call; other
+rows of the package stay. A process reads a table once: one that is written while it runs is seen by the next process.
+
+To ship a table, adopt results into a folder and copy the file into this one: nothing else writes here.
+
+A file is named ``nvidia-h200.json``; a CPU's holds its model, such as ``cpu-amd-epyc.json``, and is believed on that model alone.
+It holds ``{"device": name, "source": [...], "rows": [row, ...]}`` with rows of the form
+``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}}``, where flags are the query's and may be absent. A
+table that holds anything else is left out with one :class:`~onelaunch.errors.TableNotice`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from onelaunch import folders
+from onelaunch.device.hardware import Device
+from onelaunch.errors import TableNotice, listing
+from onelaunch.files import read_bytes, reason
+
+TABLES = Path(__file__).parent
+"""Folder of the tables that ship with the package."""
+
+NEAR = 3.0
+"""How far a measured call may lie from this one: the sum over all sizes of |log2(ratio)|, and one for each flag that differs."""
+
+OLD_CPU = "cpu"
+"""Name of the table that once held the times of every CPU: believed on the CPU that it names."""
+
+
+class Key(NamedTuple):
+    """What two rows of one call have in common."""
+
+    operation: str
+    direction: str
+    dtype: str
+    flags: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of an operation's variants at one size on one device (median of the cold regime)."""
+
+    device: str
+    sizes: Mapping[str, int]
+    microseconds: Mapping[str, float]
+    flags: frozenset[str] = frozenset()
+    """Flags of the query."""
+    path: Path | None = None
+    """The file that the row was read from."""
+
+    def where(self) -> str:
+        """Return the sizes, the flags and the device in a line."""
+        said = [f"{key}={value}" for key, value in self.sizes.items()] + sorted(self.flags)
+        return f"{', '.join(said)} on {self.device}"
+
+
+def nearest(
+    device: Device,
+    operation: str,
+    direction: str,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    flags: Iterable[str] = (),
+    *,
+    variants: Collection[str] | None = None,
+) -> Measured | None:
+    """Return the measured call nearest to this one, or ``None`` where none is near enough to be believed.
+
+    Args:
+        device: where the call would run.
+        operation: its name.
+        direction: ``forward`` or ``forward_backward``.
+        dtype: of the call.
+        sizes: by the operation's dimensions. Rows of other dimensions are left out.
+        flags: of the query.
+        variants: the operation's; times of others are left out, and rows that hold no other. All are believed by default.
+    """
+    wanted, asked = frozenset(flags), (operation, direction, str(dtype).removeprefix("torch."))
+    rows: dict[Key, Measured] = {}
+    for place in (TABLES, folders.tables_folder()):  # the later one wins
+        for key, row in _rows(place, device.table, device.name if device.type == "cpu" else None).items():
+            if key[:3] == asked and (known := _known(row, operation, tuple(sizes), variants)) is not None:
+                rows[key] = known
+
+    def distance(row: Measured) -> float:
+        return len(row.flags ^ wanted) + sum(abs(math.log2(max(row.sizes[key], 1) / max(sizes[key], 1))) for key in row.sizes)
+
+    best = min(rows.values(), key=distance, default=None)
+    return best if best is not None and distance(best) <= NEAR else None
+
+
+def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
+    """Return a table's device, its sources, and its rows.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no table; the message completes the sentence "it is no table of measured times: ...".
+    """
+    data = read_bytes(path)
+    try:
+        table = json.loads(data)
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"it holds {_kind(table)} where an object with device, source and rows is wanted")  # noqa: TRY004
+    device, source, rows = (table.get(key) for key in ("device", "source", "rows"))
+    if not isinstance(device, str) or not isinstance(source, list) or not _strings(source) or not isinstance(rows, list):
+        raise ValueError("device must be a string, source a list of strings and rows a list")
+    found: dict[Key, Measured] = {}
+    for index, row in enumerate(rows):
+        if (problem := _problem(row)) is not None:
+            raise ValueError(f"row {index} {problem}")
+        found[key_of(row)] = Measured(device, row["sizes"], row["microseconds"], frozenset(row.get("flags", ())), path)
+    return device, source, found
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """Return what tells a row of a table from the others."""
+    return Key(row["operation"], row["direction"], row["dtype"], tuple(row.get("flags", ())), tuple(row["sizes"].items()))
+
+
+@functools.cache
+def _rows(folder: Path, table: str, cpu: str | None) -> dict[Key, Measured]:
+    """Return the rows of a device's tables in a folder. Where ``cpu`` names a CPU, tables of another CPU are left out."""
+    merged: dict[Key, Measured] = {}
+    for name in (OLD_CPU, table) if cpu else (table,):
+        merged |= _read_or_warn(folder / f"{name}.json", cpu)
+    return merged
+
+
+def _read_or_warn(path: Path, cpu: str | None) -> dict[Key, Measured]:
+    try:
+        device, _, rows = read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        _warn(path, f"it cannot be read ({reason(error)})")
+        return {}
+    except ValueError as error:
+        _warn(path, str(error))
+        return {}
+    if cpu is not None and device != cpu:
+        if path.stem != OLD_CPU:
+            _warn(path, f"it holds times of {device!r}, and this CPU is {cpu!r}")
+        return {}
+    return rows
+
+
+def _known(row: Measured, operation: str, dimensions: tuple[str, ...], variants: Collection[str] | None) -> Measured | None:
+    """Return a row with the times of variants that exist, or ``None`` where its sizes or all its variants are unknown."""
+    if row.sizes.keys() != set(dimensions):
+        _warn(
+            row.path, f"sizes of {operation} are {listing(row.sizes)}; they must be {listing(dimensions)}", part="these rows are"
+        )
+        return None
+    if variants is None or row.microseconds.keys() <= set(variants):
+        return row
+    times = {name: time for name, time in row.microseconds.items() if name in variants}
+    gone = listing(sorted(row.microseconds.keys() - times.keys()))
+    _warn(row.path, f"{operation} has no variant {gone} here", part="their times are")
+    return replace(row, microseconds=times) if times else None
+
+
+@functools.cache
+def _warn(path: Path | None, problem: str, part: str = "it is") -> None:
+    warnings.warn(TableNotice(path, problem, part=part), stacklevel=2)
+
+
+def _problem(row: object) -> str | None:
+    """Return what is wrong with a row of a table, in words that follow its number, or ``None``."""
+    if not isinstance(row, dict):
+        return f"is {_kind(row)}; it must be an object"
+    for key in ("operation", "direction", "dtype"):
+        if not isinstance(row.get(key), str):
+            return f"has {key} {row.get(key)!r}; it must be a string"
+    if not _strings(row.get("flags", [])):
+        return f"has flags {row['flags']!r}; they must be a list of strings"
+    sizes, times = row.get("sizes"), row.get("microseconds")
+    if not isinstance(sizes, dict) or not all(_is_size(size) for size in sizes.values()):
+        return f"has sizes {sizes!r}; they must be whole numbers of at least 0 by name"
+    if not isinstance(times, dict) or not times or not all(is_time(time) for time in times.values()):
+        return f"has microseconds {times!r}; they must be positive numbers by variant"
+    return None
+
+
+def is_time(value: object) -> bool:
+    """Return whether a value can be a measured time in microseconds: a positive number, at most some thousand years."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e18
+
+
+def _is_size(value: object) -> bool:
+    """Return whether a value can be a tensor's size: a whole number of 63 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _kind(value: object) -> str:
+    named = {"dict": "an object", "list": "a list", "str": "a string", "NoneType": "null", "bool": "true or false"}
+    return named.get(type(value).__name__, "a number")

@@ -1,0 +1,38 @@
+"""The order of block scales in memory that cuBLAS and tcgen05 read."""
+
+from __future__ import annotations
+
+import torch
+
+ATOM_ROWS, ATOM_SCALES = 128, 4
+"""Scales that the swizzled order keeps together."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple that is at least the number."""
+    return -(-number // multiple) * multiple
+
+
+def padded(rows: int, columns: int) -> tuple[int, int]:
+    """Return the rows and columns of whole atoms that hold a matrix of scales."""
+    return round_up(rows, ATOM_ROWS), round_up(columns, ATOM_SCALES)
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """``[R, S]`` in the order of cuBLAS and tcgen05, padded with zeros to whole atoms of 128 x 4.
+
+    Within an atom, (r, s) lies at ``(r % 32) * 16 + r // 32 * 4 + s``; atoms follow each other along S first.
+    """
+    rows, columns = scales.shape
+    height, width = padded(rows, columns)
+    whole = torch.zeros(height, width, dtype=torch.uint8, device=scales.device)
+    whole[:rows, :columns] = scales.view(torch.uint8)
+    atoms = whole.reshape(height // ATOM_ROWS, 4, 32, width // ATOM_SCALES, ATOM_SCALES).permute(0, 3, 2, 1, 4)
+    return atoms.reshape(height, width).view(scales.dtype)
+
+
+def unswizzle(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse: ``[rows, columns]`` without the padding."""
+    height, width = scales.shape
+    atoms = scales.contiguous().reshape(height // ATOM_ROWS, width // ATOM_SCALES, 32, 4, ATOM_SCALES).permute(0, 3, 2, 1, 4)
+    return atoms.reshape(height, width)[:rows, :columns].contiguous()

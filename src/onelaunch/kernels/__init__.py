@@ -1,0 +1,1 @@
+"""Kernels and their launch code that several operations share."""

@@ -1,0 +1,1 @@
+"""Helpers of kernels of all kinds: memory layout, packed sequences, activations."""

@@ -1,0 +1,1 @@
+"""Gluon as this package uses it."""

@@ -1,0 +1,1 @@
+"""The gated scan over time: kernels, their launches, and the decoupled look-back."""

@@ -1,0 +1,244 @@
+"""Gradients of the scan and the gate in one pass over time, last step first.
+
+Computes   u_t = dy_t * silu(gate_t);  ds_t = u_t + a_{t+1} ds_{t+1}, from the final state's gradient;   a_t = exp(log_decay_t)
+           dv = ds,  dlog_decay_t = ds_t a_t s_{t-1},  dgate_t = dy_t s_t silu'(gate_t),  dinitial = a_1 ds_1
+Grid       (T / BT, B * V / BV); program 0 owns the last tile of time, since the carry comes from there.
+On chip    ROWS slabs [SEGS, BV] of v, log_decay, gate, dy and of the states before each step.
+Recompute  the states: each tile walks v again from the state that entered it, which the forward kept (one float32 row a tile).
+           s_{t-1} comes out of the walk itself: s_t - v_t would cancel where the decay is strong.
+Memory     reads v, log_decay, gate, dy once, writes three gradients once.
+"""
+
+import triton
+import triton.language as tl
+
+from onelaunch.kernels.common.activation import decay_of, silu, silu_slope
+from onelaunch.kernels.scan.forward import (
+    ROWS,
+    decays_of,
+    enter_sequences,
+    hand_over_empty,
+    load_slabs,
+    row_pointer,
+    sequence_of,
+    sequence_words,
+    store_slab,
+    tile_pointers,
+    walk,
+)
+from onelaunch.kernels.scan.look_back import launch_phase, own_words_before, pass_carry, scan_segments, scan_segments_reverse
+
+
+@triton.jit
+def states_before(
+    values,
+    decays,
+    state,
+    initial,
+    offsets,
+    sequences,
+    t,
+    T,
+    c,
+    channels,
+    INITIAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """The state before every step, ROWS slabs, from the state before each segment."""
+    before = ()
+    for r in tl.static_range(ROWS):
+        known = state
+        if PACKED:
+            sequence, first, _ = sequence_of(offsets, sequences, t + r, STEPS)
+            starts = ((first == t + r) & (t + r < T))[:, None]
+            given = tl.zeros_like(state)
+            if INITIAL:
+                own = initial + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+                given = tl.load(own, mask=starts & (c < channels)[None, :], other=0.0)
+            known = tl.where(starts, given, state)
+        before = before + (known,)
+        state = decays[r] * known + values[r].to(tl.float32)
+    return before
+
+
+@triton.jit
+def gradient_terms(
+    dy,
+    gates,
+    decays,
+    p_decay,
+    decay_stride_t,
+    dfinal,
+    offsets,
+    sequences,
+    segment,
+    t,
+    T,
+    c,
+    channels,
+    GATED: tl.constexpr,
+    PACKED: tl.constexpr,
+    DFINAL: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """For every step what it adds to ds, and the factor on the ds behind it: ROWS slabs each."""
+    in_range = (c < channels)[None, :]
+    addends = ()
+    factors = ()
+    for r in tl.static_range(ROWS):
+        addend = dy[r].to(tl.float32)
+        if GATED:
+            addend *= silu(gates[r])
+        if r + 1 < ROWS:
+            factor = decays[r + 1]
+        else:
+            mask = (t + ROWS < T)[:, None] & in_range
+            behind = p_decay + ROWS * decay_stride_t + (segment[:, None] * (ROWS * decay_stride_t) + c[None, :])
+            factor = decay_of(tl.load(behind, mask=mask, other=0.0))
+        if PACKED:
+            sequence, _, after = sequence_of(offsets, sequences, t + r, STEPS)
+            ends = ((after == t + r + 1) & (t + r < T))[:, None]
+            factor = tl.where(ends, 0.0, factor)
+            if DFINAL:
+                own = dfinal + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+                addend += tl.load(own, mask=ends & in_range, other=0.0)
+        addends = addends + (addend,)
+        factors = factors + (factor,)
+    return addends, factors
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def scan_gate_backward_kernel(
+    dy, dfinal, v, log_decay, gate, initial, offsets, carries, dv, dlog_decay, dgate, dinitial, words,
+    T, channels, sequences, dy_stride_b, dy_stride_t, v_stride_b, v_stride_t,
+    decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
+    BT: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr,
+):  # fmt: skip
+    """See the top of the file. Where GATED is false, dy is the gradient of the states and dgate is not written."""
+    order, tiles = tl.program_id(0), tl.num_programs(0)
+    tile = tiles - 1 - order
+    slices = tl.cdiv(channels, BV)
+    b = tl.program_id(1) // slices
+    c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
+    in_range = c < channels
+    own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels, GROUP)
+    words_before = own_words_before(own_words, order, channels, c)
+    segment = tl.arange(0, BT // ROWS)
+    start = tile * BT
+    t = start + segment * ROWS
+    p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
+    decays = decays_of(load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN))
+    p_dy = row_pointer(dy, b, start, dy_stride_b, dy_stride_t)
+    b_dy = load_slabs(p_dy, dy_stride_t, segment, t, T, c, channels, EVEN)
+    gates = b_dy
+    if GATED:
+        p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+        gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
+    p_v = row_pointer(v, b, start, v_stride_b, v_stride_t)
+    values = load_slabs(p_v, v_stride_t, segment, t, T, c, channels, EVEN)
+    one = tl.full(decays[0].shape, 1.0, tl.float32)
+    zero = tl.zeros_like(one)
+
+    # The gradients of the states, from the right; published early, the states are recomputed meanwhile
+    addends, factors = gradient_terms(
+        b_dy,
+        gates,
+        decays,
+        p_decay,
+        decay_stride_t,
+        dfinal,
+        offsets,
+        sequences,
+        segment,
+        t,
+        T,
+        c,
+        channels,
+        GATED,
+        PACKED,
+        DFINAL,
+        STEPS,
+    )
+    factor, total = one, zero
+    for r in tl.static_range(ROWS - 1, -1, -1):
+        total = factors[r] * total + addends[r]
+        factor *= factors[r]
+    factor_behind, total_behind, factor_with, total_with = scan_segments_reverse(factor, total)
+    from_right = tl.zeros(c.shape, tl.float32)
+    if DFINAL and not PACKED:
+        from_right = tl.load(dfinal + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
+    phase = launch_phase(words_before)
+    carry = pass_carry(own_words, group_words, factor_with, total_with, 0, from_right, order, tiles, channels, c, phase, GROUP)
+    ds = factor_behind * carry[None, :] + total_behind
+
+    # The states before each step, from the left
+    entering = tl.load(carries + (b.to(tl.int64) * tiles + tile) * channels + c, mask=in_range, other=0.0)
+    walked, walked_decays = values, decays
+    if PACKED:
+        walked, walked_decays = enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS)
+    decay, state = walk(walked, walked_decays, one, zero)
+    decay_before, state_before, _, _ = scan_segments(decay, state)
+    before = states_before(
+        values, decays, decay_before * entering[None, :] + state_before,
+        initial, offsets, sequences, t, T, c, channels, INITIAL, PACKED, STEPS,
+    )  # fmt: skip
+
+    stride_b = tl.cast(T, tl.int64) * channels
+    p_dv = row_pointer(dv, b, start, stride_b, channels)
+    p_dlog_decay = row_pointer(dlog_decay, b, start, stride_b, channels)
+    for r in tl.static_range(ROWS - 1, -1, -1):
+        ds = factors[r] * ds + addends[r]
+        store_slab(p_dv, r, ds, channels, segment, t, T, c, channels, EVEN)
+        dfactor = ds * decays[r]
+        store_slab(p_dlog_decay, r, dfactor * before[r], channels, segment, t, T, c, channels, EVEN)
+        if GATED:
+            s = decays[r] * before[r] + values[r].to(tl.float32)
+            slope = b_dy[r].to(tl.float32) * s * silu_slope(gates[r])
+            store_slab(row_pointer(dgate, b, start, stride_b, channels), r, slope, channels, segment, t, T, c, channels, EVEN)
+        if INITIAL:
+            sequence = tl.zeros_like(t) + b
+            starts = t + r == 0
+            if PACKED:
+                sequence, first, _ = sequence_of(offsets, sequences, t + r, STEPS)
+                starts = (first == t + r) & (t + r < T)
+            target = dinitial + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+            tl.store(target, dfactor, mask=starts[:, None] & in_range[None, :])
+    if INITIAL and PACKED:
+        hand_over_empty(dfinal, dinitial, offsets, sequences, order, tiles, c, channels, DFINAL)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gate_backward_kernel(
+    dy,
+    s,
+    gate,
+    ds,
+    dgate,
+    T,
+    channels,
+    dy_stride_b,
+    dy_stride_t,
+    gate_stride_b,
+    gate_stride_t,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """ds = dy * silu(gate), dgate = dy * s * silu'(gate), elementwise: for the unfused variants. s, ds, dgate contiguous."""
+    slices = tl.cdiv(channels, BV)
+    b = tl.program_id(1) // slices
+    c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
+    rows = tl.arange(0, BT)
+    start = tl.program_id(0) * BT
+    mask = (start + rows < T)[:, None] & (c < channels)[None, :]
+    stride_b = tl.cast(T, tl.int64) * channels
+    b_dy = tl.load(tile_pointers(dy, b, start, dy_stride_b, dy_stride_t, rows, c), mask=mask, other=0.0).to(
+        tl.float32
+    )  # [BT, BV]
+    b_s = tl.load(tile_pointers(s, b, start, stride_b, channels, rows, c), mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.load(tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, rows, c), mask=mask, other=0.0)
+    p_ds = tile_pointers(ds, b, start, stride_b, channels, rows, c)
+    tl.store(p_ds, (b_dy * silu(b_gate)).to(ds.dtype.element_ty), mask=mask)
+    p_dgate = tile_pointers(dgate, b, start, stride_b, channels, rows, c)
+    tl.store(p_dgate, (b_dy * b_s * silu_slope(b_gate)).to(dgate.dtype.element_ty), mask=mask)

@@ -1,0 +1,323 @@
+"""Scan and gate in one pass over time: the forward kernel, and the tile functions that other kernels end with.
+
+Computes   s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
+Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, BT = SEGS * ROWS.
+On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see lookback_kernels.py); per segment the pair (product of decays,
+state).
+Memory     reads v, log_decay, gate once, writes y once; one word per tile and channel for the carry, one float where it is kept.
+Packing    sequences packed into one batch entry are one scan that forgets where a sequence starts; each step finds its
+           sequence by bisection of the offsets, on the device.
+Numerics   decays multiply in linear space, float32; nothing is divided by a decay, so -inf is safe.
+"""
+
+import triton
+import triton.language as tl
+
+from onelaunch.kernels.common.activation import decay_of, silu
+from onelaunch.kernels.scan.look_back import launch_phase, own_words_before, pass_carry, row, scan_segments
+
+ROWS = tl.constexpr(8)
+"""Steps of a segment."""
+
+
+@triton.jit
+def row_pointer(base, b, start, stride_b, stride_t):
+    """Where step ``start`` of batch entry ``b`` begins in a [B, T, V] tensor; 64-bit, since sizes multiply."""
+    return base + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t
+
+
+@triton.jit
+def tile_pointers(base, b, start, stride_b, stride_t, rows, c):
+    """[rows, BV] pointers into a [B, T, V] tensor."""
+    return row_pointer(base, b, start, stride_b, stride_t) + (rows[:, None] * stride_t + c[None, :])
+
+
+@triton.jit
+def inside(t, T, c, channels, EVEN: tl.constexpr):
+    """Which elements of a slab lie in the tensor; a constant where all of all tiles do."""
+    if EVEN:
+        return tl.full((t.shape[0], c.shape[0]), 1, tl.int1)
+    return (t < T)[:, None] & (c < channels)[None, :]
+
+
+@triton.jit
+def load_slabs(first, stride_t, segment, t, T, c, channels, EVEN: tl.constexpr):
+    """The ROWS slabs [SEGS, BV] of the tile that begins at the pointer ``first``, 0 outside the tensor."""
+    offsets = segment[:, None] * (ROWS * stride_t) + c[None, :]
+    slabs = ()
+    for r in tl.static_range(ROWS):
+        pointers = first + r * stride_t + offsets
+        if EVEN:
+            slabs = slabs + (tl.load(pointers),)
+        else:
+            slabs = slabs + (tl.load(pointers, mask=inside(t + r, T, c, channels, EVEN), other=0.0),)
+    return slabs
+
+
+@triton.jit
+def store_slab(first, r: tl.constexpr, values, stride_t, segment, t, T, c, channels, EVEN: tl.constexpr):
+    """Slab r of the tile that begins at the pointer ``first``, rounded to what it points to."""
+    pointers = first + r * stride_t + (segment[:, None] * (ROWS * stride_t) + c[None, :])
+    rounded = values.to(first.dtype.element_ty)
+    if EVEN:
+        tl.store(pointers, rounded)
+    else:
+        tl.store(pointers, rounded, mask=inside(t + r, T, c, channels, EVEN))
+
+
+@triton.jit
+def decays_of(log_decays):
+    """exp of every slab."""
+    decays = ()
+    for r in tl.static_range(ROWS):
+        decays = decays + (decay_of(log_decays[r]),)
+    return decays
+
+
+@triton.jit
+def sequence_of(offsets, sequences, t, STEPS: tl.constexpr):
+    """For each time step the sequence that holds it, with its first step and the step after its last."""
+    low = tl.zeros_like(t)
+    high = low + sequences
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        below = tl.load(offsets + middle) <= t
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    return low, tl.load(offsets + low).to(tl.int32), tl.load(offsets + low + 1).to(tl.int32)
+
+
+@triton.jit
+def enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL: tl.constexpr, STEPS: tl.constexpr):
+    """Where a packed sequence starts, forget the state before it and add its own: the slabs of v and decay, changed."""
+    new_values = ()
+    new_decays = ()
+    for r in tl.static_range(ROWS):
+        sequence, first, _ = sequence_of(offsets, sequences, t + r, STEPS)
+        starts = (first == t + r) & (t + r < T)
+        value = values[r].to(tl.float32)
+        if INITIAL:
+            mask = starts[:, None] & (c < channels)[None, :]
+            own = tl.load(initial + sequence.to(tl.int64)[:, None] * channels + c[None, :], mask=mask, other=0.0)
+            value += decays[r] * own
+        new_values = new_values + (value,)
+        new_decays = new_decays + (tl.where(starts[:, None], 0.0, decays[r]),)
+    return new_values, new_decays
+
+
+@triton.jit
+def hand_over_empty(source, target, offsets, sequences, tile, tiles, c, channels, GIVEN: tl.constexpr):
+    """target[n] = source[n] (or 0) for sequences without steps, which no tile meets; the programs along time share them."""
+    n = tile
+    while n < sequences:
+        if tl.load(offsets + n) == tl.load(offsets + n + 1):
+            value = tl.zeros(c.shape, tl.float32)
+            if GIVEN:
+                value = tl.load(source + n.to(tl.int64) * channels + c, mask=c < channels, other=0.0)
+            tl.store(target + n.to(tl.int64) * channels + c, value, mask=c < channels)
+        n += tiles
+
+
+@triton.jit
+def walk(values, decays, decay, state):
+    """The map of every segment [SEGS, BV], step after step, after the map (decay, state)."""
+    for r in tl.static_range(ROWS):
+        state = decays[r] * state + values[r].to(tl.float32)
+        decay *= decays[r]
+    return decay, state
+
+
+@triton.jit
+def sequence_words(words, b, batches, tiles, channels, GROUP: tl.constexpr):
+    """Where the words of batch entry b begin: its tiles', and its groups' behind all tiles."""
+    groups = (tiles + GROUP - 1) // GROUP
+    behind = words + batches.to(tl.int64) * tiles * channels
+    return words + b.to(tl.int64) * tiles * channels, behind + b.to(tl.int64) * groups * channels
+
+
+@triton.jit
+def tile_maps(values, decays):
+    """Of the slabs of a tile: the maps before each segment and with it, [SEGS, BV]."""
+    one = tl.full(decays[0].shape, 1.0, tl.float32)
+    decay, state = walk(values, decays, one, tl.zeros_like(one))
+    return scan_segments(decay, state)
+
+
+@triton.jit
+def emit(
+    values, decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
+    STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """Walk the segments from the states s [SEGS, BV] that enter them: gate and store every step, store final states."""
+    t = start + segment * ROWS
+    in_range = c < channels
+    p_y = row_pointer(y, b, start, tl.cast(T, tl.int64) * channels, channels)
+    for r in tl.static_range(ROWS):
+        s = decays[r] * s + values[r].to(tl.float32)
+        out = s
+        if GATED:
+            out = s * silu(gates[r])
+        store_slab(p_y, r, out, channels, segment, t, T, c, channels, EVEN)
+        if FINAL:
+            sequence = tl.zeros_like(t) + b
+            ends = t + r == T - 1
+            if PACKED:
+                sequence, _, after = sequence_of(offsets, sequences, t + r, STEPS)
+                ends = (t + r + 1 == after) & (t + r < T)
+            target = final + sequence.to(tl.int64)[:, None] * channels + c[None, :]
+            tl.store(target, s, mask=ends[:, None] & in_range[None, :])
+
+
+@triton.jit
+def first_state(initial, b, c, channels, INITIAL: tl.constexpr, PACKED: tl.constexpr):
+    """What enters the first tile; packed sequences bring their own where they start."""
+    state = tl.zeros(c.shape, tl.float32)
+    if INITIAL and not PACKED:
+        state = tl.load(initial + b.to(tl.int64) * channels + c, mask=c < channels, other=0.0)
+    return state
+
+
+@triton.jit
+def scan_gate_tile(
+    values, log_decays, gates,  # ROWS slabs [SEGS, BV] each, 0 outside the tensor
+    initial, offsets, y, final, carries, own_words, group_words, before,
+    tile, tiles, b, segment, c, T, channels, sequences,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
+):  # fmt: skip
+    """Everything after v: scan the tile, pass the carry, gate, store."""
+    start = tile * (segment.shape[0] * ROWS)
+    decays = decays_of(log_decays)
+    if PACKED:
+        values, decays = enter_sequences(
+            values, decays, initial, offsets, sequences, start + segment * ROWS, T, c, channels, INITIAL, STEPS
+        )
+    decay_before, state_before, decay_with, state_with = tile_maps(values, decays)
+    entering = first_state(initial, b, c, channels, INITIAL, PACKED)
+    last = segment.shape[0] - 1
+    phase = launch_phase(before)
+    carry = pass_carry(own_words, group_words, decay_with, state_with, last, entering, tile, tiles, channels, c, phase, GROUP)
+    if CARRIES:
+        tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=c < channels)
+    s = decay_before * carry[None, :] + state_before
+    emit(
+        values,
+        decays,
+        gates,
+        s,
+        y,
+        final,
+        offsets,
+        b,
+        segment,
+        start,
+        c,
+        T,
+        channels,
+        sequences,
+        STEPS,
+        EVEN,
+        GATED,
+        PACKED,
+        FINAL,
+    )
+    if FINAL and PACKED:
+        hand_over_empty(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def scan_gate_kernel(
+    v, log_decay, gate, initial, offsets, y, final, carries, words,
+    T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
+    BT: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
+):  # fmt: skip
+    """See the top of the file."""
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    slices = tl.cdiv(channels, BV)
+    batches = tl.num_programs(1) // slices
+    b = tl.program_id(1) // slices
+    c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
+    own_words, group_words = sequence_words(words, b, batches, tiles, channels, GROUP)
+    before = own_words_before(own_words, tile, channels, c)
+    segment = tl.arange(0, BT // ROWS)
+    start = tile * BT
+    t = start + segment * ROWS
+    log_decays = load_slabs(
+        row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t), decay_stride_t, segment, t, T, c, channels, EVEN
+    )
+    values = load_slabs(row_pointer(v, b, start, v_stride_b, v_stride_t), v_stride_t, segment, t, T, c, channels, EVEN)
+    gates = values
+    if GATED:
+        p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+        gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
+    scan_gate_tile(
+        values, log_decays, gates, initial, offsets, y, final, carries, own_words, group_words, before,
+        tile, tiles, b, segment, c, T, channels, sequences,
+        GROUP, STEPS, EVEN, GATED, INITIAL, PACKED, FINAL, CARRIES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def walk_scan_gate_kernel(
+    v, log_decay, gate, initial, offsets, y, final, carries,
+    T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr,
+    GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
+):  # fmt: skip
+    """The same for many channels: grid (B * V / BV), a program walks along time and carries the state itself.
+
+    The loads of the next STAGES - 1 tiles are in flight while one is computed; nobody waits for anybody. The backward pass
+    finds one carry every KEPT steps.
+    """
+    slices = tl.cdiv(channels, BV)
+    b = tl.program_id(0) // slices
+    c = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
+    segment = tl.arange(0, BT // ROWS)
+    tiles = tl.cdiv(T, BT)
+    carry = first_state(initial, b, c, channels, INITIAL, PACKED)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        start = tile * BT
+        t = start + segment * ROWS
+        p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
+        decays = decays_of(load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN))
+        p_v = row_pointer(v, b, start, v_stride_b, v_stride_t)
+        values = load_slabs(p_v, v_stride_t, segment, t, T, c, channels, EVEN)
+        gates = values
+        if GATED:
+            p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
+            gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
+        entered, entered_decays = values, decays
+        if PACKED:
+            entered, entered_decays = enter_sequences(
+                values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS
+            )
+        decay_before, state_before, decay_with, state_with = tile_maps(entered, entered_decays)
+        if CARRIES:
+            if start % KEPT == 0:
+                kept = b.to(tl.int64) * tl.cdiv(T, KEPT) + start // KEPT
+                tl.store(carries + kept * channels + c, carry, mask=c < channels)
+        s = decay_before * carry[None, :] + state_before
+        emit(
+            entered, entered_decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
+            STEPS, EVEN, GATED, PACKED, FINAL,
+        )  # fmt: skip
+        carry = row(decay_with * carry[None, :] + state_with, segment.shape[0] - 1)
+    if FINAL and PACKED:
+        hand_over_empty(initial, final, offsets, sequences, b, 1, c, channels, INITIAL)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gate_kernel(s, gate, y, T, channels, gate_stride_b, gate_stride_t, BT: tl.constexpr, BV: tl.constexpr):
+    """y = s * silu(gate), elementwise: the third launch of the unfused variants. s and y contiguous [B, T, V]."""
+    slices = tl.cdiv(channels, BV)
+    b = tl.program_id(1) // slices
+    c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
+    rows = tl.arange(0, BT)
+    start = tl.program_id(0) * BT
+    mask = (start + rows < T)[:, None] & (c < channels)[None, :]
+    stride_b = tl.cast(T, tl.int64) * channels
+    b_s = tl.load(tile_pointers(s, b, start, stride_b, channels, rows, c), mask=mask, other=0.0).to(tl.float32)  # [BT, BV]
+    b_gate = tl.load(tile_pointers(gate, b, start, gate_stride_b, gate_stride_t, rows, c), mask=mask, other=0.0)
+    out = tile_pointers(y, b, start, stride_b, channels, rows, c)
+    tl.store(out, (b_s * silu(b_gate)).to(y.dtype.element_ty), mask=mask)

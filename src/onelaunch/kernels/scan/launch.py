@@ -1,0 +1,193 @@
+"""Launches of the scan's kernels: allocate the results, choose the tiles, pass the pointers. No checks, no autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onelaunch.device.hardware import is_hip, processors
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
+from onelaunch.kernels.common.sequences import Sequences
+from onelaunch.kernels.scan import backward as backward_kernels
+from onelaunch.kernels.scan import forward as kernels
+from onelaunch.launch.launch import Launch
+from onelaunch.launch.workspace import workspace
+
+
+@dataclass(frozen=True, slots=True)
+class ScanTiles:
+    """How a scan is cut: BT steps by BV channels a program."""
+
+    steps: int = 64
+    channels: int = 64
+    group: int = 32
+    """Tiles that the look-back reads at once: a multiple of 8. ``channels`` must be at least 4 ``warps``."""
+    warps: int = 4
+    backward_warps: int = 4
+    stages: int = 1
+    """Tiles in flight, where a program walks along time."""
+    registers: int | None = None
+    """Most registers per thread, so that enough programs fit on a processor; NVIDIA only."""
+
+    def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
+        return cdiv(length, self.steps), batch * cdiv(width, self.channels)
+
+    def options(self, device: torch.device) -> dict[str, int]:
+        """Return Triton's options for the forward kernel."""
+        limit = {} if self.registers is None or is_hip(device) else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **limit}
+
+    def even(self, length: int, width: int) -> bool:
+        """Whether all tiles lie inside the tensor: then no access needs a mask."""
+        return length % self.steps == 0 and width % self.channels == 0
+
+    def words(self, batch: int, length: int, width: int) -> int:
+        """Words of the look-back: one per tile and channel, one per group and channel."""
+        tiles = cdiv(length, self.steps)
+        return batch * width * (tiles + cdiv(tiles, self.group))
+
+
+def scan_tiles(length: int, width: int) -> ScanTiles:
+    """Tiles for a scan over ``length`` steps of ``width`` channels; the backward pass uses the same, since it reads the carries.
+
+    64 x 32 by 4 warps was fastest or within 3 % of it at all seven sizes of experiment 040 on an H200 (9.2 us with its product at
+    B=4 T=2048 V=64, where 64 x 64 took 10.4 and 128 x 32 10.9); two warps or eight are slower by 5 to 20 %. Groups of 8 tiles are
+    6 % faster than 32 while no sequence is longer; chains of smaller groups lose (11.9 us with groups of 16).
+    """
+    steps = 64 if length > 32 else 32 if length > 16 else 16
+    return ScanTiles(steps=steps, channels=32 if width > 16 else 16, group=8 if length <= 8 * steps else 32)
+
+
+def walk_tiles(device: torch.device, batch: int, width: int) -> ScanTiles | None:
+    """Tiles for walking along time where channels alone keep the device busy, else ``None``: then time is split as well.
+
+    One warp per program needs no barrier between its threads: 152 us for 8 x 4096 x 2048 on an H200, where 64 x 64 by 4
+    warps took 171, the look-back 290, and a plain copy with the same accesses 134.
+    """
+    if device.type != "cuda":
+        return None
+    walk = ScanTiles(steps=32, channels=32, warps=1, stages=3)
+    programs = batch * cdiv(width, walk.channels)
+    return walk if programs >= 3 * processors(device) else None
+
+
+def forward(
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor | None,
+    sequences: Sequences,
+    *,
+    want_final: bool,
+    want_carries: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scan, and gate unless ``gate`` is ``None``: y or the states ``[B, T, V]``, final state ``[N, V]``, carries ``[B,
+    tiles, V]``.
+
+    What is not wanted comes back with no elements.
+    """
+    batch, length, width = v.shape
+    tiles = scan_tiles(length, width)
+    v, log_decay = inner_contiguous(v), inner_contiguous(log_decay)
+    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    final, carries = empty_states(v, sequences, tiles, want_final, want_carries)
+    gate = v if gate is None else inner_contiguous(gate)
+    given = (v, log_decay, gate, sequences.initial, sequences.offsets, y, final, carries)
+    sizes = (
+        length, width, sequences.count(batch),
+        v.stride(0), v.stride(1), log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
+    )  # fmt: skip
+    flags = {
+        "STEPS": sequences.bisection_steps(),
+        "GATED": gate is not v,
+        "INITIAL": sequences.initial is not None,
+        "PACKED": sequences.offsets is not None,
+        "FINAL": want_final,
+        "CARRIES": want_carries,
+    }
+    walk = walk_tiles(v.device, batch, width)
+    if walk is not None:
+        programs = batch * cdiv(width, walk.channels)
+        Launch(
+            kernels.walk_scan_gate_kernel, (programs,),
+            *given, *sizes, BT=walk.steps, BV=walk.channels, EVEN=walk.even(length, width), STAGES=walk.stages,
+            KEPT=tiles.steps, **walk.options(v.device), **flags,
+        ).run()  # fmt: skip
+    else:
+        words = workspace(v.device, tiles.words(batch, length, width))
+        Launch(
+            kernels.scan_gate_kernel, tiles.grid(batch, length, width),
+            *given, words, *sizes, BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, EVEN=tiles.even(length, width),
+            **tiles.options(v.device), **flags,
+        ).run()  # fmt: skip
+    return y, final, carries
+
+
+def empty_states(
+    v: torch.Tensor, sequences: Sequences, tiles: ScanTiles, want_final: bool, want_carries: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the final state and the carries; no elements where not wanted."""
+    batch, length, width = v.shape
+    final = v.new_empty((sequences.count(batch), width) if want_final else (0,), dtype=torch.float32)
+    kept = (batch, cdiv(length, tiles.steps), width) if want_carries else (0,)
+    return final, v.new_empty(kept, dtype=torch.float32)
+
+
+def backward(
+    dy: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor | None,
+    sequences: Sequences,
+    carries: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dv, dlog_decay, dgate and dinitial in their inputs' dtypes; no elements without gate or initial state."""
+    batch, length, width = v.shape
+    tiles = scan_tiles(length, width)
+    dy, v, log_decay = inner_contiguous(dy), inner_contiguous(v), inner_contiguous(log_decay)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    dlog_decay = torch.empty(v.shape, dtype=log_decay.dtype, device=v.device)
+    dgate = v.new_empty(0 if gate is None else v.shape)
+    dinitial = v.new_empty(0) if sequences.initial is None else torch.empty_like(sequences.initial)
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    words = workspace(v.device, tiles.words(batch, length, width))
+    gate = v if gate is None else inner_contiguous(gate)
+    Launch(
+        backward_kernels.scan_gate_backward_kernel, tiles.grid(batch, length, width),
+        dy, dfinal, v, log_decay, gate, sequences.initial, sequences.offsets, carries,
+        dv, dlog_decay, dgate, dinitial, words,
+        length, width, sequences.count(batch),
+        dy.stride(0), dy.stride(1), v.stride(0), v.stride(1),
+        log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
+        BT=tiles.steps, BV=tiles.channels, GROUP=tiles.group, STEPS=sequences.bisection_steps(), EVEN=tiles.even(length, width),
+        GATED=gate is not v, INITIAL=sequences.initial is not None, PACKED=sequences.offsets is not None,
+        DFINAL=dfinal is not None, num_warps=tiles.backward_warps,
+    ).run()  # fmt: skip
+    return dv, dlog_decay, dgate, dinitial
+
+
+def gate_states(s: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``s * silu(gate)`` in one launch of its own."""
+    batch, length, width = s.shape
+    tiles = scan_tiles(length, width)
+    gate, y = inner_contiguous(gate), torch.empty_like(s)
+    Launch(
+        kernels.gate_kernel, tiles.grid(batch, length, width),
+        s, gate, y, length, width, gate.stride(0), gate.stride(1), BT=tiles.steps, BV=tiles.channels, num_warps=tiles.warps,
+    ).run()  # fmt: skip
+    return y
+
+
+def gate_states_backward(dy: torch.Tensor, s: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the states, float32 (the scan behind adds them up), and of the gate."""
+    batch, length, width = s.shape
+    tiles = scan_tiles(length, width)
+    dy, gate = inner_contiguous(dy), inner_contiguous(gate)
+    ds, dgate = torch.empty_like(s, dtype=torch.float32), torch.empty_like(s)
+    Launch(
+        backward_kernels.gate_backward_kernel, tiles.grid(batch, length, width),
+        dy, s, gate, ds, dgate, length, width, dy.stride(0), dy.stride(1), gate.stride(0), gate.stride(1),
+        BT=tiles.steps, BV=tiles.channels, num_warps=tiles.warps,
+    ).run()  # fmt: skip
+    return ds, dgate

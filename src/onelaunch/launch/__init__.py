@@ -1,0 +1,1 @@
+"""The launch of a kernel, and how PyTorch and the inspector see it."""

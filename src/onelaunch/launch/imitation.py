@@ -1,0 +1,93 @@
+"""Launches that are not made: calls on fake tensors, recorded or only imitated.
+
+Code that launches kernels runs in one of three ways. Usually it launches. While it is *imitated*, every launch does nothing, and
+what comes back are the empty tensors that the launch would fill: so PyTorch's tracers learn the shapes of results. While it is
+*recorded*, launches are noted as well: so the inspector and the tests learn which kernels a call launches, without a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+
+from onelaunch.device.architectures import pretended
+
+
+class _State(threading.local):
+    """How launches of this thread are made."""
+
+    imitated = False
+    """Flag that launches do nothing."""
+    notes: list[Any] | None = None
+    """List that takes the launches, where they are noted."""
+
+
+_STATE = _State()
+
+
+def imitated() -> bool:
+    """Return whether launches do nothing now, because their tensors are fake."""
+    return _STATE.imitated
+
+
+def recorded() -> bool:
+    """Return whether launches on a pretended device are noted now."""
+    return _STATE.imitated and _STATE.notes is not None
+
+
+def note(launch: Any) -> bool:
+    """Take a launch into the notes, if there are any, and return whether it is to be left undone."""
+    if _STATE.notes is not None:
+        _STATE.notes.append(launch)
+    return _STATE.imitated
+
+
+@contextmanager
+def imitate() -> Iterator[None]:
+    """Let launches of this thread do nothing inside."""
+    before = _STATE.imitated
+    _STATE.imitated = True
+    try:
+        yield
+    finally:
+        _STATE.imitated = before
+
+
+@contextmanager
+def observe() -> Iterator[list[Any]]:
+    """Note the launches that this thread makes inside, and make them."""
+    before = _STATE.notes
+    _STATE.notes = notes = []
+    try:
+        yield notes
+    finally:
+        _STATE.notes = before
+
+
+@contextmanager
+def record(architecture: str) -> Iterator[tuple[torch.device, list[Any]]]:
+    """Note the launches of calls on fake tensors, as a chip of an architecture would make them.
+
+    Yields:
+        The device on which to make the tensors, inside, and the list of launches in their order.
+    """
+    with observe() as notes, imitate(), _no_context(), warnings.catch_warnings(), fake_tensor.FakeTensorMode():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield pretended(architecture), notes
+
+
+@contextmanager
+def _no_context() -> Iterator[None]:
+    """Keep PyTorch from making a context on the device of a fake tensor, which for a pretended device it cannot."""
+    before = fake_tensor.init_gpu_context
+    fake_tensor.init_gpu_context = lambda device: None
+    try:
+        yield
+    finally:
+        fake_tensor.init_gpu_context = before

@@ -1,0 +1,146 @@
+"""Functions of our kernels as PyTorch sees them: operators where code is compiled, plain autograd functions where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import library
+
+from onelaunch.errors import TransformUnsupported
+from onelaunch.launch.imitation import imitate, recorded
+from onelaunch.tracing import is_traced, is_transformed
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+class Operator:
+    """A function from tensors to new tensors, as PyTorch sees it; differentiable if its gradients are given.
+
+    Compiled code calls the registered operator ``onelaunch::NAME``, which Dynamo does not look into. Eager code calls the
+    function itself, inside an autograd function if anybody asked for gradients: the operator's own boundary costs several times
+    as much. Both forms are made of the same parts::
+
+        backward = Operator("scan_backward", run_backward, fake=...)
+        forward = Operator("scan_forward", run_forward, fake=..., save=..., gradients=..., backward=backward, outputs=2)
+        y, final_state, *_ = forward(*inputs, grad=call.query().grad)
+
+    Args:
+        name: of the operator, without the namespace.
+        run: the function, annotated as PyTorch's ``custom_op`` asks for: it reads the operator's schema there. It must
+            return new tensors, never an input or a view of one.
+        fake: function from the same inputs to empty tensors of the shapes, dtypes and strides that ``run`` gives back. By
+            default ``run`` itself, whose launches then do nothing.
+        save: ``save(ctx, inputs, output)`` keeps what ``gradients`` needs, as ``setup_context`` of an autograd function does.
+        gradients: ``gradients(ctx, backward, *grad_outputs)`` returns a gradient, or ``None``, for every input of ``run``, by
+            the ``backward`` that it is handed and by functions of PyTorch. They are not differentiable again. The gradient of
+            an output that took no part comes as zeros, or as ``None`` if ``save`` called ``ctx.set_materialize_grads(False)``.
+        backward: what ``gradients`` is handed: its operator in compiled code, its function in eager code. Default: this
+            operator itself, for a function whose gradient is made of calls of the same function.
+        outputs: how many of the outputs, the first ones, are differentiable; ``gradients`` is handed as many. The others are
+            what ``save`` keeps.
+        views: ``views(inputs, output)`` cuts the first of several outputs into views, by those inputs that are no tensors (the
+            others may be ``None``). Callers then get the views alone, and ``gradients`` is handed a gradient for each. Eager
+            code never puts these together; compiled code does, since an operator may not return views.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        *,
+        fake: Callable[..., Any] | None = None,
+        save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+        gradients: Callable[..., Gradients] | None = None,
+        backward: Operator | None = None,
+        outputs: int = 1,
+        views: Callable[[tuple[Any, ...], torch.Tensor], tuple[torch.Tensor, ...]] | None = None,
+    ) -> None:
+        self.name = name
+        self.run = run
+        self.views = views
+        self.registered = library.custom_op(f"onelaunch::{name}", run, mutates_args=())
+        self.registered.register_fake(fake or partial(_imitated, run))
+        self.eager: Callable[..., Any] = run
+        self._recorded: Callable[..., Any] | None = None
+        if save is None or gradients is None:
+            return
+        inner = backward or self
+
+        def save_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            save(ctx, inputs, output)
+            if views is not None:
+                ctx.cut = partial(views, tuple(None if isinstance(each, torch.Tensor) else each for each in inputs))
+
+        def differentiate_registered(ctx: Any, *grad_outputs: Any) -> Gradients:
+            given = grad_outputs[:outputs] if views is None else ctx.cut(grad_outputs[0])
+            return gradients(ctx, inner.registered, *given)
+
+        self.registered.register_autograd(differentiate_registered, setup_context=save_all)
+
+        def forward_and_save(ctx: Any, *inputs: Any) -> Any:
+            output = run(*inputs)
+            save(ctx, inputs, output)
+            if views is not None:
+                return views(inputs, output[0])
+            if isinstance(output, tuple):
+                ctx.mark_non_differentiable(*output[outputs:])
+            return output
+
+        def differentiate(ctx: Any, *grad_outputs: Any) -> Gradients:
+            return gradients(ctx, inner.run, *(grad_outputs[:outputs] if views is None else grad_outputs))
+
+        def run_both_ways(*inputs: Any) -> Any:
+            output = run(*inputs)
+            ctx = _Context(inputs)
+            save(ctx, inputs, output)
+            results = views(inputs, output[0]) if views is not None else output
+            all_results = results if isinstance(results, tuple) else (results,)
+            differentiable = all_results if views is not None else all_results[:outputs]
+            gradients(ctx, inner.run, *(torch.empty_like(each) for each in differentiable))
+            return output
+
+        self._recorded = run_both_ways
+        once = torch.autograd.function.once_differentiable(differentiate)
+        methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(once)}
+        function: Any = type(name, (torch.autograd.Function,), methods)  # profiles show the name
+        self.eager = function.apply
+
+    def __call__(self, *inputs: Any, grad: bool) -> Any:
+        """Return the function's results; ``grad`` says whether the call may have to be differentiated.
+
+        Raises:
+            TransformUnsupported: The call is inside a transform of ``torch.func``.
+        """
+        if is_transformed():
+            raise TransformUnsupported(self.name)
+        if recorded():
+            output = self._recorded(*inputs) if grad and self._recorded else self.run(*inputs)
+            return output if self.views is None else self.views(inputs, output[0])
+        traced = is_traced(inputs[0])
+        if grad and not traced:
+            return self.eager(*inputs)
+        output = self.registered(*inputs) if traced else self.run(*inputs)
+        return output if self.views is None else self.views(inputs, output[0])
+
+
+def _imitated(run: Callable[..., Any], *inputs: Any) -> Any:
+    """Return the results of a function on fake tensors, without its launches."""
+    with imitate():
+        return run(*inputs)
+
+
+class _Context:
+    """Context of an autograd function for a pass that is recorded: all tensors take gradients."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.needs_input_grad = tuple(isinstance(each, torch.Tensor) and each.is_floating_point() for each in inputs)
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing: a gradient comes for every result."""

@@ -1,0 +1,32 @@
+"""Products of single warps (``mma.sync``), where Triton's use of WGMMA cannot be relied on.
+
+On Hopper GPUs ``tl.dot`` becomes WGMMA wherever four warps and 64 rows allow it. Two ways of writing a kernel then go wrong, with
+Triton 3.6 at least: products on both sides of a branch (the assembler leaves descriptors of one side for the other: illegal
+addresses), and products of a masked and transposed operand (wrong numbers). docs/notebook/gla.md has both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SWITCH = "DISABLE_MMA_V3"
+"""Environment variable of Triton that turns WGMMA off. It is part of the keys of Triton's cache."""
+
+
+@contextmanager
+def warp_mma() -> Iterator[None]:
+    """Let what is compiled inside take each warp's own matrix instructions, as before Hopper. Also a decorator.
+
+    The switch holds for the whole process: a kernel that another thread compiles meanwhile is right as well, but may be slower.
+    """
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before

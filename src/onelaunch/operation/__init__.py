@@ -1,0 +1,58 @@
+"""Operations and their variants: the one registry that everything else reads.
+
+An :class:`Operation` is a mathematical contract, a :class:`Variant` one way to carry it out. The public functions, the tests, the
+studies, the dispatcher and the documentation all read these objects; nothing else in the project lists variants.
+"""
+
+from onelaunch.operation.case import Bundle, Case, Reading
+from onelaunch.operation.cost import Cost, launch_count
+from onelaunch.operation.definition import Operation
+from onelaunch.operation.query import (
+    AUTO,
+    DIRECTIONS,
+    NAME,
+    Call,
+    Direction,
+    Outputs,
+    Query,
+    Shapes,
+    fixed,
+    names_of,
+    parse_dtype,
+    remembered,
+    state_flags,
+)
+from onelaunch.operation.registry import find_operation, operation, operations, plugins
+from onelaunch.operation.variant import Capabilities, Control, Example, Loop, LoopMaker, Variant
+
+__all__ = [
+    "AUTO",
+    "DIRECTIONS",
+    "NAME",
+    "Bundle",
+    "Call",
+    "Capabilities",
+    "Case",
+    "Control",
+    "Cost",
+    "Direction",
+    "Example",
+    "Loop",
+    "LoopMaker",
+    "Operation",
+    "Outputs",
+    "Query",
+    "Reading",
+    "Shapes",
+    "Variant",
+    "find_operation",
+    "fixed",
+    "launch_count",
+    "names_of",
+    "operation",
+    "operations",
+    "parse_dtype",
+    "plugins",
+    "remembered",
+    "state_flags",
+]

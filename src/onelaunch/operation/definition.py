@@ -1,0 +1,261 @@
+"""Operations: mathematical contracts with an oracle, an input maker, a cost and variants."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from onelaunch.device.architectures import architecture_of
+from onelaunch.errors import (
+    ArgumentError,
+    UnknownVariant,
+    did_you_mean,
+    listing,
+)
+from onelaunch.operation.case import Case, Reading
+from onelaunch.operation.cost import Cost
+from onelaunch.operation.query import AUTO, NAME, Call, Direction, Outputs, P, Query, R, Shapes, parse_dtype
+from onelaunch.operation.variant import Control, LoopMaker, Variant
+
+
+class Operation(Generic[P, R]):
+    """A mathematical contract with an oracle, an input maker, a cost and variants. Calling it is the public function.
+
+    Built up by the files of its folder: the contract makes it with :func:`operation`, the others register into it.
+
+    Attributes:
+        name: what the registry and the command line call it.
+        dimensions: names of its sizes, in the order that :class:`Query` holds them.
+        outputs: names of the public function's results, or how they follow from its arguments.
+        options: the input maker's choices with their defaults; a case may override them.
+        stages: how many operations in a row it is made of, each of which rounds what it hands on: the gate's caps on errors are
+            for one, and grow with the root of their number, as errors that know nothing of each other add up.
+        defaults: per device type, the variants to prefer where nothing was measured.
+        variants: by name, in order of registration.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        *,
+        dimensions: tuple[str, ...],
+        outputs: Outputs,
+        bind: Callable[..., Call],
+        options: Mapping[str, Any],
+        defaults: Mapping[str, tuple[str, ...]],
+        stages: int = 1,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.name = function.__name__
+        self.dimensions = dimensions
+        self.outputs = outputs
+        self.bind = bind
+        """The checked call made of the public function's arguments (without ``variant``)."""
+        self.options = dict(options)
+        self.defaults = dict(defaults)
+        self.stages = stages
+        self.variants: dict[str, Variant] = {}
+        self.controls: dict[str, Control] = {}
+        self.loops: dict[str, LoopMaker] = {}
+        """By the regime in which studies time them: what makes the loop of a variant from the public function's arguments."""
+        self._function = function
+        self._oracle: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
+        self._inputs: Callable[[Case, torch.device, torch.Generator], Reading] | None = None
+        self._cost: Callable[[Case, Variant | None, Direction], Cost] | None = None
+        self._preference: Callable[[Query], tuple[str, ...]] | None = None
+        self._query: Callable[[Case, str, bool], Query] | None = None
+        self.shapes_of: Callable[[Any], Shapes] | None = None
+        """The function registered with :meth:`shapes`, if any."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<operation {self.name}: {listing(self.variants)}>"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        from onelaunch.operation.registry import operation_by_name  # the registry is made of operations
+
+        return operation_by_name, (self.__module__, self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Operation[P, R]:
+        return self
+
+    # Registration, used by the files of the operation's folder and by plugins
+
+    def variant(self, name: str, **tags: Any) -> Callable[[Callable[..., Any]], Variant]:
+        """Decorator: register a function from the checked call to the tuple of results as a variant.
+
+        Args:
+            name: Name of the variant, new in this operation.
+            **tags: Facts about it. Those that are fields of :class:`~onelaunch.operation.Capabilities` are what the library acts
+                on, and are checked. All that are not functions are what studies select by; common ones beside the fields are
+                ``fuses`` (tuple of step names), ``gemm`` (``cublas``, ``triton``...) and ``maker`` (whose code it is, where it is
+                not ours: ``pytorch``, ``liger``...).
+
+        Raises:
+            ArgumentError: The operation has a variant of this name, or a capability has a value of a wrong type.
+        """
+
+        def register_variant(run: Callable[..., Any]) -> Variant:
+            check_name("variant", name)
+            if name in self.variants:
+                raise ArgumentError(f"{self.name} has a variant {name!r} already; choose another name.")
+            self.variants[name] = Variant(self, name, run, tags)
+            return self.variants[name]
+
+        return register_variant
+
+    def control(
+        self, name: str, *, oracle: Callable[..., torch.Tensor], cost: Callable[[Case], Cost]
+    ) -> Callable[[Callable[[Any], torch.Tensor]], Control]:
+        """Decorator: register a part of the operation that studies time beside its variants."""
+
+        def register_control(run: Callable[[Any], torch.Tensor]) -> Control:
+            check_name("control", name)
+            if name in self.controls:
+                raise ArgumentError(f"{self.name} has a control {name!r} already; choose another name.")
+            self.controls[name] = Control(name, run, oracle, cost, (inspect.getdoc(run) or "").partition("\n")[0])
+            return self.controls[name]
+
+        return register_control
+
+    def loop(self, regime: str) -> Callable[[LoopMaker], LoopMaker]:
+        """Decorator: how a variant makes many steps in a row, ``running`` or ``served``, from the public function's arguments."""
+
+        def register_loop(make: LoopMaker) -> LoopMaker:
+            if regime in self.loops:
+                raise ArgumentError(f"{self.name} has a loop for the regime {regime!r} already; an operation takes one.")
+            self.loops[regime] = make
+            return make
+
+        return register_loop
+
+    def oracle(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: the float64 reference; takes the public function's arguments, returns all results."""
+        self._oracle = _only(self._oracle, function, self, "oracle")
+        return function
+
+    def inputs(self, function: Callable[..., Reading]) -> Callable[..., Reading]:
+        """Decorator: make random arguments for a case, on a device, from a generator on that device."""
+        self._inputs = _only(self._inputs, function, self, "inputs")
+        return function
+
+    def costs(self, function: Callable[..., Cost]) -> Callable[..., Cost]:
+        """Decorator: the cost of a case for a variant, or of the operation itself (its minimum) for ``None``."""
+        self._cost = _only(self._cost, function, self, "costs")
+        return function
+
+    def queries(self, function: Callable[[Case, str, bool], Query]) -> Callable[[Case, str, bool], Query]:
+        """Decorator: the query that a call of this case on this device makes, without making the tensors."""
+        self._query = _only(self._query, function, self, "queries")
+        return function
+
+    def shapes(self, function: Callable[[Any], Shapes]) -> Callable[[Any], Shapes]:
+        """Decorator: the shapes of all results of a checked call, in the order of ``outputs``.
+
+        ``None`` stands for a result that this call does not ask for. Where an operation declares them, the first results that a
+        variant returns for a query are held against them.
+        """
+        self.shapes_of = _only(self.shapes_of, function, self, "shapes")
+        return function
+
+    def prefers(self, function: Callable[[Query], tuple[str, ...]]) -> Callable[[Query], tuple[str, ...]]:
+        """Decorator: the variants to try before ``defaults`` for a query of this size, where nothing near was measured."""
+        self._preference = _only(self._preference, function, self, "prefers")
+        return function
+
+    # What tests, studies and the dispatcher ask
+
+    def preference(self, query: Query) -> list[str]:
+        """Return all variants in the order to prefer them in where nothing near was measured.
+
+        On the meta device, where nothing is computed, it is the order of a CPU: those variants read no tensor on the host.
+        """
+        kind = "cpu" if query.device_type == "meta" else query.device_type
+        preferred = self._preference(query) if self._preference else ()
+        first = (*preferred, *self.defaults.get(kind, ()), *self.variants)
+        return [name for name in dict.fromkeys(first) if name in self.variants]
+
+    def case(self, dtype: torch.dtype | str, *, name: str = "", **given: Any) -> Case:
+        """A case from its sizes and options, checked: ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""
+        sizes = {key: given.pop(key) for key in self.dimensions if key in given}
+        if missing := [key for key in self.dimensions if key not in sizes]:
+            raise ArgumentError(f"{self.name} needs the sizes {listing(self.dimensions)}; {listing(missing)} not given.")
+        for key, value in sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ArgumentError(f"Size {key} of {self.name} is {value!r}; it must be an integer of at least 0.")
+        for key in given:
+            if key not in self.options:
+                known = (*self.dimensions, *self.options)
+                raise ArgumentError(
+                    f"{self.name} has no size or option {key!r}.{did_you_mean(key, known)} Known: {listing(known)}."
+                )
+        return Case(self.name, sizes, parse_dtype(dtype), given, name)
+
+    def option(self, case: Case, name: str) -> Any:
+        """A case's option, or its default."""
+        return case.options.get(name, self.options[name])
+
+    def query(self, case: Case, device: str, *, grad: bool = False) -> Query:
+        """The dispatch key of a case."""
+        return _declared(self._query, self, "queries")(case, device, grad)
+
+    def cost(self, case: Case, variant: Variant | None = None, direction: Direction = "forward") -> Cost:
+        """What a variant must do for a case, or, for ``None``, the least that any way of computing it must do."""
+        return _declared(self._cost, self, "costs")(case, variant, direction)
+
+    def make_inputs(self, case: Case, device: torch.device, seed: int) -> Reading:
+        """Random arguments of the public function for a case; the same seed gives the same values on a device."""
+        generator = torch.Generator("cpu" if architecture_of(device) else device).manual_seed(seed)
+        return _declared(self._inputs, self, "inputs")(case, device, generator)
+
+    def reference(self, **arguments: Any) -> tuple[torch.Tensor | None, ...]:
+        """The oracle's results; pass float64 tensors."""
+        return _declared(self._oracle, self, "oracle")(**arguments)
+
+    def get(self, name: str) -> Variant:
+        """Return the variant of that name.
+
+        Raises:
+            UnknownVariant: There is none, or ``name`` is no string.
+        """
+        try:
+            return self.variants[name]
+        except (KeyError, TypeError):
+            raise UnknownVariant(name, self.variants) from None
+
+    def variants_for(self, device: str) -> list[str]:
+        """Names of the variants that can run on a device type at all (judged at a typical small call)."""
+        case = Case(self.name, dict.fromkeys(self.dimensions, 64), torch.float16)
+        query = self.query(case, device)
+        return [name for name, variant in self.variants.items() if variant.why_not(query) is None]
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raise :class:`ArgumentError` unless an operation, variant or control may have this name."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name == AUTO:
+        raise ArgumentError(
+            f"The name of {'an' if kind == 'operation' else 'a'} {kind} is {name!r}; it must begin with a letter, hold at most "
+            f"64 letters, digits, '_', '.' and '-', and not be {AUTO!r}, which stands for the choice among variants."
+        )
+
+
+def _declared(part: Callable[..., Any] | None, owner: Operation[..., Any], decorator: str) -> Callable[..., Any]:
+    if part is None:
+        raise NotImplementedError(f"operation {owner.name!r} has not declared @{owner.name}.{decorator}")
+    return part
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _only(present: Callable[..., Any] | None, function: F, owner: Operation[..., Any], decorator: str) -> F:
+    """Return a function that is to be registered; raise :class:`ArgumentError` where the operation has one already."""
+    if present is not None:
+        raise ArgumentError(f"Operation {owner.name} has declared @{owner.name}.{decorator} already; it takes one.")
+    return function

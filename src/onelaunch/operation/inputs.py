@@ -1,0 +1,43 @@
+"""Random inputs that operations with a recurrent state share: log-decays of every kind, and the flags of a case."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.errors import ArgumentError
+from onelaunch.operation.case import Case
+from onelaunch.operation.query import state_flags
+
+DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
+"""What ``decay`` may be: as models produce it (0.85 to 1), near 1, sums below -80 within 16 steps, exactly 0 (nothing is
+forgotten), -inf everywhere, or all of these by channel and step."""
+
+
+def make_log_decay(kind: str, extent: tuple[int, int, int], device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """A float32 log-decay of one of :data:`DECAYS`."""
+    uniform = torch.rand(extent, device=device, generator=generator)
+    if kind == "model":  # logsigmoid of a gate, divided by the normaliser 16 that GLA uses
+        return F.logsigmoid(4 * uniform - 2) / 16
+    if kind == "weak":
+        return -1e-3 * uniform
+    if kind == "strong":
+        return -20 * uniform
+    if kind == "zero":
+        return torch.zeros_like(uniform)
+    if kind == "forget":
+        return torch.full_like(uniform, -math.inf)
+    if kind == "mixed":
+        choice = torch.randint(0, 5, extent, device=device, generator=generator)
+        values = torch.stack([-uniform / 16, -1e-3 * uniform, -20 * uniform, 0 * uniform, torch.full_like(uniform, -math.inf)])
+        return values.gather(0, choice[None])[0]
+    raise ArgumentError(f"decay is {kind!r}; it must be one of {', '.join(DECAYS)}.")
+
+
+def case_flags(case: Case, defaults: dict[str, Any]) -> tuple[str, ...]:
+    """The query's flags of a case."""
+    options = {**defaults, **case.options}
+    return state_flags(options["lengths"] is not None, bool(options["initial_state"]), bool(options["final_state"]))

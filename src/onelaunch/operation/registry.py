@@ -1,0 +1,116 @@
+"""The registry of operations, with those of plug-ins."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from onelaunch.errors import (
+    ArgumentError,
+    UnknownOperation,
+)
+from onelaunch.operation.definition import Operation, check_name
+from onelaunch.operation.entry_points import Plugin, load_once
+from onelaunch.operation.query import P, R
+from onelaunch.operation.variant import Variant
+
+_REGISTRY: dict[str, Operation[..., Any]] = {}
+
+
+def operation(**facts: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Decorator: make a public function an operation and register it. Takes the arguments of :class:`Operation`."""
+
+    def register(function: Callable[P, R]) -> Operation[P, R]:
+        made = Operation(function, **facts)
+        check_name("operation", made.name)
+        _check_parts(made.name, made.dimensions, made.outputs, made.bind)
+        if made.name in _REGISTRY:
+            raise ArgumentError(f"An operation {made.name!r} is registered already; choose another name.")
+        _REGISTRY[made.name] = made
+        return made
+
+    return register
+
+
+def find_operation(name: str) -> Operation[..., Any]:
+    """Return the operation of that name; onelaunch's own are imported when the name is not known yet.
+
+    Raises:
+        UnknownOperation: There is none.
+    """
+    plugins()
+    if name not in _REGISTRY:
+        _load_our_own()
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        raise UnknownOperation(name, _REGISTRY) from None
+
+
+def operations() -> Iterator[Operation[..., Any]]:
+    """Yield all registered operations by name, those of plug-ins included."""
+    _load_our_own()
+    plugins()
+    yield from (_REGISTRY[name] for name in sorted(_REGISTRY))
+
+
+def plugins() -> tuple[Plugin, ...]:
+    """Return the plug-ins that installed packages announce, loaded at the first call, with the reason where one was not.
+
+    A plug-in that asks for an operation while it is being loaded gets the operations that are registered by then.
+    """
+    return load_once(_load_our_own, _snapshot)
+
+
+def _snapshot() -> Callable[[], None]:
+    """Return the function that puts the registry, every operation and every variant back into their present state."""
+    known = dict(_REGISTRY)
+    parts = [part for each in known.values() for part in (each, *each.variants.values())]
+    states = [(part, {name: _copied(value) for name, value in vars(part).items()}) for part in parts]
+
+    def put_back() -> None:
+        _REGISTRY.clear()
+        _REGISTRY.update(known)
+        for part, state in states:
+            vars(part).clear()
+            vars(part).update(state)
+
+    return put_back
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what registration adds to, and anything else itself."""
+    return value.copy() if isinstance(value, (dict, list, set)) else value
+
+
+def operation_by_name(module: str, name: str) -> Operation[..., Any]:
+    """Return an operation that was pickled, after importing the module that registers it."""
+    importlib.import_module(module)
+    return find_operation(name)
+
+
+def variant_by_name(module: str, operation_name: str, name: str) -> Variant:
+    """Return a variant that was pickled."""
+    return operation_by_name(module, operation_name).get(name)
+
+
+def _check_parts(name: str, dimensions: object, outputs: object, bind: object) -> None:
+    """Raise :class:`ArgumentError` unless an operation's facts are of the kinds that :class:`Operation` names."""
+
+    def names(value: object) -> bool:
+        return isinstance(value, tuple) and all(isinstance(each, str) for each in value) and len(set(value)) == len(value)
+
+    if not names(dimensions):
+        raise ArgumentError(f"dimensions of {name} is {dimensions!r}; it must be a tuple of different names.")
+    if not callable(outputs) and not names(outputs):
+        raise ArgumentError(f"outputs of {name} is {outputs!r}; it must be a tuple of different names, or a function.")
+    if not callable(bind):
+        raise ArgumentError(f"bind of {name} is {bind!r}; it must be the function that checks a call's arguments.")
+
+
+@functools.cache
+def _load_our_own() -> None:
+    for package in ("onelaunch.ops", "onelaunch.decode"):
+        importlib.import_module(package)
