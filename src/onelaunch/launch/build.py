@@ -140,8 +140,8 @@ class _StandIn:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        self._offset = tensor.storage_offset() * tensor.element_size()
-        self._bytes = tensor.untyped_storage().nbytes()
+        self._offset = int(tensor.storage_offset()) * tensor.element_size()
+        self._bytes = int(tensor.untyped_storage().nbytes())
 
     def data_ptr(self) -> int:
         """Return an address that is aligned as the tensor's is, whose storage begins at a multiple of 256 bytes."""

@@ -86,7 +86,7 @@ def record(architecture: str) -> Iterator[tuple[torch.device, list[Any]]]:
 def _no_context() -> Iterator[None]:
     """Keep PyTorch from making a context on the device of a fake tensor, which for a pretended device it cannot."""
     before = fake_tensor.init_gpu_context
-    fake_tensor.init_gpu_context = lambda device: None
+    setattr(fake_tensor, "init_gpu_context", lambda device: None)  # noqa: B010 - pyrefly knows its type
     try:
         yield
     finally:

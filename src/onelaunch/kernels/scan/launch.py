@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class ScanTiles:
     def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
         return cdiv(length, self.steps), batch * cdiv(width, self.channels)
 
-    def options(self, device: torch.device) -> dict[str, int]:
+    def options(self, device: torch.device) -> dict[str, Any]:
         """Return Triton's options for the forward kernel."""
         limit = {} if self.registers is None or is_hip(device) else {"maxnreg": self.registers}
         return {"num_warps": self.warps, **limit}
@@ -97,7 +98,7 @@ def forward(
         length, width, sequences.count(batch),
         v.stride(0), v.stride(1), log_decay.stride(0), log_decay.stride(1), gate.stride(0), gate.stride(1),
     )  # fmt: skip
-    flags = {
+    flags: dict[str, Any] = {
         "STEPS": sequences.bisection_steps(),
         "GATED": gate is not v,
         "INITIAL": sequences.initial is not None,

@@ -4,4 +4,4 @@ from onelaunch.ops.linear_rnn.contract import linear_rnn
 
 from onelaunch.ops.linear_rnn import cost, fla, reference, torch_variants, triton_variants, hopper  # isort: skip  (register into linear_rnn)
 
-__all__ = ["builds", "cost", "fla", "hopper", "linear_rnn", "reference", "torch_variants", "triton_variants"]
+__all__ = ["cost", "fla", "hopper", "linear_rnn", "reference", "torch_variants", "triton_variants"]
