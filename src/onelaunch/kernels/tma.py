@@ -47,7 +47,7 @@ def tensor_map(
 
 def address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's first element; for a fake tensor its place in its storage, which begins at 0."""
-    return tensor.storage_offset() * tensor.element_size() if imitated() else tensor.data_ptr()
+    return int(tensor.storage_offset()) * tensor.element_size() if imitated() else tensor.data_ptr()
 
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:
