@@ -154,6 +154,10 @@ class Variant:
         self._examples = function
         return function
 
+    def listed_examples(self) -> list[Example]:
+        """Return the example calls of this variant; none for one that launches no kernels of its own."""
+        return list(self._examples()) if self._examples else []
+
     def kernels(self, builds: Callable[[str], Iterable[Build]]) -> Callable[[str], Iterable[Build]]:
         """Decorator: register the function that lists this variant's kernels, as it would launch them on an architecture.
 
