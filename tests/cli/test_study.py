@@ -17,7 +17,8 @@ from onelaunch import dispatch
 from onelaunch.cli.study import report as report_module
 from onelaunch.cli.study import run as run_module
 from onelaunch.dispatch import measured
-from onelaunch.errors import UNSAFE, OutputUnwritable
+from onelaunch.errors import OutputUnwritable
+from onelaunch.wording import UNSAFE
 from onelaunch.workbench import files
 from onelaunch.workbench import result as result_module
 from onelaunch.workbench.compare import compare

@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 
 from onelaunch.device.hardware import present
-from onelaunch.errors import ArgumentError, NoDeviceError, shown
+from onelaunch.errors import ArgumentError, NoDeviceError
+from onelaunch.wording import shown
 
 Kind = TypeVar("Kind")
 

@@ -24,18 +24,9 @@ from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
 from onelaunch.decode.weights import check_header, elements, load_weights
 from onelaunch.device.hardware import free_memory, resolve
 from onelaunch.dispatch import AUTO
-from onelaunch.errors import (
-    ArgumentError,
-    CheckpointError,
-    ContextExceeded,
-    DeviceMemoryError,
-    DTypeError,
-    TokenizerMissing,
-    in_a_line,
-    listing,
-    shown,
-)
+from onelaunch.errors import ArgumentError, CheckpointError, ContextExceeded, DeviceMemoryError, DTypeError, TokenizerMissing
 from onelaunch.operation import parse_dtype
+from onelaunch.wording import in_a_line, listing, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # in typing from Python 3.11 on

@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onelaunch.errors import listing
+from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.candidates import asked_of_over, compared, timing_of, why_none

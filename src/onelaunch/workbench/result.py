@@ -15,8 +15,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from onelaunch.device.hardware import SLUG
-from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew, escaped, in_a_line, listing, shown
+from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew
 from onelaunch.operation import Direction
+from onelaunch.wording import escaped, in_a_line, listing, shown
 from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.study import FROM_A_FILE, Criterion, Grown, Regime, Study, check_names, members
 

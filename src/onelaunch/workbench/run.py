@@ -17,8 +17,9 @@ import torch
 from pydantic import ValidationError
 
 from onelaunch.device import hardware, peaks
-from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMismatch, ResultMissing, StudyError, shown
+from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMismatch, ResultMissing, StudyError
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
+from onelaunch.wording import shown
 from onelaunch.workbench.calls import status_of
 from onelaunch.workbench.compiling import compile_ahead, places_to_compile
 from onelaunch.workbench.count import Request, analytic, count_all

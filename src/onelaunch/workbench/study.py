@@ -19,8 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from onelaunch.errors import UNSAFE
 from onelaunch.operation import Case, Direction, Variant, find_operation
+from onelaunch.wording import UNSAFE
 
 NAME = re.compile(r"(?! )[A-Za-z0-9 ._+*=/,():%'-]{1,80}(?<! )")
 """Names of shapes, variants, controls and criteria: nothing that a page, a plot, a shell or a terminal could read as more."""

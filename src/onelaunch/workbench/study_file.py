@@ -22,13 +22,9 @@ from onelaunch.errors import (
     StudyFileMissing,
     UnknownOperation,
     UnknownStudy,
-    did_you_mean,
-    escaped,
-    in_a_line,
-    listing,
-    shown,
 )
 from onelaunch.operation import Case, Operation, find_operation
+from onelaunch.wording import did_you_mean, escaped, in_a_line, listing, shown
 from onelaunch.workbench.files import read_text
 from onelaunch.workbench.study import (
     ALONE,

@@ -14,8 +14,9 @@ from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.study.arguments import ScaleName, StudyName
 from onelaunch.device.hardware import describe, resolve
 from onelaunch.device.peaks import ceilings
-from onelaunch.errors import UnknownShape, escaped
+from onelaunch.errors import UnknownShape
 from onelaunch.operation import Direction
+from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.report.summary import asked, sizes, way
