@@ -11,11 +11,12 @@ import torch
 from onelaunch import peaks
 from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, ResultMismatch, StudyError
 from onelaunch.hardware import Ceilings
-from onelaunch.workbench import files, sampling, timing
-from onelaunch.workbench import result as result_module
+from onelaunch.workbench import files
 from onelaunch.workbench import run as module
-from onelaunch.workbench.provenance import commit, merge_clocks, spelled
+from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.result import Result, Traffic
+from onelaunch.workbench.result import schema as result_module
+from onelaunch.workbench.result.provenance import commit, merge_clocks, spelled
 from onelaunch.workbench.run import ResultUnsaved, Steps, default_path, partial_path, run_study
 from onelaunch.workbench.study import Criterion, Shape, Study
 from tests.workbench import toy
@@ -549,7 +550,7 @@ def test_provenance_says_where_and_with_what():
 
 
 def test_the_commit_says_when_the_checkout_differs(monkeypatch):
-    from onelaunch.workbench import provenance
+    from onelaunch.workbench.result import provenance
 
     answers: dict[str, str | None] = {"ls-files": "__init__.py", "rev-parse": "abc123", "status": " M errors.py"}
     monkeypatch.setattr(provenance, "_git", lambda *arguments: answers[arguments[0]])

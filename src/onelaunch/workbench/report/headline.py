@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from onelaunch.errors import listing
 from onelaunch.operation import Direction
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decision import excluded
+from onelaunch.workbench.decide.decision import excluded
 from onelaunch.workbench.report.committed import committed
 from onelaunch.workbench.report.summary import (
     FEW,

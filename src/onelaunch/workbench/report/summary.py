@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from onelaunch.errors import OneLaunchError
 from onelaunch.operation import DIRECTIONS, Direction, find_operation
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decision import excluded
+from onelaunch.workbench.decide.decision import excluded
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio

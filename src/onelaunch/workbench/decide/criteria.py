@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from onelaunch.errors import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
-from onelaunch.workbench.candidates import asked_of_over, compared, timing_of, why_none
+from onelaunch.workbench.decide.candidates import asked_of_over, compared, timing_of, why_none
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Outcome, Result
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape, Study
 

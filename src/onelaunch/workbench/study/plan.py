@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 
 from onelaunch.operation import Cost, Direction, Variant, find_operation
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.result import Plan
 from onelaunch.workbench.stats import geometric_mean
-from onelaunch.workbench.study import Criterion, Scale, Selector, Shape, Study
+from onelaunch.workbench.stored import Bound, Count, Grown, Stored
+from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape, Study
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 """Unit roundoff of each dtype."""
@@ -40,6 +40,27 @@ READ_MOSTLY = 0.1
 
 LEFT_OUT = "is left out at this shape by the study"
 """Why what a shape skips does not run."""
+
+
+class Plan(Grown, Stored):
+    """What arithmetic says before anything runs."""
+
+    LATER = ("written", "least_written")
+
+    flops: Count
+    bytes: Count
+    """Fewest bytes of this way of computing."""
+    least_bytes: Count
+    """Fewest bytes of any way of computing."""
+    launches: Count | None
+    floor_microseconds: Bound
+    """No variant can run below this in the cold regime."""
+    planned_microseconds: Bound
+    """Time of this variant's own bytes, FLOPs and launches at the measured peaks."""
+    written: Count | None = None
+    """Bytes of ``bytes`` that are written; ``None`` where the operation does not say."""
+    least_written: Count | None = None
+    """Bytes of ``least_bytes`` that are written; ``None`` where the operation does not say."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+import onelaunch
 from onelaunch.errors import (
     ArgumentError,
     FolderNotice,
@@ -30,14 +31,12 @@ from onelaunch.errors import (
 )
 from onelaunch.operation import Case, Operation, find_operation
 from onelaunch.workbench.files import read_text
-from onelaunch.workbench.study import (
+from onelaunch.workbench.stored import FROM_A_FILE, NAME, NAME_RULE
+from onelaunch.workbench.study.declare import (
     ALONE,
     COUNTS,
-    FROM_A_FILE,
     LARGEST_SIZE,
     LOOPS,
-    NAME,
-    NAME_RULE,
     SHAPE_KEYS,
     TIMES,
     Criterion,
@@ -89,7 +88,7 @@ def study_folders() -> list[Path]:
 
 def _built_in() -> Path:
     """Return the folder of the studies that come with onelaunch."""
-    package = Path(__file__).parents[1]
+    package = Path(onelaunch.__file__).parent
     installed = package / "studies"
     return installed if installed.is_dir() else package.parents[1] / "studies"
 

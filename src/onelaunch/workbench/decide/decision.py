@@ -30,11 +30,11 @@ from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
-from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared
-from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.plan import bandwidth, infeasibilities, matrix_dtype
+from onelaunch.workbench.decide.candidates import STATUS_WORDS, candidate, compared
+from onelaunch.workbench.decide.criteria import evaluate
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
 from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
+from onelaunch.workbench.study.plan import bandwidth, infeasibilities, matrix_dtype
 
 MOSTLY = 0.5
 """Share of a time above which it counts as most of that time."""

@@ -6,26 +6,13 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from onelaunch.errors import UNSAFE
 from onelaunch.operation import Case, Direction, Variant, find_operation
-
-NAME = re.compile(r"(?! )[A-Za-z0-9 ._+*=/,():%'-]{1,80}(?<! )")
-"""Names of shapes, variants, controls and criteria: nothing that a page, a plot, a shell or a terminal could read as more."""
-
-NAME_RULE = "it must be 1 to 80 letters (A to Z), digits, spaces and . _ - + * = / , ( ) : % ', without a space at either end"
+from onelaunch.workbench.stored import Grown, check_names
 
 FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 """Names of studies, which name files and folders."""
@@ -34,24 +21,6 @@ FILE_NAME_RULE = "it names files, so it must be 1 to 80 letters (A to Z), digits
 
 LARGEST_SIZE = 2**63 - 1
 """Largest size of a shape: PyTorch's sizes are signed 64-bit integers."""
-
-
-FROM_A_FILE = {"from_a_file": True}
-"""Context of a validation in which names and texts must follow the rules: what is read from files, and what is about to run."""
-
-
-def check_names(value: Any, info: ValidationInfo) -> Any:
-    """Return a value after a check that every text in it, keys of mappings included, follows :data:`NAME`."""
-    if not info.context:
-        return value
-    if isinstance(value, str) and not NAME.fullmatch(value):
-        raise ValueError(NAME_RULE)
-    if isinstance(value, dict):
-        check_names([*value, *value.values()], info)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            check_names(each, info)
-    return value
 
 
 def check_file_name(value: str, info: ValidationInfo) -> str:
@@ -133,22 +102,6 @@ ALONE: dict[Measure, tuple[str, str]] = {
     "error": ("an error is judged against the oracle", "an error is"),
 }
 """Measures of ``of`` alone, bounded from above or, if counted, exact: what each is held against, and that it is bounded."""
-
-
-class Grown(BaseModel):
-    """Base of what is stored and has grown since: what was stored before stays as it was when it is stored again."""
-
-    LATER: ClassVar[tuple[str, ...]] = ()
-    """Keys that came after results were kept: at their defaults they are left out, so that the digest of an older study stays."""
-
-    @model_serializer(mode="wrap")
-    def _as_it_was(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = type(self).model_fields
-        return {
-            key: value
-            for key, value in handler(self).items()
-            if key not in self.LATER or getattr(self, key) != fields[key].default
-        }
 
 
 class Declared(Grown):
