@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from onelaunch.workbench.decide.criteria import evaluate, possible_gain
+from onelaunch.workbench.decide.criteria import evaluate
+from onelaunch.workbench.decide.judging import possible_gain
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.study import Criterion, Shape
 from onelaunch.workbench.study.plan import infeasibility

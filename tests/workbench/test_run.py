@@ -428,14 +428,14 @@ def test_launches_are_counted_where_a_criterion_asks_for_them_and_of_what_it_nam
         asked.extend((request.case.name, request.direction, request.variant) for request in requests)
         return [5 for _ in requests]
 
-    result = run(study(FEW, directions=("forward", "forward_backward")), steps=steps(launches=launches))
+    result = run(study(FEW, directions=("forward", "forward_backward")), steps=steps(counters={"launches": launches}))
     assert asked == [("first", "forward", "parallel")]
     assert result.cell("first", "parallel").launches == 5
     assert result.cell("first", "eager").launches is None
     assert result.cell("first", "parallel").timings
     assert result.outcomes[0].status == "met"
     asked.clear()
-    run(study(FEW), steps=steps(launches=launches), count=False, force=True)
+    run(study(FEW), steps=steps(counters={"launches": launches}), count=False, force=True)
     assert asked == []
 
 
@@ -447,7 +447,7 @@ def test_barriers_are_counted_where_a_criterion_asks_for_them():
         return [3 for _ in requests]
 
     criterion = Criterion(name="barriers", measure="barriers", of="parallel", at="first", equals=3)
-    result = run(study(criterion), steps=steps(barriers=barriers))
+    result = run(study(criterion), steps=steps(counters={"barriers": barriers}))
     assert asked == [("first", "parallel")]
     cell = result.cell("first", "parallel")
     assert (cell.barriers, cell.launches, result.outcomes[0].status) == (3, None, "met")

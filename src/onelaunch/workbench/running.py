@@ -14,13 +14,13 @@ from onelaunch import hardware, peaks
 from onelaunch.errors import OutputUnwritable, ResultMismatch
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.decide.decision import concluded
+from onelaunch.workbench.decide.measured import CountedMeasure, counted_measures
 from onelaunch.workbench.measure.compiling import compile_ahead, places_to_compile
 from onelaunch.workbench.measure.count import Request, analytic, count_all
-from onelaunch.workbench.measure.launches import count_barriers, count_launches
 from onelaunch.workbench.measure.timing import Interrupted, Measurements, below, measure
 from onelaunch.workbench.result import Cell, Noise, Result, StoredCeilings, Traffic
 from onelaunch.workbench.result.provenance import provenance
-from onelaunch.workbench.study import COUNTS, DRAM_BYTES, Measure, Shape, Study
+from onelaunch.workbench.study import Shape, Study, measures
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.calls import status_of
@@ -56,8 +56,8 @@ class Steps:
     remeasure: Callable[[str, hardware.Ceilings], hardware.Ceilings] = peaks.remeasure
     measure: Callable[..., Measurements] = measure
     count: Callable[..., Sequence[Traffic]] = count_all
-    launches: Callable[..., Sequence[int | str]] = count_launches
-    barriers: Callable[..., Sequence[int | str]] = count_barriers
+    counters: Mapping[str, Callable[..., Sequence[int | str]]] = field(default_factory=dict)
+    """Functions that count in place of the measures' own, by the name of the measure."""
     compile: Callable[..., list[str]] = compile_ahead
 
 
@@ -96,8 +96,9 @@ class Run:
         self.judge = Judge(ORACLE_BYTES.get(self.device.type, 1 << 30))
         self.counted = _places_to_count(self.study, self.wanted.count)
         """Shapes and directions at which DRAM bytes are counted."""
-        self.counts = {what: _places_of(self.study, (what,)) for what in COUNTS if self.wanted.count}
-        """Shapes and directions at which launches and barriers are counted."""
+        wanted = counted_measures() if self.wanted.count else []
+        self.counts = {measure.name: (measure, _places_of(self.study, (measure.name,))) for measure in wanted}
+        """Counted measures, each with the shapes and directions at which a criterion asks for it."""
         if self.wanted.quick:
             self.plan = self.plan.in_first_direction()
             first = self.study.directions[0].replace("_", " and ")
@@ -132,7 +133,7 @@ class Run:
             name = place[0].name, place[1]
             cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
             counted = name not in self.counted or any(cell.traffic and cell.traffic.source == "ncu" for cell in cells)
-            for what, places in self.counts.items():
+            for what, (_, places) in self.counts.items():
                 counted = counted and (name not in places or any(cell.count(what) is not None for cell in cells))
             if counted and all(cell.status != "interrupted" for cell in cells):
                 self.finished.append(place)
@@ -238,7 +239,7 @@ class Run:
         self._take(able, found, {})  # kept before counting, which may be interrupted
         if (case.name, direction) in self.counted:
             self._take(able, found, self._count(case, direction, able))
-        for what, places in self.counts.items():
+        for what, places in self.counts.values():
             if (case.name, direction) in places:
                 self._count_calls(what, case, direction, able)
 
@@ -277,7 +278,7 @@ class Run:
 
     def _count(self, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> Mapping[str, Traffic]:
         """Bytes of what is correct; the slowest last, since a profiler that gives up has then seen the rest."""
-        named = _named_for(self.study, DRAM_BYTES)
+        named = _named_for(self.study, _measures_of_bytes())
         ready = [
             planned
             for planned in able
@@ -294,17 +295,17 @@ class Run:
             return {}
         return {planned.variant: traffic for planned, traffic in zip(ready, found, strict=True)}
 
-    def _count_calls(self, what: Measure, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> None:
-        """Of what is correct and named by a criterion on them; a note says why where they cannot be counted."""
-        named = _named_for(self.study, (what,))
-        count = {"launches": self.steps.launches, "barriers": self.steps.barriers}[what]
+    def _count_calls(self, what: CountedMeasure, case: Case, direction: Direction, able: Sequence[PlannedCell]) -> None:
+        """Count one call of each correct variant that a criterion on the measure names; a note says why where that fails."""
+        named = _named_for(self.study, (what.name,))
+        count = self.steps.counters.get(what.name, what.count)
         ready = [planned for planned in able if planned.variant in named and self.cells[_key(planned)].status == "ok"]
         requests = [Request(case, planned.variant, direction, planned.control) for planned in ready]
         for planned, found in zip(ready, count(self.operation, requests, device=self.device), strict=True):
             if isinstance(found, int):
-                self.cells[_key(planned)] = self.cells[_key(planned)].model_copy(update={what: found})
+                self.cells[_key(planned)] = self.cells[_key(planned)].counted(what.name, found)
             else:
-                self.notes.append(f"{what.capitalize()} of {planned.variant} at {case.name} were not counted: {found}")
+                self.notes.append(f"{what.name.capitalize()} of {planned.variant} at {case.name} were not counted: {found}")
 
     def _slowness(self, planned: PlannedCell) -> float:
         times = self.cells[_key(planned)].timings
@@ -352,18 +353,22 @@ def _differences(earlier: Result, now: Result) -> list[str]:
 def _places_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:
     if count == "all":
         return frozenset((shape.name, direction) for shape in study.shapes for direction in study.directions_at(shape))
-    return _places_of(study, DRAM_BYTES) if count else frozenset()
+    return _places_of(study, _measures_of_bytes()) if count else frozenset()
 
 
-def _places_of(study: Study, measures: Sequence[Measure]) -> frozenset[tuple[str, Direction]]:
+def _measures_of_bytes() -> list[str]:
+    return [measure.name for measure in measures() if measure.needs_dram_bytes]
+
+
+def _places_of(study: Study, names: Sequence[str]) -> frozenset[tuple[str, Direction]]:
     """Where criteria of these measures are asked."""
-    asked = [criterion for criterion in study.criteria if criterion.measure in measures]
+    asked = [criterion for criterion in study.criteria if criterion.measure in names]
     return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
 
 
-def _named_for(study: Study, measures: Sequence[Measure]) -> set[str]:
+def _named_for(study: Study, names: Sequence[str]) -> set[str]:
     """Variants and controls that criteria of these measures stand for."""
-    asked = [criterion for criterion in study.criteria if criterion.measure in measures]
+    asked = [criterion for criterion in study.criteria if criterion.measure in names]
     sides = [side for criterion in asked for shape in study.shapes_of(criterion) for side in study.sides(criterion, shape)]
     return {name for selector, _ in sides for name in study.select(selector)}
 

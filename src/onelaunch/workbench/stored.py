@@ -90,7 +90,7 @@ class Grown(BaseModel):
         return {
             key: value
             for key, value in handler(self).items()
-            if key not in self.LATER or getattr(self, key) != fields[key].default
+            if key not in self.LATER or getattr(self, key) != fields[key].get_default(call_default_factory=True)
         }
 
 

@@ -48,6 +48,10 @@ Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "
 """``incorrect``: the verdict failed, no time was taken. ``invalid``: faster than its floor, the time is not believed."""
 
 
+OWN_COUNTS = ("launches", "barriers")
+"""Counted measures for which a cell has a field of its own."""
+
+
 class ComponentError(Stored):
     """How one result or gradient compares with the oracle."""
 
@@ -112,7 +116,7 @@ class Traffic(Stored):
 class Cell(Grown, Stored):
     """One variant (or control) at one shape in one direction."""
 
-    LATER = ("launches", "barriers")
+    LATER = ("launches", "barriers", "counts")
 
     shape: Name
     direction: Direction
@@ -131,14 +135,21 @@ class Cell(Grown, Stored):
     launches: Count | None = None
     """Kernels, copies and fills of one call, as counted in a CUDA graph; ``None`` where no criterion asks for them."""
     barriers: Count | None = None
-    """Over the grid in one call, as the variant's kernel counts them; ``None`` where no criterion asks for them."""
+    """Barriers over the grid in one call, as the variant's kernel counts them; ``None`` where no criterion asks for them."""
+    counts: dict[Name, Count] = Field(default_factory=dict)
+    """Other counts of one call by the name of their measure, where a criterion asks for them."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
 
     def count(self, measure: str) -> int | None:
-        """What was counted of one call: its ``launches`` or ``barriers``."""
-        return {"launches": self.launches, "barriers": self.barriers}[measure]
+        """Return what was counted of one call for a measure, or ``None``."""
+        return getattr(self, measure) if measure in OWN_COUNTS else self.counts.get(measure)
+
+    def counted(self, measure: str, count: int) -> Cell:
+        """Return the cell with what was counted of one call for a measure."""
+        changes = {measure: count} if measure in OWN_COUNTS else {"counts": {**self.counts, measure: count}}
+        return self.model_copy(update=changes)
 
 
 class Noise(Stored):

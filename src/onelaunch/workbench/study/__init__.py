@@ -1,13 +1,10 @@
-"""Declared studies: how one is written down (declare), read from a file (read) and held against a device's peaks (plan)."""
+"""Declared studies: how one is written down (declare), read from a file (read), held against a device's peaks (plan), and the
+measures that its criteria can ask for (measure).
+"""
 
 from onelaunch.workbench.study.declare import (
-    ALONE,
-    COUNTS,
-    DRAM_BYTES,
     LOOPS,
-    TIMES,
     Criterion,
-    Measure,
     Regime,
     Scale,
     Selector,
@@ -15,13 +12,11 @@ from onelaunch.workbench.study.declare import (
     Study,
     members,
 )
+from onelaunch.workbench.study.measure import Alone, Measure, find_measure, measure_names, measures, register
 
 __all__ = [
-    "ALONE",
-    "COUNTS",
-    "DRAM_BYTES",
     "LOOPS",
-    "TIMES",
+    "Alone",
     "Criterion",
     "Measure",
     "Regime",
@@ -29,5 +24,9 @@ __all__ = [
     "Selector",
     "Shape",
     "Study",
+    "find_measure",
+    "measure_names",
+    "measures",
     "members",
+    "register",
 ]
