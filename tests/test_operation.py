@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from onelaunch.builds import KernelBuild
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
+from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Cost, Query, find_operation, names_of, operation, operations, parse_dtype, remembered
 from onelaunch.workbench.verify.calls import Callee, Inputs
 from tests.toys import make_scale

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from onelaunch import peaks
 from onelaunch.cli.application import application
-from onelaunch.hardware import Ceilings
+from onelaunch.device import peaks
+from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import run
 from onelaunch.workbench.measure import sampling, timing
 from tests.workbench import toy

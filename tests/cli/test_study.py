@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from onelaunch import dispatch, measured
+from onelaunch import dispatch
 from onelaunch.cli.study import report as report_module
 from onelaunch.cli.study import run as run_module
-from onelaunch.errors import UNSAFE, OutputUnwritable
+from onelaunch.dispatch import measured
+from onelaunch.errors import OutputUnwritable
+from onelaunch.wording import UNSAFE
 from onelaunch.workbench import files
 from onelaunch.workbench.decide.compare import compare
 from onelaunch.workbench.decide.decision import concluded

@@ -13,7 +13,7 @@ from onelaunch.decode.hub import BUNDLED, find_model
 from onelaunch.decode.model import forward, logits_of
 from onelaunch.decode.reference import config_of
 from onelaunch.decode.rungs import RUNGS, plan_for
-from onelaunch.hardware import is_hopper, processors
+from onelaunch.device.hardware import is_hopper, processors
 from onelaunch.workbench.measure.count import Request
 from onelaunch.workbench.measure.launches import count_barriers
 

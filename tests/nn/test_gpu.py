@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onelaunch import dispatch
-from onelaunch.hardware import is_hopper
+from onelaunch.device.hardware import is_hopper
 from onelaunch.nn import Cache, GatedLinearAttention
 from onelaunch.operation import Query, Variant, find_operation
 from onelaunch.workbench.measure.launches import launches_in

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import gla_layer
-from onelaunch.torch_compile import compiler_missing
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.truth import CAPS
 from tests.ops.cases import assert_correct, assert_near, differentiable, pytorch_variants, results

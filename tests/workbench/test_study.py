@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from onelaunch.errors import UNSAFE, FolderNotice, StudyError, UnknownStudy
+from onelaunch.errors import FolderNotice, StudyError, UnknownStudy
+from onelaunch.wording import UNSAFE
 from onelaunch.workbench.study import Criterion
 from onelaunch.workbench.study.read import find_study, list_studies, load_study
 from tests.workbench import ladder

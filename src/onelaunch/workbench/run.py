@@ -14,8 +14,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from onelaunch import hardware
-from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMissing, StudyError, shown
+from onelaunch.device import hardware
+from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultExists, ResultMissing, StudyError
+from onelaunch.wording import shown
 from onelaunch.workbench.files import probe_file, within
 from onelaunch.workbench.result import Result, StoredCeilings
 from onelaunch.workbench.running import QUICK_SECONDS, Progress, Run, Steps, Wanted

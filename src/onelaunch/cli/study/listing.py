@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onelaunch.cli import output
-from onelaunch.errors import escaped
+from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 from onelaunch.workbench.study.read import StudyFile, list_studies

@@ -17,9 +17,9 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.study.arguments import ScaleName, StudyName
 from onelaunch.cli.study.report import write_into
+from onelaunch.device.hardware import describe, resolve
+from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
-from onelaunch.hardware import describe, resolve
-from onelaunch.peaks import ceilings
 from onelaunch.workbench.files import probe_file, probe_folder, within
 from onelaunch.workbench.report import RESULT
 from onelaunch.workbench.report.summary import way

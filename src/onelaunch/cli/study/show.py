@@ -12,10 +12,11 @@ from rich.padding import Padding
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.study.arguments import ScaleName, StudyName
-from onelaunch.errors import UnknownShape, escaped
-from onelaunch.hardware import describe, resolve
+from onelaunch.device.hardware import describe, resolve
+from onelaunch.device.peaks import ceilings
+from onelaunch.errors import UnknownShape
 from onelaunch.operation import Direction
-from onelaunch.peaks import ceilings
+from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.summary import asked, sizes, way
 from onelaunch.workbench.report.tables import Table, columns, words

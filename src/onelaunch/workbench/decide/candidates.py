@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onelaunch.errors import listing
+from onelaunch.wording import listing
 from onelaunch.workbench.result import Cell, Result, Timing
 from onelaunch.workbench.study import Criterion, Selector, Shape
 

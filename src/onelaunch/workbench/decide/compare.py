@@ -24,8 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onelaunch.errors import ResultMismatch, listing
+from onelaunch.errors import ResultMismatch
 from onelaunch.operation import Direction
+from onelaunch.wording import listing
 from onelaunch.workbench import stats
 from onelaunch.workbench.result import Cell, CriterionStatus, DecisionKind, Estimate, Regime, Result
 from onelaunch.workbench.study import Shape, Study

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from onelaunch.hardware import describe
+from onelaunch.device.hardware import describe
 from onelaunch.workbench.result import Regime, Status
 from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, status_of
 from onelaunch.workbench.verify.poison import poison

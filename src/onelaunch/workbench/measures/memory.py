@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onelaunch.errors import listing
+from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.judging import Finding, exactly
 from onelaunch.workbench.decide.measured import JudgedMeasure

@@ -13,7 +13,7 @@ from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape,
 
 
 class Rates(Protocol):
-    """The measured rates that a plan rests on: :class:`onelaunch.hardware.Ceilings`, or the stored ones."""
+    """The measured rates that a plan rests on: :class:`onelaunch.device.hardware.Ceilings`, or the stored ones."""
 
     @property
     def copy_bytes_per_second(self) -> float: ...
