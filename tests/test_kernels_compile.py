@@ -7,9 +7,10 @@ import os
 import pytest
 
 from onelaunch import cuda
+from onelaunch.device.architectures import CHECKED
 from onelaunch.launch.build import CudaBuild
 from onelaunch.operation import find_operation, operations
-from onelaunch.workbench.inspection import CHECKED, inspect_build
+from onelaunch.workbench.inspection import inspect_build
 
 pytest.importorskip("triton")
 

@@ -14,8 +14,9 @@ from onelaunch.decode.torch_variants import window_of
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.errors import ArgumentError, ContextExceeded, DTypeError, ShapeError, ValueRangeError, VariantUnsupported
 from onelaunch.operation import find_operation
-from onelaunch.workbench.verify import Judge, trivial_answers
+from onelaunch.workbench.verify import Judge
 from tests.decode.models import SMALL
+from tests.trivial import trivial_answers
 
 SIZES = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 200}
 

@@ -14,8 +14,8 @@ from onelaunch.decode.model import forward, logits_of
 from onelaunch.decode.reference import config_of
 from onelaunch.decode.rungs import RUNGS, plan_for
 from onelaunch.device.hardware import is_hopper, processors
-from onelaunch.workbench.count import Request
-from onelaunch.workbench.launches import count_barriers
+from onelaunch.workbench.measure.count import Request
+from onelaunch.workbench.measure.launches import count_barriers
 
 pytestmark = pytest.mark.gpu
 

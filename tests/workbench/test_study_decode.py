@@ -9,7 +9,7 @@ import pytest
 from onelaunch.decode.contract import DIMENSIONS
 from onelaunch.decode.reference import config_of
 from onelaunch.decode.rungs import RUNGS, plan_for
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.read import load_study
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from onelaunch.operation import plugins
 from onelaunch.operation.entry_points import Plugin
 from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.count import find_ncu
+from onelaunch.workbench.measure.count import find_ncu
 from onelaunch.workbench.report.tables import Table, columns
 
 LONGEST = 300

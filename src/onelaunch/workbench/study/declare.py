@@ -6,26 +6,15 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from onelaunch.operation import Case, Direction, Variant, find_operation
 from onelaunch.wording import UNSAFE
-
-NAME = re.compile(r"(?! )[A-Za-z0-9 ._+*=/,():%'-]{1,80}(?<! )")
-"""Names of shapes, variants, controls and criteria: nothing that a page, a plot, a shell or a terminal could read as more."""
-
-NAME_RULE = "it must be 1 to 80 letters (A to Z), digits, spaces and . _ - + * = / , ( ) : % ', without a space at either end"
+from onelaunch.workbench.stored import Grown, check_names
+from onelaunch.workbench.study.measure import Measure, find_measure, measure_names
 
 FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 """Names of studies, which name files and folders."""
@@ -34,24 +23,6 @@ FILE_NAME_RULE = "it names files, so it must be 1 to 80 letters (A to Z), digits
 
 LARGEST_SIZE = 2**63 - 1
 """Largest size of a shape: PyTorch's sizes are signed 64-bit integers."""
-
-
-FROM_A_FILE = {"from_a_file": True}
-"""Context of a validation in which names and texts must follow the rules: what is read from files, and what is about to run."""
-
-
-def check_names(value: Any, info: ValidationInfo) -> Any:
-    """Return a value after a check that every text in it, keys of mappings included, follows :data:`NAME`."""
-    if not info.context:
-        return value
-    if isinstance(value, str) and not NAME.fullmatch(value):
-        raise ValueError(NAME_RULE)
-    if isinstance(value, dict):
-        check_names([*value, *value.values()], info)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            check_names(each, info)
-    return value
 
 
 def check_file_name(value: str, info: ValidationInfo) -> str:
@@ -102,53 +73,17 @@ come through the public loop, as its reader sees it."""
 LOOPS: tuple[Regime, ...] = ("running", "served")
 """Regimes of many steps in a row; an operation says how they are made: :class:`onelaunch.operation.Loop`."""
 
-Measure = Literal[
-    "speedup",
-    "time_ratio",
-    "time",
-    "time_over_floor",
-    "dram_bytes_ratio",
-    "dram_bytes_over_least",
-    "peak_memory_ratio",
-    "launches",
-    "barriers",
-    "error",
-]
 
-TIMES: tuple[Measure, ...] = ("speedup", "time_ratio", "time", "time_over_floor")
-"""Measures that have rounds, an interval and a noise; the others are exact numbers."""
-
-DRAM_BYTES: tuple[Measure, ...] = ("dram_bytes_ratio", "dram_bytes_over_least")
-"""Measures for which the hardware has to count."""
-
-COUNTS: tuple[Measure, ...] = ("launches", "barriers")
-"""Measures of one call that are counted where a criterion asks for them: whole numbers, which may be asked exactly."""
-
-ALONE: dict[Measure, tuple[str, str]] = {
-    "time": ("a time is held against microseconds", "a time is"),
-    "time_over_floor": ("a time is held against its floor", "a time over its floor is"),
-    "dram_bytes_over_least": ("bytes are held against the least", "bytes over the least are"),
-    "launches": ("launches are counted", "a number of launches is"),
-    "barriers": ("barriers are counted", "a number of barriers is"),
-    "error": ("an error is judged against the oracle", "an error is"),
-}
-"""Measures of ``of`` alone, bounded from above or, if counted, exact: what each is held against, and that it is bounded."""
+def check_measure(value: Any) -> Any:
+    """Return the name of a measure after a check that there is one of that name."""
+    if not isinstance(value, str) or value not in measure_names():
+        *most, last = map(repr, measure_names())
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": f"{', '.join(most)} or {last}"})
+    return value
 
 
-class Grown(BaseModel):
-    """Base of what is stored and has grown since: what was stored before stays as it was when it is stored again."""
-
-    LATER: ClassVar[tuple[str, ...]] = ()
-    """Keys that came after results were kept: at their defaults they are left out, so that the digest of an older study stays."""
-
-    @model_serializer(mode="wrap")
-    def _as_it_was(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = type(self).model_fields
-        return {
-            key: value
-            for key, value in handler(self).items()
-            if key not in self.LATER or getattr(self, key) != fields[key].default
-        }
+MeasureName = Annotated[str, BeforeValidator(check_measure)]
+"""Name of a registered measure."""
 
 
 class Declared(Grown):
@@ -195,13 +130,7 @@ Selector = str | dict[str, Any]
 class Criterion(Declared):
     """One condition of success.
 
-    ``speedup``: time of ``over`` / time of ``of``. ``time_ratio``: time of ``of`` / time of ``over``. ``time``: of ``of``, in
-    microseconds. ``time_over_floor``: time of ``of`` / its floor, the time that the fewest bytes or the matrix products need on
-    this device.
-    ``dram_bytes_ratio``: bytes of ``over`` / bytes of ``of``. ``dram_bytes_over_least``: bytes of ``of`` / the fewest bytes of
-    any way of computing, as the plan has them. ``peak_memory_ratio``: peak memory of ``of`` / peak memory of ``over``.
-    ``launches``: kernels, copies and fills of one call of ``of``, as counted. ``barriers``: barriers over the grid in one call of
-    ``of``, as its kernel counts them. ``error``: the largest norm-wise error of ``of``.
+    ``measure`` says what is judged: one of the registered measures, :func:`onelaunch.workbench.study.measures`.
     ``over`` is the study's baseline by default; where it stands for the fastest variant, and that is ``of`` itself, times are
     held against the fastest of the others. Where a selector stands for the fastest variant, bytes, memory and counts are
     those of the fastest variant too.
@@ -211,7 +140,7 @@ class Criterion(Declared):
 
     name: str
     """Name of the criterion in results and reports; each criterion of a study has its own."""
-    measure: Measure
+    measure: MeasureName
     """Quantity that is judged, one of the measures in the table below."""
     of: Selector
     """Variant that is judged: a variant or control by name, or a table of tags, which stands for the fastest of the variants that
@@ -255,8 +184,13 @@ class Criterion(Declared):
         return self
 
     @property
+    def quantity(self) -> Measure:
+        """The registered measure of this criterion."""
+        return find_measure(self.measure)
+
+    @property
     def bound(self) -> str:
-        """In words: ``at least 1.3``."""
+        """The bound in words, such as ``at least 1.3``."""
         if self.equals is not None:
             return f"exactly {self.equals}"
         return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
@@ -327,7 +261,7 @@ class Study(Declared):
 
     def sides(self, criterion: Criterion, shape: Shape) -> tuple[tuple[Selector, Shape], ...]:
         """What a criterion holds against each other at one of its shapes: ``of`` and ``over``, each with its own shape."""
-        if criterion.measure in ALONE:
+        if criterion.quantity.alone is not None:
             return ((criterion.of, shape),)
         other = shape if criterion.over_at is None else self.shape(criterion.over_at)
         return (criterion.of, shape), (self.over(criterion), other)

@@ -1,8 +1,8 @@
 """Count the DRAM bytes of a call: by the hardware's counters through NVIDIA's ``ncu``, else by arithmetic; the result says which.
 
-One child process (:mod:`onelaunch.workbench.count_child`) runs under ``ncu`` for many requests at once, each in an NVTX range of
-its own. It calls over rotated inputs larger than three last-level caches after a full untimed rotation, with the caches left as
-they are: in that steady state all compulsory traffic reaches DRAM, write-backs included.
+One child process (:mod:`onelaunch.workbench.measure.count_child`) runs under ``ncu`` for many requests at once, each in an NVTX
+range of its own. It calls over rotated inputs larger than three last-level caches after a full untimed rotation, with the caches
+left as they are: in that steady state all compulsory traffic reaches DRAM, write-backs included.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def command(ncu: str, log: Path, specification: Path, requests: int) -> list[str
         *(ncu, "--metrics", ",".join(METRICS), "--clock-control", "none", "--cache-control", "none"),
         *("--replay-mode", "kernel", "--target-processes", "all", "--launch-count", str(MOST_KERNELS), "--nvtx", *include),
         *("--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
-        *(sys.executable, "-m", "onelaunch.workbench.count_child", str(specification)),
+        *(sys.executable, "-m", "onelaunch.workbench.measure.count_child", str(specification)),
     ]
 
 

@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 
 from onelaunch.device.hardware import describe
-from onelaunch.workbench.calls import Answer, Callee, Inputs, status_of
-from onelaunch.workbench.poison import poison
 from onelaunch.workbench.result import Regime, Status
-from onelaunch.workbench.truth import Truth
+from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, status_of
+from onelaunch.workbench.verify.poison import poison
+from onelaunch.workbench.verify.truth import Truth
 
 CACHES = 3.0
 """The rotated inputs are larger than so many last-level caches."""

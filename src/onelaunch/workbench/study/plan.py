@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from onelaunch.operation import Cost, Direction, Variant, find_operation
-from onelaunch.workbench import quantities as q
-from onelaunch.workbench.result import Plan
-from onelaunch.workbench.stats import geometric_mean
-from onelaunch.workbench.study import Criterion, Scale, Selector, Shape, Study
-
-ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
-"""Unit roundoff of each dtype."""
-
-EXACTNESS = 0.25
-"""A result rounded once has a norm-wise error between 0.29 and 0.58 of the unit roundoff; an error asked below this share of it
-cannot be reached by anything that stores its result in that dtype."""
+from onelaunch.workbench.stored import Bound, Count, Grown, Stored
+from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape, Study
 
 
 class Rates(Protocol):
@@ -40,6 +30,27 @@ READ_MOSTLY = 0.1
 
 LEFT_OUT = "is left out at this shape by the study"
 """Why what a shape skips does not run."""
+
+
+class Plan(Grown, Stored):
+    """What arithmetic says before anything runs."""
+
+    LATER = ("written", "least_written")
+
+    flops: Count
+    bytes: Count
+    """Fewest bytes of this way of computing."""
+    least_bytes: Count
+    """Fewest bytes of any way of computing."""
+    launches: Count | None
+    floor_microseconds: Bound
+    """No variant can run below this in the cold regime."""
+    planned_microseconds: Bound
+    """Time of this variant's own bytes, FLOPs and launches at the measured peaks."""
+    written: Count | None = None
+    """Bytes of ``bytes`` that are written; ``None`` where the operation does not say."""
+    least_written: Count | None = None
+    """Bytes of ``least_bytes`` that are written; ``None`` where the operation does not say."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ def bandwidth(moved: float, written: float | None, rates: Rates) -> float:
 
 def matrix_dtype(study: Study, shape: Shape) -> str:
     """Of the operands of a shape's matrix products."""
-    return _least(study, shape, "forward").matrix_dtype or shape.dtype
+    return least_cost(study, shape, "forward").matrix_dtype or shape.dtype
 
 
 def infeasibilities(study: Study) -> dict[str, str]:
@@ -123,62 +134,17 @@ def infeasibilities(study: Study) -> dict[str, str]:
 
 
 def infeasibility(study: Study, criterion: Criterion) -> str | None:
-    """Why arithmetic alone refutes a criterion, or ``None``. Criteria on times need a measured baseline first."""
-    shapes = study.shapes_of(criterion)
-    if criterion.combine == "geomean" and criterion.measure == "dram_bytes_ratio":
-        return _infeasible_mean(study, criterion, shapes)
-    needed = criterion.in_at_least or len(shapes)
-    refuted = [why for shape in shapes if (why := _infeasible_at(study, criterion, shape)) is not None]
-    return "; ".join(refuted) if len(shapes) - len(refuted) < needed else None
+    """Return why arithmetic alone refutes a criterion, or ``None``. Criteria on times need a measured baseline first."""
+    return criterion.quantity.infeasibility(study, criterion)
 
 
-def _infeasible_mean(study: Study, criterion: Criterion, shapes: Sequence[Shape]) -> str | None:
-    """The same for the geometric mean of the bytes saved."""
-    moved = [
-        (_most_bytes(study, study.over(criterion), shape, criterion.direction), _least(study, shape, criterion.direction).bytes)
-        for shape in shapes
-    ]
-    if criterion.at_least is None or not all(most and least for most, least in moved):
-        return None
-    mean = geometric_mean([most / least for most, least in moved])
-    if mean >= criterion.at_least:
-        return None
-    return (
-        f"at most {mean:.2f}x fewer bytes is possible in the geometric mean over {len(shapes)} shapes, "
-        f"the study asks for at least {criterion.at_least:g}x"
-    )
-
-
-def _infeasible_at(study: Study, criterion: Criterion, shape: Shape) -> str | None:
-    if criterion.measure == "dram_bytes_ratio" and criterion.at_least is not None:
-        most = _most_bytes(study, study.over(criterion), shape, criterion.direction)
-        least = _least(study, shape, criterion.direction).bytes
-        if least and most / least < criterion.at_least:
-            return (
-                f"at most {most / least:.2f}x fewer bytes is possible at {shape.name} ({q.size(most)} against "
-                f"{q.size(least)}), the study asks for at least {criterion.at_least:g}x"
-            )
-    if criterion.measure == "dram_bytes_over_least" and criterion.at_most is not None and criterion.at_most < 1:
-        least = _least(study, shape, criterion.direction).bytes
-        least_words = f"fewer than the least bytes cannot move at {shape.name} ({q.size(least)})"
-        return f"{least_words}, the study asks for {criterion.at_most:g}x"
-    if criterion.measure == "time_over_floor" and criterion.at_most is not None and criterion.at_most < 1:
-        return f"nothing runs below its floor, the study asks for {criterion.at_most:g}x at {shape.name}"
-    if criterion.measure == "error" and criterion.at_most is not None:
-        finest = EXACTNESS * ROUNDING[shape.dtype]
-        if criterion.at_most < finest:
-            return (
-                f"rounding to {shape.dtype} alone makes an error above {finest:.1e} at {shape.name}, "
-                f"the study asks for at most {criterion.at_most:.1e}"
-            )
-    return None
-
-
-def _least(study: Study, shape: Shape, direction: Direction) -> Cost:
+def least_cost(study: Study, shape: Shape, direction: Direction) -> Cost:
+    """Return the cost of the fewest bytes and FLOPs of any way of computing an operation at a shape."""
     return find_operation(study.operation).cost(study.case(shape), None, direction)
 
 
-def _most_bytes(study: Study, selector: Selector, shape: Shape, direction: Direction) -> int:
+def most_bytes(study: Study, selector: Selector, shape: Shape, direction: Direction) -> int:
+    """Return the most bytes that arithmetic gives the variants of a selector at a shape."""
     operation, case = find_operation(study.operation), study.case(shape)
     if isinstance(selector, str) and selector in operation.controls and selector not in operation.variants:
         return operation.controls[selector].cost(case).bytes
@@ -202,7 +168,7 @@ def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
 def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str, rates: Rates, device: str) -> PlannedCell:
     operation, case = find_operation(study.operation), study.case(shape)
     variant = operation.get(name)
-    plan = _plan(operation.cost(case, variant, direction), _least(study, shape, direction), shape.dtype, rates)
+    plan = _plan(operation.cost(case, variant, direction), least_cost(study, shape, direction), shape.dtype, rates)
     if name in shape.skip:
         return PlannedCell(shape, direction, name, plan, status="unsupported", reason=LEFT_OUT)
     if (package := missing_package(variant)) is not None:

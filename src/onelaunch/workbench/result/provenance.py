@@ -19,7 +19,7 @@ import torch
 import onelaunch
 from onelaunch.device.hardware import describe
 from onelaunch.operation import Operation, find_operation
-from onelaunch.workbench.result import Provenance
+from onelaunch.workbench.result.schema import Provenance
 from onelaunch.workbench.study import Scale, Study
 
 PACKAGE = Path(onelaunch.__file__).parent

@@ -10,16 +10,33 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from onelaunch.device.hardware import SLUG
 from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew
 from onelaunch.operation import Direction
-from onelaunch.wording import escaped, in_a_line, listing, shown
+from onelaunch.wording import in_a_line, listing, shown
 from onelaunch.workbench.files import read_text, write_text
-from onelaunch.workbench.study import FROM_A_FILE, Criterion, Grown, Regime, Study, check_names, members
+from onelaunch.workbench.stored import (
+    FROM_A_FILE,
+    LEAST_TIME,
+    MOST_TIME,
+    Amount,
+    Count,
+    Error,
+    Estimate,
+    Finite,
+    Grown,
+    Name,
+    Positive,
+    Slug,
+    Stored,
+    Time,
+    Words,
+)
+from onelaunch.workbench.study import Criterion, Regime, Study, members
+from onelaunch.workbench.study.plan import Plan
 
 SCHEMA = 3
 """Version of what is stored. Older ones read as they stand: version 1 had no means over shapes, no times at two shapes, no memory
@@ -28,59 +45,12 @@ and no criteria that do not decide; version 2 no read bandwidth, no spread of th
 READABLE = (1, 2, 3)
 
 
-def _slug(text: str, info: ValidationInfo) -> str:
-    if info.context and not SLUG.fullmatch(text):
-        raise ValueError("it names files, so it must be 1 to 80 small letters (a to z), digits, '.', '_' and '-', with no '..'")
-    return text
-
-
-Slug = Annotated[str, AfterValidator(_slug)]
-Name = Annotated[str, AfterValidator(check_names)]
-
-Words = Annotated[str, AfterValidator(escaped)]
-"""Free text, such as what another package's error said: control characters in it are written as backslash escapes."""
-
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-LEAST_TIME, MOST_TIME = 1e-6, 1e15
-"""Least and greatest time in microseconds: one picosecond and some thirty years. Times further apart cannot be drawn."""
-
-Time = Annotated[float, Field(ge=LEAST_TIME, le=MOST_TIME, allow_inf_nan=False)]
-
-
-def _drawable(microseconds: float) -> float:
-    if 0 < microseconds < 1e-12:
-        raise ValueError("it must be 0 or at least 1e-12 microseconds")
-    return microseconds
-
-
-Bound = Annotated[float, Field(ge=0, le=MOST_TIME, allow_inf_nan=False), AfterValidator(_drawable)]
-"""Microseconds of a plan, which may be 0 and which plots draw beside measured times."""
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Error = Annotated[float, Field(ge=0)]
-"""An error against the oracle, which may be infinite."""
-
-Count = Annotated[int, Field(ge=0, le=10**120)]
-"""A number of bytes or operations: sizes have 63 bits, and few of them are multiplied."""
-
 Status = Literal["ok", "unsupported", "not_installed", "incorrect", "invalid", "out_of_memory", "error", "interrupted"]
 """``incorrect``: the verdict failed, no time was taken. ``invalid``: faster than its floor, the time is not believed."""
 
 
-class Stored(BaseModel):
-    """Base of all stored values: closed and unchangeable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
-
-
-class Estimate(Stored):
-    """A median over rounds with its 95 % bootstrap interval."""
-
-    median: Error
-    low: Error
-    high: Error
-    samples: Count
+OWN_COUNTS = ("launches", "barriers")
+"""Counted measures for which a cell has a field of its own."""
 
 
 class ComponentError(Stored):
@@ -144,31 +114,10 @@ class Traffic(Stored):
         return self.read + self.written
 
 
-class Plan(Grown, Stored):
-    """What arithmetic says before anything runs."""
-
-    LATER = ("written", "least_written")
-
-    flops: Count
-    bytes: Count
-    """Fewest bytes of this way of computing."""
-    least_bytes: Count
-    """Fewest bytes of any way of computing."""
-    launches: Count | None
-    floor_microseconds: Bound
-    """No variant can run below this in the cold regime."""
-    planned_microseconds: Bound
-    """Time of this variant's own bytes, FLOPs and launches at the measured peaks."""
-    written: Count | None = None
-    """Bytes of ``bytes`` that are written; ``None`` where the operation does not say."""
-    least_written: Count | None = None
-    """Bytes of ``least_bytes`` that are written; ``None`` where the operation does not say."""
-
-
 class Cell(Grown, Stored):
     """One variant (or control) at one shape in one direction."""
 
-    LATER = ("launches", "barriers")
+    LATER = ("launches", "barriers", "counts")
 
     shape: Name
     direction: Direction
@@ -182,19 +131,26 @@ class Cell(Grown, Stored):
     timings: tuple[Timing, ...] = ()
     traffic: Traffic | None = None
     peak_bytes: Count | None = None
-    """Most memory in use above the inputs during one call, as :class:`onelaunch.workbench.sampling.GpuSampler` measures it;
-    ``None`` where it is not measured, such as on a CPU."""
+    """Most memory in use above the inputs during one call, as :class:`~onelaunch.workbench.measure.sampling.GpuSampler` measures
+    it; ``None`` where it is not measured, such as on a CPU."""
     launches: Count | None = None
     """Kernels, copies and fills of one call, as counted in a CUDA graph; ``None`` where no criterion asks for them."""
     barriers: Count | None = None
-    """Over the grid in one call, as the variant's kernel counts them; ``None`` where no criterion asks for them."""
+    """Barriers over the grid in one call, as the variant's kernel counts them; ``None`` where no criterion asks for them."""
+    counts: dict[Name, Count] = Field(default_factory=dict)
+    """Other counts of one call by the name of their measure, where a criterion asks for them."""
 
     def timing(self, regime: Regime) -> Timing | None:
         return next((timing for timing in self.timings if timing.regime == regime), None)
 
     def count(self, measure: str) -> int | None:
-        """What was counted of one call: its ``launches`` or ``barriers``."""
-        return {"launches": self.launches, "barriers": self.barriers}[measure]
+        """Return what was counted of one call for a measure, or ``None``."""
+        return getattr(self, measure) if measure in OWN_COUNTS else self.counts.get(measure)
+
+    def counted(self, measure: str, count: int) -> Cell:
+        """Return the cell with what was counted of one call for a measure."""
+        changes = {measure: count} if measure in OWN_COUNTS else {"counts": {**self.counts, measure: count}}
+        return self.model_copy(update=changes)
 
 
 class Noise(Stored):

@@ -14,8 +14,8 @@ import torch
 
 from onelaunch.errors import OneLaunchError
 from onelaunch.operation import Case, Control, Direction, Operation, Variant
-from onelaunch.workbench.calls import Answer, Callee, Inputs, draw_gradients, make_inputs
 from onelaunch.workbench.result import ComponentError
+from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, draw_gradients, make_inputs
 
 CAPS = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2)}
 """By dtype of the call: the largest norm-wise error of a result, and of a gradient, of an operation of one stage."""

@@ -30,11 +30,12 @@ from onelaunch.operation import Direction, find_operation
 from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
-from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared
-from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.plan import bandwidth, infeasibilities, matrix_dtype
+from onelaunch.workbench.decide.candidates import STATUS_WORDS, candidate, compared
+from onelaunch.workbench.decide.criteria import evaluate
+from onelaunch.workbench.decide.measured import judged
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
-from onelaunch.workbench.study import COUNTS, TIMES, Criterion, Selector, Shape
+from onelaunch.workbench.study import Criterion, Selector, Shape
+from onelaunch.workbench.study.plan import bandwidth, infeasibilities, matrix_dtype
 
 MOSTLY = 0.5
 """Share of a time above which it counts as most of that time."""
@@ -162,7 +163,7 @@ def excluded(result: Result, outcome: Outcome) -> str | None:
 
 def _refuted(outcome: Outcome) -> bool:
     """Return whether arithmetic alone makes the criterion infeasible. For times it takes a measured baseline too."""
-    return outcome.status == "infeasible" and outcome.criterion.measure not in TIMES
+    return outcome.status == "infeasible" and not outcome.criterion.quantity.timed
 
 
 def _broken(result: Result, judged: list[Outcome]) -> list[str]:
@@ -195,7 +196,7 @@ def _cells(result: Result, criterion: Criterion, selector: Selector, shape: str)
 def _missed(result: Result, outcome: Outcome) -> str:
     criterion = outcome.criterion
     sentence = f"{criterion.name!r} is missed: {outcome.evidence}"
-    if criterion.measure in ("error", "peak_memory_ratio", *COUNTS):
+    if not judged(criterion).limited_by_time:
         return sentence
     for shape in _worst_first(result, outcome):
         cell = candidate(result, criterion, criterion.of, shape.name).cell
@@ -238,7 +239,7 @@ def _uncontrolled(result: Result, outcome: Outcome) -> list[str]:
     Only claims between variants of known launches are claims about fusion; being faster than a peer's library is a fact.
     """
     criterion = outcome.criterion
-    if criterion.measure != "speedup" or criterion.regime != "cold" or criterion.over_at or criterion.over_regime:
+    if not judged(criterion).claims_gain or criterion.regime != "cold" or criterion.over_at or criterion.over_regime:
         return []
     sentences = []
     for shape in outcome.values:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from onelaunch.operation import Operation
-from onelaunch.workbench.calls import Callee, Inputs, draw_gradients, make_inputs, status_of
-from onelaunch.workbench.count import Request
-from onelaunch.workbench.sampling import WARM_UP_CALLS, capture
+from onelaunch.workbench.measure.count import Request
+from onelaunch.workbench.measure.sampling import WARM_UP_CALLS, capture
+from onelaunch.workbench.verify.calls import Callee, Inputs, draw_gradients, make_inputs, status_of
 
 LAUNCHES = (0, 1, 2)
 """The driver's kinds of nodes that are work of their own for the device: kernels, copies, fills."""

@@ -1,7 +1,7 @@
 """Verify: the one gate that tests and studies share.
 
 A variant passes when every result and every gradient is as near to the float64 oracle as plain PyTorch in the same dtype is (see
-:mod:`onelaunch.workbench.truth`), while what it allocates is poisoned, its inputs change under it and arrive late.
+:mod:`onelaunch.workbench.verify.truth`), while what it allocates is poisoned, its inputs change under it and arrive late.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 from onelaunch.errors import VariantResultError
 from onelaunch.operation import Case, Control, Direction, Operation
-from onelaunch.workbench.calls import Answer, Callee, Inputs, duplicate, make_inputs
-from onelaunch.workbench.poison import poisoned
 from onelaunch.workbench.result import ComponentError, Verdict
-from onelaunch.workbench.truth import Truth, find_truth
+from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, duplicate, make_inputs
+from onelaunch.workbench.verify.poison import poisoned
+from onelaunch.workbench.verify.truth import Truth, find_truth
 
 DECOY_SEED = 7919
 """Added to the seed for the contents that the inputs hold before the ones that are judged."""
@@ -155,7 +155,7 @@ def judge(
         seed: of the inputs.
 
     Raises:
-        Exception: whatever the variant raises; see :func:`onelaunch.workbench.calls.status_of`.
+        Exception: whatever the variant raises; see :func:`onelaunch.workbench.verify.calls.status_of`.
     """
     return _judge.judge(operation, case, variant=variant, device=device, directions=directions, seed=seed)
 
@@ -177,29 +177,6 @@ def judge_answer(truth: Truth, answer: Answer) -> Verdict:
     """Whether an answer that is there already, such as that of a timed call, passes the gate of :func:`judge`."""
     components, problems = truth.compare(answer)
     return Verdict(ok=not problems, components=components, problems=problems)
-
-
-def trivial_answers(truth: Truth) -> dict[str, tuple[str, ...]]:
-    """Which thoughtless answers would pass the gate, per component: a test of the case, not of a variant.
-
-    Tried are zeros, the right values one place further on, and every input of the right shape. A component with an entry tells
-    nothing at this case.
-    """
-    passing: dict[str, tuple[str, ...]] = {}
-    for name, expected in truth.expected.items():
-        if expected is None:
-            continue
-        tries = {"zeros": torch.zeros_like(expected), "shifted": expected.roll(1)}
-        for argument, value in truth.inputs.arguments.items():
-            if isinstance(value, torch.Tensor) and value.shape == expected.shape:
-                tries[f"input {argument}"] = value.detach()
-        dtype = truth.dtypes.get(name, truth.case.dtype)
-        answers = {said: truth.expected | {name: value.to(dtype)} for said, value in tries.items()}
-        exact = (truth.compare(answer)[0] for answer in answers.values())
-        verdicts = [next(error for error in errors if error.name == name) for errors in exact]
-        if passed := tuple(said for said, error in zip(answers, verdicts, strict=True) if error.error <= error.allowed):
-            passing[name] = passed
-    return passing
 
 
 def _examine(callee: Callee, truth: Truth, decoy: Inputs, device: torch.device) -> tuple[tuple[ComponentError, ...], list[str]]:

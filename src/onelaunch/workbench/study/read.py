@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+import onelaunch
 from onelaunch.errors import (
     ArgumentError,
     FolderNotice,
@@ -26,16 +27,11 @@ from onelaunch.errors import (
 from onelaunch.operation import Case, Operation, find_operation
 from onelaunch.wording import did_you_mean, escaped, in_a_line, listing, shown
 from onelaunch.workbench.files import read_text
-from onelaunch.workbench.study import (
-    ALONE,
-    COUNTS,
-    FROM_A_FILE,
+from onelaunch.workbench.stored import FROM_A_FILE, NAME, NAME_RULE
+from onelaunch.workbench.study.declare import (
     LARGEST_SIZE,
     LOOPS,
-    NAME,
-    NAME_RULE,
     SHAPE_KEYS,
-    TIMES,
     Criterion,
     Declared,
     Selector,
@@ -43,6 +39,7 @@ from onelaunch.workbench.study import (
     Study,
     members,
 )
+from onelaunch.workbench.study.measure import NO_MEAN_OF_COUNTS, Alone, measures
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -85,7 +82,7 @@ def study_folders() -> list[Path]:
 
 def _built_in() -> Path:
     """Return the folder of the studies that come with onelaunch."""
-    package = Path(__file__).parents[1]
+    package = Path(onelaunch.__file__).parent
     installed = package / "studies"
     return installed if installed.is_dir() else package.parents[1] / "studies"
 
@@ -265,8 +262,9 @@ class _Reader:
 
     def _exact_count(self, where: str, table: Mapping[str, Any]) -> None:
         value = table["equals"]
-        if not isinstance(table["measure"], str) or table["measure"] not in COUNTS:
-            self.fail(f"{where}: equals is for what is counted ({listing(COUNTS)}); use at_least or at_most.")
+        counted = [measure.name for measure in measures() if measure.counted]
+        if table["measure"] not in counted:
+            self.fail(f"{where}: equals is for what is counted ({listing(counted)}); use at_least or at_most.")
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             self.fail(f"{where}: equals is {shown(value)}; it must be an integer of at least 0.")
 
@@ -332,19 +330,23 @@ class _Reader:
             self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
         if criterion.over_regime is not None:
             self._check_other_regime(where, study, criterion)
-        if criterion.measure in ALONE:
-            against, what = ALONE[criterion.measure]
-            if criterion.over is not None:
-                self.fail(f"{where}: {against}; leave over out.")
-            if criterion.at_least is not None:
-                self.fail(f"{where}: {what} bounded from above; use at_most.")
-        if criterion.measure == "time_over_floor" and criterion.regime == "warm":
-            self.fail(f"{where}: floors are for data that lies in memory, not in caches; use cold or eager as the regime.")
+        if criterion.quantity.alone is not None:
+            self._check_alone(where, criterion, criterion.quantity.alone)
+        if (problem := criterion.quantity.problem(criterion)) is not None:
+            self.fail(f"{where}: {problem}.")
         self._check_mean(where, criterion, shapes)
         self._check_other_shape(where, study, criterion, operation)
         self._check_selector(f"{where}: of", study, criterion, criterion.of, operation)
         if criterion.over is not None:
             self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
+
+    def _check_alone(self, where: str, criterion: Criterion, words: Alone) -> None:
+        if criterion.over is not None:
+            self.fail(f"{where}: {words.held}; leave over out.")
+        if criterion.quantity.better == "lower" and criterion.at_least is not None:
+            self.fail(f"{where}: {words.bounded} bounded from above; use at_most.")
+        if criterion.quantity.better == "higher" and criterion.at_most is not None:
+            self.fail(f"{where}: {words.bounded} bounded from below; use at_least.")
 
     def _check_direction(self, where: str, study: Study, criterion: Criterion) -> None:
         if criterion.direction not in study.directions:
@@ -358,10 +360,8 @@ class _Reader:
             return
         if criterion.in_at_least is not None:
             self.fail(f"{where}: a geometric mean is taken over all shapes; leave in_at_least or combine out.")
-        if criterion.measure == "error":
-            self.fail(f"{where}: of errors the largest counts, not their mean; leave combine out.")
-        if criterion.equals is not None or criterion.measure == "barriers":
-            self.fail(f"{where}: what is counted exactly, or may be none, has no geometric mean; leave combine out.")
+        if no_mean := criterion.quantity.no_mean or (NO_MEAN_OF_COUNTS if criterion.equals is not None else ""):
+            self.fail(f"{where}: {no_mean}; leave combine out.")
         if len(shapes) < 2:
             self.fail(f"{where}: a geometric mean needs two shapes or more; leave combine out.")
 
@@ -370,7 +370,7 @@ class _Reader:
             if criterion.per:
                 self.fail(f"{where}: per is for times at two shapes; name the other one by over_at, or leave per out.")
             return
-        if criterion.measure not in (paired := [measure for measure in TIMES if measure not in ALONE]):
+        if criterion.measure not in (paired := _measures_of_two_times()):
             self.fail(f"{where}: over_at is for times; leave it out, or use one of {listing(paired)} as the measure.")
         names = [shape.name for shape in study.shapes]
         if criterion.over_at not in names:
@@ -384,7 +384,7 @@ class _Reader:
                 self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
 
     def _check_other_regime(self, where: str, study: Study, criterion: Criterion) -> None:
-        if criterion.measure not in (paired := [measure for measure in TIMES if measure not in ALONE]):
+        if criterion.measure not in (paired := _measures_of_two_times()):
             self.fail(f"{where}: over_regime is for times; leave it out, or use one of {listing(paired)} as the measure.")
         if criterion.over_regime not in study.regimes:
             self.fail(f"{where}: over_regime is {criterion.over_regime!r}, which is not among the study's regimes; add it there.")
@@ -416,3 +416,7 @@ class _Reader:
             there = {key: sorted({str(value) for entry in tags for value in members(entry.get(key))}) for key in selector}
             seen = "; ".join(f"{key} is {listing(values)}" for key, values in there.items())
             self.fail(f"{where} = {selector} matches no variant of the study; among them {seen}.")
+
+
+def _measures_of_two_times() -> list[str]:
+    return [measure.name for measure in measures() if measure.timed and measure.alone is None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onelaunch.wording import listing
 from onelaunch.workbench.result import Cell, Result, Timing
-from onelaunch.workbench.study import TIMES, Criterion, Selector, Shape
+from onelaunch.workbench.study import Criterion, Selector, Shape
 
 STATUS_WORDS = {
     "unsupported": "cannot run here",
@@ -36,7 +36,7 @@ def candidate(result: Result, criterion: Criterion, selector: Selector, shape: s
     names = [name for name in result.study.select(selector) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
-    counted = [] if criterion.measure in TIMES else [cell for cell in cells if cell.status == "ok"]
+    counted = [] if criterion.quantity.timed else [cell for cell in cells if cell.status == "ok"]
     usable = timed or counted
     if not usable:
         return Candidate(None, 0, why_none(names, cells, shape, criterion))
@@ -51,7 +51,7 @@ def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candida
     """
     asked = zip((criterion, asked_of_over(criterion)), result.study.sides(criterion, shape), strict=False)
     sides = [candidate(result, asking, selector, where.name) for asking, (selector, where) in asked]
-    if criterion.measure in TIMES and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
+    if criterion.quantity.timed and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
         _, (selector, where) = result.study.sides(criterion, shape)
         if sides[0].cell is not None and not isinstance(selector, str):
             other = candidate(result, criterion, selector, where.name, but=sides[0].cell.variant)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from onelaunch.operation import Direction, find_operation
-from onelaunch.workbench.calls import Callee, Inputs, draw_gradients, make_inputs
-from onelaunch.workbench.plan import PlannedCell
 from onelaunch.workbench.study import Study
+from onelaunch.workbench.study.plan import PlannedCell
+from onelaunch.workbench.verify.calls import Callee, Inputs, draw_gradients, make_inputs
 
 
 class Place(NamedTuple):

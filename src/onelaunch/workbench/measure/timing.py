@@ -16,13 +16,13 @@ import torch
 
 from onelaunch.operation import Case, Control, Direction, Loop, Operation
 from onelaunch.workbench import stats
-from onelaunch.workbench.calls import Callee, status_of
-from onelaunch.workbench.clocks import Clocks
+from onelaunch.workbench.measure.clocks import Clocks
+from onelaunch.workbench.measure.sampling import Rotation, Sampler, make_sampler, rotate
 from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
-from onelaunch.workbench.sampling import Rotation, Sampler, make_sampler, rotate
 from onelaunch.workbench.study import LOOPS
-from onelaunch.workbench.truth import Truth
 from onelaunch.workbench.verify import Judge, judge_answer
+from onelaunch.workbench.verify.calls import Callee, status_of
+from onelaunch.workbench.verify.truth import Truth
 
 AGAIN = " again"
 """Ends the hidden name of the baseline's second copy, whose ratio to the first is the noise."""

@@ -1,4 +1,4 @@
-"""The process that ``ncu`` watches: ``python -m onelaunch.workbench.count_child REQUESTS.json``.
+"""The process that ``ncu`` watches: ``python -m onelaunch.workbench.measure.count_child REQUESTS.json``.
 
 For each request it compiles and rotates once through all input sets unwatched, then calls inside an NVTX range. What it did
 (calls, sets, errors) goes into the report that the requests name, after every request: a crash leaves the earlier ones.
@@ -16,9 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.operation import Operation, find_operation
-from onelaunch.workbench.calls import Callee, Inputs, draw_gradients, make_inputs, status_of
-from onelaunch.workbench.count import RANGE
-from onelaunch.workbench.sampling import count_sets
+from onelaunch.workbench.measure.count import RANGE
+from onelaunch.workbench.measure.sampling import count_sets
+from onelaunch.workbench.verify.calls import Callee, Inputs, draw_gradients, make_inputs, status_of
 
 KERNELS = 300
 """Of one request: enough calls to average over, few enough for a profiler that takes milliseconds a kernel."""
