@@ -25,7 +25,7 @@ from rich.console import Console
 
 from onelaunch import dispatch, measured
 from onelaunch.decode.generate import Model
-from onelaunch.decode.weights import random_weights
+from onelaunch.decode.model.weights import random_weights
 from onelaunch.errors import OneLaunchError
 from onelaunch.hardware import describe
 from onelaunch.operation import find_operation

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from onelaunch import dispatch
-from onelaunch.decode import decode_step, launch, random_weights
+from onelaunch.decode import decode_step, random_weights
+from onelaunch.decode.runtime import kernels as launch
 from tests.decode.played import MODEL, Launch
 
 

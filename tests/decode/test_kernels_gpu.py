@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, decode_step, random_weights
-from onelaunch.decode.engine import Request, TorchEngine, make_engine
-from onelaunch.decode.model import prefill
-from onelaunch.decode.rungs import RUNGS
-from onelaunch.decode.sampling import Sampler, Sampling
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.sampling import Sampler, Sampling
+from onelaunch.decode.plan.rungs import RUNGS
+from onelaunch.decode.runtime.engines import Request, TorchEngine, make_engine
 from onelaunch.hardware import is_hopper
 from onelaunch.workbench.verify import Judge
 
@@ -96,7 +96,7 @@ def test_a_captured_step_outlives_new_contents_of_the_weights(rung, device):
 
 @each_rung
 def test_barriers_are_those_of_the_ladder(rung, device):
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import kernels_for
 
     weights = random_weights(GENERATED, 1, device)
     kernels, cache = kernels_for(weights, rung), KVCache.empty(GENERATED, 100, device).with_length(70)
@@ -107,7 +107,7 @@ def test_barriers_are_those_of_the_ladder(rung, device):
 
 @each_rung
 def test_many_tokens_of_a_launch_are_those_of_single_steps(rung, device):
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import kernels_for
 
     weights = random_weights(GENERATED, 1, device)
     prompt = torch.randint(GENERATED.vocab_size, (50,), device=device)
@@ -144,7 +144,7 @@ def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
     """On a host, which divides as the kernels do; PyTorch multiplies on a GPU. Scores, or a sum and top-p, that agree to six
     digits could change places; seeds are fixed.
     """
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import kernels_for
 
     weights, sampling, count = random_weights(GENERATED, 1, device), CHOICES[name], 200
     prompt = torch.randint(GENERATED.vocab_size, (50,), device=device, generator=torch.Generator(device).manual_seed(3))
@@ -173,7 +173,7 @@ def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
 @pytest.mark.parametrize("rung", IN_ONE_LAUNCH)
 def test_tokens_are_drawn_as_often_as_they_are_likely(rung, device):
     """Chi squared of 4000 draws after the same token at one position, by as many seeds; five standard deviations are too many."""
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import kernels_for
 
     config = replace(GENERATED, vocab_size=64, num_hidden_layers=1)
     weights, draws, position = random_weights(config, 1, device), 4000, 5
@@ -201,7 +201,7 @@ def test_engines_draw_the_texts_that_come_step_by_step(rung, name, device):
 
 
 def test_streaming_does_not_hang(device):
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import kernels_for
 
     weights = random_weights(GENERATED, 2, device)
     kernels = kernels_for(weights, "streaming")

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onelaunch.decode import KVCache, ModelConfig, decode_step, launch, megakernel, torch_variants
-from onelaunch.decode.engine import Arriving, InTurn, Request, TorchEngine
-from onelaunch.decode.megakernel import BATCH, KernelEngine
-from onelaunch.decode.memory import OUT_OF_RANGE
-from onelaunch.decode.model import prefill
-from onelaunch.decode.sampling import Sampler, Sampling
+from onelaunch.decode import KVCache, ModelConfig, decode_step, megakernel, torch_variants
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.sampling import Sampler, Sampling
+from onelaunch.decode.runtime import kernels as launch
+from onelaunch.decode.runtime.engines import Arriving, InTurn, Request, TorchEngine
+from onelaunch.decode.runtime.memory import OUT_OF_RANGE
+from onelaunch.decode.step.variants.megakernel import BATCH, KernelEngine
 from onelaunch.errors import (
     ArgumentError,
     DecodeOverflow,
@@ -42,7 +43,7 @@ def test_the_kernel_reads_prompts_that_pytorch_reads_later(layers, hidden, inter
 @pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
 def test_a_prompt_goes_through_the_kernel_up_to_so_many_tokens(make, weights, played, monkeypatch):
     most, prefilled = megakernel.prompt_steps("streaming", MODEL), []
-    monkeypatch.setattr("onelaunch.decode.engine.prefill", lambda *given: prefilled.append(given) or prefill(*given))
+    monkeypatch.setattr("onelaunch.decode.runtime.engines.prefill", lambda *given: prefilled.append(given) or prefill(*given))
     for tokens, launches in ((most, most), (most + 1, 0)):
         request = Request(tuple(range(tokens)), 1)
         before = played.launches

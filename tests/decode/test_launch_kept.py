@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch.decode import KVCache, decode_step, launch, megakernel, random_weights, torch_variants
-from onelaunch.decode.contract import key_of
-from onelaunch.decode.engine import TorchEngine
-from onelaunch.decode.megakernel import KernelEngine
-from onelaunch.decode.rungs import RUNGS
-from onelaunch.decode.weights import from_tensors
+from onelaunch.decode import KVCache, decode_step, megakernel, random_weights, torch_variants
+from onelaunch.decode.model.weights import from_tensors
+from onelaunch.decode.plan.rungs import RUNGS
+from onelaunch.decode.runtime import kernels as launch
+from onelaunch.decode.runtime.engines import TorchEngine
+from onelaunch.decode.step.contract import key_of
+from onelaunch.decode.step.variants.megakernel import KernelEngine
 from onelaunch.errors import (
     ArgumentError,
     DeviceError,
@@ -105,7 +106,7 @@ def test_no_room_for_the_weights_a_second_time_or_for_a_prompt(weights, played, 
             list(KernelEngine(weights, "streaming").run(SAMPLED))
     for place, what in ((KVCache, "a cache of 40 positions"), (None, "the activations of a prompt of 40 tokens")):
         with monkeypatch.context() as patched:
-            patched.setattr(*((KVCache, "empty") if place else ("onelaunch.decode.engine.prefill",)), exhausted)
+            patched.setattr(*((KVCache, "empty") if place else ("onelaunch.decode.runtime.engines.prefill",)), exhausted)
             for engine in (TorchEngine(weights), KernelEngine(weights, "streaming")):
                 with pytest.raises(DeviceMemoryError, match=f"no room on cpu for {what}"):
                     list(engine.run(GREEDY["second"]))
@@ -171,7 +172,7 @@ def test_only_the_rung_that_is_asked_for_is_checked_and_once_with_these_files(we
     launch.Kernels(random_weights(weights.config), "streaming")
     assert checked == ["streaming"]
     read = launch.nvrtc.read
-    monkeypatch.setattr(launch.nvrtc, "read", lambda package, file: read(package, file) + "#" * (file == "check.py"))
+    monkeypatch.setattr(launch.nvrtc, "read", lambda package, file: read(package, file) + "#" * (file == "plan/check.py"))
     launch._check.cache_clear()
     launch.Kernels(random_weights(weights.config), "streaming")
     assert checked == 2 * ["streaming"]
@@ -202,7 +203,7 @@ def test_ctas_that_cannot_all_be_resident_are_a_reason(monkeypatch):
 def test_without_numpy_kernels_say_so(rung, monkeypatch):
     """In a process that has not loaded what imports it."""
     monkeypatch.setattr(decode_step.get(rung), "_supports", decode_step.get(rung)._supports[1:])  # as on a Hopper GPU
-    for name in ("numpy", "onelaunch.decode.check", "onelaunch.decode.launch"):
+    for name in ("numpy", "onelaunch.decode.plan.check", "onelaunch.decode.runtime.kernels"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert decode_step.get(rung).why_not(query_of(SMALL)) == "needs numpy: pip install 'onelaunch[decode]'"

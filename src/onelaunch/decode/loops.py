@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from onelaunch.decode.cache import KVCache
-from onelaunch.decode.contract import DecodeCall, bind, decode_step
-from onelaunch.decode.engine import Request, TorchEngine, make_engine
 from onelaunch.decode.generate import Model
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.runtime.engines import Request, TorchEngine, make_engine
+from onelaunch.decode.step.contract import DecodeCall, bind, decode_step
 from onelaunch.operation import Variant
 
 FEWEST, MOST = 16, 128

@@ -20,8 +20,14 @@ def instance(argument: str, value: object, kind: type[Kind]) -> Kind:
         ArgumentError: it is not.
     """
     if not isinstance(value, kind):
-        raise ArgumentError(f"{argument} is {shown(value)}; it must be a {kind.__module__}.{kind.__qualname__}.")
+        raise ArgumentError(f"{argument} is {shown(value)}; it must be a {class_name(kind)}.")
     return value
+
+
+def class_name(kind: type) -> str:
+    """Return the name by which callers import a class: classes of decoding come from ``onelaunch.decode``."""
+    module = "onelaunch.decode" if kind.__module__.startswith("onelaunch.decode.") else kind.__module__
+    return f"{module}.{kind.__qualname__}"
 
 
 def integer(argument: str, value: object, least: int, most: int | None = None) -> int:

@@ -39,7 +39,7 @@ def find_model(name: str | Path) -> Path:
         want = f"a model folder, owner/name on Hugging Face's hub, or {BUNDLED!r}"
         raise ArgumentError(f"name is {shown(name)}; it must be {want}.")
     if name == BUNDLED:
-        return Path(__file__).parent / BUNDLED
+        return Path(__file__).parent.parent / BUNDLED
     folder = Path(name)
     if os.path.isdir(folder):  # noqa: PTH112 - False, not an error, for a name that is too long or has characters that none has
         return folder

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onelaunch.decode.files import TOKENIZER_BYTES, check_size, entry, read_json, read_text
+from onelaunch.decode.model.files import TOKENIZER_BYTES, check_size, entry, read_json, read_text
 from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing, in_a_line, shown
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

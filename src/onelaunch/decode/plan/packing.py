@@ -12,11 +12,24 @@ from dataclasses import dataclass
 
 import torch
 
-from onelaunch.decode.builder import tiles
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.emit import PRODUCTS, WARPS
-from onelaunch.decode.plan import GRANULE, STEP, TILE, WARP_COLUMNS, Blocks, Op, Plan, blocks_of, depth, padded, passes_of
-from onelaunch.decode.weights import LayerWeights, Weights
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.weights import LayerWeights, Weights
+from onelaunch.decode.plan.builder import tiles
+from onelaunch.decode.plan.phases import (
+    GRANULE,
+    PRODUCTS,
+    STEP,
+    TILE,
+    WARP_COLUMNS,
+    WARPS,
+    Blocks,
+    Op,
+    Plan,
+    blocks_of,
+    depth,
+    padded,
+    passes_of,
+)  # fmt: skip
 
 MOMENTARY = 1 << 25
 """Bytes of tiles that are packed at once."""

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 
 from onelaunch import dispatch
-from onelaunch.decode.cache import KVCache
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.contract import decode_step, key_of
-from onelaunch.decode.model import prefill
-from onelaunch.decode.sampling import Sampler, Sampling
-from onelaunch.decode.weights import Weights
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.sampling import Sampler, Sampling
+from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.step.contract import decode_step, key_of
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import FallbackNotice, LogitsNotFinite
 from onelaunch.hardware import room_for

@@ -11,14 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch.decode.emit import SHARES
-from onelaunch.decode.plan import Plan
-
-HEADER = 4
-"""Words of a CTA before its marks: clock and nanoseconds at the token's begin, at its end."""
-
-ROWS = (*SHARES, "next")
-"""Phases in the order of their marks, two words each; those of a norm by one CTA have none."""
+from onelaunch.decode.codegen.layout import MARKER_HEADER, MARKER_ROWS, marker_words
+from onelaunch.decode.plan.phases import Plan
 
 
 class PhaseTime(NamedTuple):
@@ -27,11 +21,6 @@ class PhaseTime(NamedTuple):
     waits: float
     """Since the CTA's mark before: edges, reading and laying out."""
     works: float
-
-
-def stamp_words(plan: Plan) -> int:
-    """Of each CTA."""
-    return HEADER + (plan.config.num_hidden_layers + 1) * len(ROWS) * 2
 
 
 def phase_times(plan: Plan, state: torch.Tensor) -> dict[str, PhaseTime]:
@@ -44,17 +33,17 @@ def phase_times(plan: Plan, state: torch.Tensor) -> dict[str, PhaseTime]:
     Raises:
         ValueError: the plan has a launch for each phase, or ``state`` has no stamps.
     """
-    words = stamp_words(plan)
+    words = marker_words(plan)
     if plan.separate:
         raise ValueError("stamps are of one launch; this plan has a launch for each phase")
     if len(state) < plan.ctas * words:
         raise ValueError("there are no stamps: the kernel was made without Tuning(stamps=True)")
     table = state[len(state) - plan.ctas * words :].cpu().long().view(plan.ctas, words)
-    begin, time_begin, end, time_end = table[:, :HEADER].unbind(1)
+    begin, time_begin, end, time_end = table[:, :MARKER_HEADER].unbind(1)
     span, nanoseconds = (end - begin) % 2**32, (time_end - time_begin) % 2**32
     microseconds = 1e-3 * float(nanoseconds.double().sum() / span.double().sum().clamp(min=1))
-    marks = ((table[:, HEADER:] - begin[:, None]) % 2**32).view(plan.ctas, -1, len(ROWS), 2)
-    seen = (table[:, HEADER:] != 0).view_as(marks) & (marks <= span[:, None, None, None])  # else of an earlier token
+    marks = ((table[:, MARKER_HEADER:] - begin[:, None]) % 2**32).view(plan.ctas, -1, len(MARKER_ROWS), 2)
+    seen = (table[:, MARKER_HEADER:] != 0).view_as(marks) & (marks <= span[:, None, None, None])  # else of an earlier token
     waits: dict[str, list[int]] = {}
     works: dict[str, list[int]] = {}
     order = [(layer, phase.name, _row(phase.op)) for layer, phase in plan.instances() if phase.op != "norm"]
@@ -72,4 +61,4 @@ def phase_times(plan: Plan, state: torch.Tensor) -> dict[str, PhaseTime]:
 
 
 def _row(op: str) -> int:
-    return ROWS.index("attention" if op == "rope_attention" else op)
+    return MARKER_ROWS.index("attention" if op == "rope_attention" else op)

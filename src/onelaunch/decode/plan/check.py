@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onelaunch.decode.plan import Buffer, Phase, Piece, Plan, Share
+from onelaunch.decode.plan.phases import Buffer, Phase, Piece, Plan, Share
 from onelaunch.errors import PlanError
 from onelaunch.hardware import HOPPER_SHARED_BYTES
 

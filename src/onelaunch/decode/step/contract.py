@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 
 from onelaunch import checks, dispatch
-from onelaunch.decode.cache import KVCache
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.weights import Weights
+from onelaunch.decode.model.arguments import class_name
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.weights import Weights
 from onelaunch.errors import ArgumentError, ContextExceeded, ShapeError, ValueRangeError
 from onelaunch.operation import Query, Shapes, operation
 
@@ -60,7 +61,7 @@ def bind(token: torch.Tensor, weights: Weights, cache: KVCache) -> DecodeCall:
     """The checked call; raises as :func:`decode_step` says."""
     for name, value, kind in (("weights", weights, Weights), ("cache", cache, KVCache)):
         if not isinstance(value, kind):
-            raise ArgumentError(f"{name} is {type(value).__name__}; it must be {kind.__module__}.{kind.__name__}.")
+            raise ArgumentError(f"{name} is {type(value).__name__}; it must be {class_name(kind)}.")
     config = weights.config
     checks.tensor("token", token)
     checks.shape("token", token, (1,), "[1]", "decoding one token at a time")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from onelaunch.decode.builder import SPLITS, Builder, Rung
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import TILE, Plan
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.plan.builder import SPLITS, Builder, Rung
+from onelaunch.decode.plan.phases import TILE, Plan
 
 RUNGS = {
     "eight_barriers": Rung("one launch, eight barriers over the grid in each layer", norms=True, rope=True),
@@ -64,6 +64,6 @@ def plan_for(config: ModelConfig, rung: str, ctas: int, used: int | None = None,
         used: CTAs that share the positions of a key head; by default as many as may. Where sums are counted all do, or, with 1,
             each takes all positions.
         rounds: in which the limits of a token are found that is drawn: 0 with a temperature alone, at most
-            :data:`~onelaunch.decode.plan.ROUNDS`; by default, the likeliest is taken. One kernel does both.
+            :data:`~onelaunch.decode.plan.phases.ROUNDS`; by default, the likeliest is taken. One kernel does both.
     """
     return Builder(config, rung, RUNGS[rung], ctas, used, rounds).plan()

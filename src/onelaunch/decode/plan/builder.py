@@ -6,8 +6,8 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.plan import (
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.plan.phases import (
     ROUNDS,
     TILE,
     Blocks,
@@ -89,7 +89,7 @@ def layer_ctas(config: ModelConfig, ctas: int) -> int:
 
 
 class Builder:
-    """The plan of a step of the ladder for a model and a number of CTAs. Arguments: :func:`onelaunch.decode.rungs.plan_for`."""
+    """Builder of an optimization level's plan; the arguments are those of :func:`onelaunch.decode.plan.plan_for`."""
 
     def __init__(
         self, config: ModelConfig, name: str, rung: Rung, ctas: int, used: int | None = None, rounds: int | None = None

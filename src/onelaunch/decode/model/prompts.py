@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.text import TextCodec
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.tokenizer import TextCodec
 from onelaunch.errors import ArgumentError, CheckpointError, ValueRangeError, in_a_line, shown
 
 Prompt: TypeAlias = str | Sequence[int] | torch.Tensor

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from onelaunch.decode.cache import KVCache
-from onelaunch.decode.emit import BINS, arrivals_table, shares_table, word_offsets
-from onelaunch.decode.packing import Stream, pack
-from onelaunch.decode.plan import ROUNDS, Plan
-from onelaunch.decode.rope import rotation
-from onelaunch.decode.sampling import Sampler
-from onelaunch.decode.stamps import stamp_words
-from onelaunch.decode.weights import Weights
+from onelaunch.decode.codegen.layout import BINS, arrivals_table, marker_words, shares_table, word_offsets
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.rope import rotation
+from onelaunch.decode.model.sampling import Sampler
+from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.plan.packing import Stream, pack
+from onelaunch.decode.plan.phases import ROUNDS, Plan
 
 STATE_WORDS, ERROR = 4, 3
 """Position, tokens, barriers, error: as the kernel counts them."""
@@ -77,7 +76,7 @@ class Memory:
         self.tallies = torch.zeros(ROUNDS * BINS, dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
         """Of barriers over the grid, then those of key heads."""
-        self.state = torch.zeros(STATE_WORDS + stamps * plan.ctas * stamp_words(plan), dtype=torch.int32, device=device)
+        self.state = torch.zeros(STATE_WORDS + stamps * plan.ctas * marker_words(plan), dtype=torch.int32, device=device)
 
     def reset(self) -> None:
         """As when made, after an error: what counts on over launches begins anew."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from onelaunch.decode.contract import decode_step
-from onelaunch.decode.reference import config_of
-from onelaunch.decode.weights import elements
+from onelaunch.decode.model.weights import elements
+from onelaunch.decode.step.contract import decode_step
+from onelaunch.decode.step.reference import config_of
 from onelaunch.operation import Case, Cost, Direction, Variant
 
 

@@ -12,9 +12,9 @@ import math
 import torch
 from torch.nn import functional as F
 
-from onelaunch.decode.cache import KVCache
-from onelaunch.decode.rope import rotate, rotation
-from onelaunch.decode.weights import LayerWeights, Weights
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.rope import rotate, rotation
+from onelaunch.decode.model.weights import LayerWeights, Weights
 
 PIECE = 4096
 """Tokens of a prompt that go through the model at once: pieces after the first need a mask of as many rows."""

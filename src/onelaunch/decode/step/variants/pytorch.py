@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn import functional as F
 
-from onelaunch.decode.contract import DecodeCall, Results, decode_step
-from onelaunch.decode.engine import InTurn
-from onelaunch.decode.model import forward, heads, logits_of, mlp, rms_norm, widened
-from onelaunch.decode.rope import rotation
-from onelaunch.decode.weights import LayerWeights, Weights
+from onelaunch.decode.model.forward import forward, heads, logits_of, mlp, rms_norm, widened
+from onelaunch.decode.model.rope import rotation
+from onelaunch.decode.model.weights import LayerWeights, Weights
+from onelaunch.decode.runtime.engines import InTurn
+from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.operation import Query
 from onelaunch.torch_compile import compile_static, compiler_missing
 

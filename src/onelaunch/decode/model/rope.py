@@ -1,6 +1,6 @@
 """Rotary position embeddings: the angle by which each pair of channels turns per position, with the scalings of long contexts.
 
-Source: Su et al. (2021), RoFormer; the scalings as :mod:`onelaunch.decode.config` names them.
+Source: Su et al. (2021), RoFormer; the scalings as :mod:`onelaunch.decode.model.config` names them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from onelaunch.decode.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from onelaunch.decode.model.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 
 
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:

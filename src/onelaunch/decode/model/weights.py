@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onelaunch import checks
-from onelaunch.decode.arguments import device_of, instance, integer
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.files import INDEX_BYTES, entry, folder_path, read_json
-from onelaunch.decode.sampling import LARGEST_SEED
+from onelaunch.decode.model.arguments import device_of, instance, integer
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.files import INDEX_BYTES, entry, folder_path, read_json
+from onelaunch.decode.model.sampling import LARGEST_SEED
 from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, in_a_line, listing, shown
 from onelaunch.operation import Bundle
 

@@ -1,4 +1,4 @@
-"""Variants of ``decode_step`` by kernels of our own: the ladder of :mod:`onelaunch.decode.rungs`, on Hopper GPUs."""
+"""Variants of ``decode_step`` by kernels of our own: the ladder of :mod:`onelaunch.decode.plan.rungs`, on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 
 from onelaunch import nvrtc
 from onelaunch.builds import Build, CudaBuild
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.contract import DecodeCall, Results, decode_step
-from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine, check_witness, witness
-from onelaunch.decode.packing import packing_bytes, stream_bytes
-from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
-from onelaunch.decode.sampling import Sampler
-from onelaunch.decode.weights import Weights
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.sampling import Sampler
+from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.plan.packing import packing_bytes, stream_bytes
+from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
+from onelaunch.decode.runtime.engines import Arriving, Engine, Request, TorchEngine, check_witness, witness
+from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.errors import PlanError
 from onelaunch.hardware import is_hopper, processors
 from onelaunch.operation import Query
 
 if TYPE_CHECKING:
-    from onelaunch.decode.launch import Kernels  # with NumPy, which only those need who run it
+    from onelaunch.decode.runtime.kernels import Kernels  # with NumPy, which only those need who run it
 
 ARCHITECTURES = ("sm_90a",)
 
@@ -42,21 +42,21 @@ four models cross.
 
 def run(rung: str, call: DecodeCall) -> Results:
     """One token."""
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import kernels_for
 
     return call.results(kernels_for(call.weights, rung).step(call.token, call.cache))
 
 
 def count_barriers(rung: str, call: DecodeCall) -> int:
     """Over the grid, for one token, by the kernel's own counter."""
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import kernels_for
 
     return kernels_for(call.weights, rung).barriers(call.token, call.cache)
 
 
 def run_in_a_row(rung: str, call: DecodeCall, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """So many tokens ``[N]``, always the likeliest, in one launch (of a graph, one replay each), and the logits of the last."""
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import kernels_for
 
     kernels = kernels_for(call.weights, rung)
     with kernels.lock:
@@ -74,7 +74,7 @@ class KernelEngine(TorchEngine):
     @torch.inference_mode(mode=False)  # what is kept for the next text must be of use to it too
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
-        """See :class:`onelaunch.decode.engine.Engine`."""
+        """See :class:`onelaunch.decode.Engine`."""
         if RUNGS[self.variant].separate and not request.sampling.plain:
             yield from super().run(request)
             return
@@ -108,7 +108,7 @@ class KernelEngine(TorchEngine):
                     return
 
     def _kernels(self) -> Kernels:
-        from onelaunch.decode import launch  # with NumPy
+        from onelaunch.decode.runtime import kernels as launch  # with NumPy
 
         return launch.kernels_for(self.weights, self.variant)
 
@@ -143,9 +143,9 @@ def not_resident(rung: str, config: ModelConfig, ctas: int) -> str | None:
 
     That alone depends on the device; order is proved when a rung is asked for, at the making of its kernels, and not of all six.
     """
-    from onelaunch.decode.check import check_room
-    from onelaunch.decode.emit import Tuning
-    from onelaunch.decode.launch import room_of
+    from onelaunch.decode.codegen.layout import Tuning
+    from onelaunch.decode.plan.check import check_room
+    from onelaunch.decode.runtime.kernels import room_of
 
     plan = plan_for(config, rung, ctas)
     try:
@@ -188,7 +188,9 @@ PROCESSORS = 132
 
 def builds(rung: str, architecture: str) -> list[Build]:
     """The kernel of a rung for a model of usual size; that of ``streaming`` also for a small one."""
-    from onelaunch.decode.emit import PRODUCTS, THREADS, Tuning, layout_of, source
+    from onelaunch.decode.codegen.emit import source
+    from onelaunch.decode.codegen.layout import THREADS, Tuning, layout_of
+    from onelaunch.decode.plan.phases import PRODUCTS
 
     if architecture not in ARCHITECTURES:
         return []

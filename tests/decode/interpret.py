@@ -13,15 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-from onelaunch.decode.cache import KVCache
-from onelaunch.decode.emit import BINS, PRODUCTS, WARPS
-from onelaunch.decode.model import rms_norm
-from onelaunch.decode.packing import Stream, as_operands, from_pairs, from_warps, granules, in_pairs, width
-from onelaunch.decode.plan import (
+from onelaunch.decode.codegen.layout import BINS
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.forward import rms_norm
+from onelaunch.decode.model.rope import rotate, rotation
+from onelaunch.decode.model.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
+from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.plan.packing import Stream, as_operands, from_pairs, from_warps, granules, in_pairs, width
+from onelaunch.decode.plan.phases import (
     GRANULE,
+    PRODUCTS,
     ROUNDS,
     TILE,
     WARP_COLUMNS,
+    WARPS,
     Blocks,
     Op,
     Phase,
@@ -31,9 +36,6 @@ from onelaunch.decode.plan import (
     depth,
     passes_of,
 )
-from onelaunch.decode.rope import rotate, rotation
-from onelaunch.decode.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
-from onelaunch.decode.weights import Weights
 from onelaunch.errors import PlanError
 
 AHEAD = 6
@@ -82,7 +84,7 @@ class Interpreter:
     ) -> None:
         self.plan, self.weights, self.stream, self.cache = plan, weights, stream, cache
         self.sampler = sampler or Sampler(Sampling(), torch.tensor([0]), plan.config.vocab_size)
-        self.dice = random.Random(seed)  # noqa: S311 - an order, no secret
+        self.dice = random.Random(seed)
         self.words = {
             (buffer.name, copy): torch.full((buffer.words,), torch.nan, dtype=torch.float64)
             for buffer in plan.buffers

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from onelaunch.decode.files import entry, folder_path, read_json
+from onelaunch.decode.model.files import entry, folder_path, read_json
 from onelaunch.errors import ArgumentError, CheckpointError, ModelConfigError, UnsupportedModel, listing, shown
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3"}

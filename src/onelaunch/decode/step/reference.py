@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.decode.cache import KVCache, rounded
-from onelaunch.decode.config import ModelConfig
-from onelaunch.decode.contract import Results, decode_step, key_of
-from onelaunch.decode.model import forward, logits_of
-from onelaunch.decode.weights import Weights, random_weights
+from onelaunch.decode.model.cache import KVCache, rounded
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.forward import forward, logits_of
+from onelaunch.decode.model.weights import Weights, random_weights
+from onelaunch.decode.step.contract import Results, decode_step, key_of
 from onelaunch.operation import Case, Query, Reading
 
 CONTEXT = 40_960

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch.decode.arguments import device_of, instance, integer
-from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.model.arguments import device_of, instance, integer
+from onelaunch.decode.model.config import ModelConfig
 from onelaunch.errors import ContextExceeded
 from onelaunch.operation import Bundle
 

@@ -1,8 +1,8 @@
 """One token as data: phases, what every CTA does in each, and the edges that order them.
 
-A plan is what everything else is made of: :mod:`onelaunch.decode.check` proves that it is ordered,
-:mod:`onelaunch.decode.interpret` runs it in PyTorch, :mod:`onelaunch.decode.emit` writes the kernel. Plans of the ladder:
-:mod:`onelaunch.decode.rungs`.
+A plan is what everything else is made of: :mod:`onelaunch.decode.plan.check` proves that it is ordered,
+:mod:`tests.decode.interpret` runs it in PyTorch, :mod:`onelaunch.decode.codegen.emit` writes the kernel. Plans of the ladder:
+:mod:`onelaunch.decode.plan.rungs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from onelaunch.decode.config import ModelConfig
+from onelaunch.decode.model.config import ModelConfig
 
 Edge = Literal["none", "grid", "flags", "data"]
 """What a phase waits for: nothing, a barrier over the grid, counters that some CTAs bump, or the very words that it reads."""
@@ -20,6 +20,12 @@ Edge = Literal["none", "grid", "flags", "data"]
 Op = Literal[
     "norm", "qkv", "rope", "attention", "rope_attention", "o", "gate_up", "down", "lm_head", "tally", "draw", "next"
 ]  # fmt: skip
+
+PRODUCTS: tuple[Op, ...] = ("qkv", "o", "gate_up", "down", "lm_head")
+"""Phases that multiply by weights, in the order of the weight stream."""
+
+WARPS = 8
+"""Warps of a CTA that multiply."""
 
 TILE = 8
 """Rows of a matrix that are multiplied together: the least that a CTA takes."""

@@ -12,17 +12,18 @@ from weakref import WeakKeyDictionary
 import torch
 
 from onelaunch import folders, nvrtc
-from onelaunch.decode.cache import KVCache
-from onelaunch.decode.check import Room, check
-from onelaunch.decode.config import SIZES, ModelConfig
-from onelaunch.decode.emit import KINDS, PRODUCTS, THREADS, Tuning, launch_of, layout_of, source
-from onelaunch.decode.engine import Arriving, InTurn
-from onelaunch.decode.memory import ERROR, OUT_OF_RANGE, Constants, Memory
-from onelaunch.decode.packing import pack
-from onelaunch.decode.plan import ROUNDS, Phase, Plan
-from onelaunch.decode.rungs import plan_for
-from onelaunch.decode.sampling import Sampler
-from onelaunch.decode.weights import Weights
+from onelaunch.decode.codegen.emit import KINDS, source
+from onelaunch.decode.codegen.layout import THREADS, Tuning, launch_of, layout_of
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.config import SIZES, ModelConfig
+from onelaunch.decode.model.sampling import Sampler
+from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.plan.check import Room, check
+from onelaunch.decode.plan.packing import pack
+from onelaunch.decode.plan.phases import PRODUCTS, ROUNDS, Phase, Plan
+from onelaunch.decode.plan.rungs import plan_for
+from onelaunch.decode.runtime.engines import Arriving, InTurn
+from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled
 from onelaunch.hardware import HOPPER_SHARED_BYTES, processors, room_for
 
@@ -45,7 +46,15 @@ def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> P
 PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
 """What plans look at of a configuration."""
 
-PROVED_BY = ("builder.py", "check.py", "config.py", "emit.py", "launch.py", "plan.py", "rungs.py")
+PROVED_BY = (
+    "plan/builder.py",
+    "plan/check.py",
+    "model/config.py",
+    "codegen/layout.py",
+    "runtime/kernels.py",
+    "plan/phases.py",
+    "plan/rungs.py",
+)
 """What a plan, its room and the proof are made by."""
 
 
@@ -99,7 +108,7 @@ class Kernels:
 
     Args:
         weights: on an NVIDIA GPU.
-        rung: a name of :data:`onelaunch.decode.rungs.RUNGS`.
+        rung: a name of :data:`onelaunch.decode.plan.rungs.RUNGS`.
         tuning: of the ring.
 
     Raises:
