@@ -9,7 +9,8 @@ import pytest
 
 from onelaunch import dispatch
 from onelaunch.decode import decode_step, random_weights
-from onelaunch.decode.runtime import kernels as launch
+from onelaunch.decode.runtime import kernels
+from onelaunch.decode.runtime.models import MODELS
 from tests.decode.played import MODEL, Launch
 
 
@@ -31,10 +32,10 @@ def weights():
 def played(weights, monkeypatch):
     """The kernels of ``streaming`` on this machine; they are made anew for each test."""
     played = Launch(weights)
-    monkeypatch.setattr(launch, "processors", lambda device: 5)
-    monkeypatch.setattr(launch.nvrtc, "load", lambda *_, **__: played)
+    monkeypatch.setattr(kernels, "processors", lambda device: 5)
+    monkeypatch.setattr(kernels.nvrtc, "load", lambda *_, **__: played)
     monkeypatch.setattr(decode_step.get("streaming"), "_supports", [])
-    launch._MADE.pop(weights, None)
+    MODELS.discard(weights)
     yield played
     dispatch._checked.cache_clear()
     dispatch.choose.cache_clear()

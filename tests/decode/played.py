@@ -11,9 +11,8 @@ import torch
 from onelaunch.decode import KVCache
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
-from onelaunch.decode.runtime.engines import Request, TorchEngine
+from onelaunch.decode.runtime.engines import BATCH, Request, TorchEngine
 from onelaunch.decode.runtime.memory import ERROR
-from onelaunch.decode.step.variants.megakernel import BATCH
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())

@@ -9,10 +9,10 @@ from onelaunch.decode.step.variants import pytorch as torch_variants  # isort: s
 from onelaunch.decode.step.variants import megakernel  # isort: skip  (registers into decode_step)
 from onelaunch.decode import loops  # isort: skip  (registers into decode_step)
 from onelaunch.decode.generate import Generation, Model, Stream
+from onelaunch.decode.model.request import Engine, Request
 from onelaunch.decode.model.sampling import Sampling
 from onelaunch.decode.model.tokenizer import TextCodec
 from onelaunch.decode.model.weights import Weights, load_weights, random_weights
-from onelaunch.decode.runtime.engines import Engine, Request
 
 __all__ = [
     "Engine", "Generation", "KVCache", "Model", "ModelConfig", "Request", "Sampling", "Stream", "TextCodec", "Weights", "cost",

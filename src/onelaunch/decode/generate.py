@@ -17,10 +17,11 @@ from onelaunch.decode.model.arguments import flag, instance, integer, string
 from onelaunch.decode.model.config import DTYPES, ModelConfig, read_generation
 from onelaunch.decode.model.hub import find_model
 from onelaunch.decode.model.prompts import Prompt, tokens_of
+from onelaunch.decode.model.request import Engine, Request
 from onelaunch.decode.model.sampling import Choices, recommended, sampling_of
 from onelaunch.decode.model.tokenizer import Detokenizer, StopStrings, TextCodec
 from onelaunch.decode.model.weights import check_header, elements, load_weights
-from onelaunch.decode.runtime.engines import Engine, Request, engine_bytes, engine_that_fits, make_engine, typical_query
+from onelaunch.decode.runtime.engines import engine_bytes, engine_that_fits, make_engine, typical_query
 from onelaunch.decode.step.contract import decode_step
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import (
@@ -131,9 +132,9 @@ class Stream:
                 if self.finish is not None:  # closed meanwhile
                     return None
                 if token is None:
-                    return self._hand_out(None, self._limit)
+                    return self._finish(self._limit)
                 self.tokens.append(token)
-                return self._hand_out(None, "end") if token in self._ends else self._hand_out(token, None)
+                return self._finish("end") if token in self._ends else self._emit(token)
             except BaseException:
                 self.close()
                 raise
@@ -145,15 +146,23 @@ class Stream:
         assert self.finish is not None  # noqa: S101 - step has said so
         return Generation(self.prompt, tuple(self.tokens), self.text, self.finish)
 
-    def _hand_out(self, token: int | None, end: Finish | None) -> str:
-        """Return the text that a token completed and, where the text ends, everything that was held back."""
-        piece = ""
-        if self._detokenizer is not None:
-            piece = "" if token is None else self._stops.push(self._detokenizer.push(token))
-            if end is not None:
-                piece += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
-            self.text = f"{self.text}{piece}"
-        self.finish = self.finish or ("stop" if self._stops.found is not None else end)
+    def _emit(self, token: int) -> str:
+        """Return the text that a token completed. A stop string in it ends the text."""
+        if self._detokenizer is None:
+            return self._handed_out("", None)
+        return self._handed_out(self._stops.push(self._detokenizer.push(token)), None)
+
+    def _finish(self, reason: Finish) -> str:
+        """End the text for a reason, unless what was held back has a stop string, and return what was held back."""
+        if self._detokenizer is None:
+            return self._handed_out("", reason)
+        return self._handed_out(self._stops.push(self._detokenizer.finish()) + self._stops.finish(), reason)
+
+    def _handed_out(self, piece: str, reason: Finish | None) -> str:
+        """Append a piece to the text, end it if there is a reason or a stop string, and return the piece."""
+        if self.text is not None:
+            self.text += piece
+        self.finish = self.finish or ("stop" if self._stops.found is not None else reason)
         if self.finish is not None:
             self.close()
         return piece

@@ -1,135 +1,72 @@
-"""Variants of ``decode_step`` by kernels of our own: the ladder of :mod:`onelaunch.decode.plan.rungs`, on Hopper GPUs."""
+"""Variants of ``decode_step`` by the megakernel: one for each rung of :mod:`onelaunch.decode.plan.rungs`, on Hopper GPUs."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-from collections import deque
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
 
 import torch
 
 from onelaunch import nvrtc
 from onelaunch.builds import Build, CudaBuild
 from onelaunch.decode.model.config import ModelConfig
-from onelaunch.decode.model.sampling import Sampler
+from onelaunch.decode.model.request import Engine
 from onelaunch.decode.model.weights import Weights
 from onelaunch.decode.plan.packing import packing_bytes, stream_bytes
 from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
-from onelaunch.decode.runtime.engines import Arriving, Engine, Request, TorchEngine, check_witness, witness
+from onelaunch.decode.runtime.engines import KernelEngine
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.errors import PlanError
 from onelaunch.hardware import is_hopper, processors
 from onelaunch.operation import Query
 
-if TYPE_CHECKING:
-    from onelaunch.decode.runtime.kernels import Kernels  # with NumPy, which only those need who run it
-
 ARCHITECTURES = ("sm_90a",)
 
-BATCH = 16
-"""Tokens of a launch: the host then asks every few milliseconds."""
-
-
 LAYER, LAUNCH, RATE = 0.7e-3, 0.1e-3, 4e12
-"""Of a short prompt: seconds of a layer in PyTorch, bound by the host; seconds of a launch and bytes of weights a second in the
-kernel. An H200 and its host were measured so; with them, :func:`prompt_steps` lies a tenth to a quarter below where the times of
-four models cross.
+"""Seconds that the host takes for a layer of PyTorch's prefill, seconds of a launch, and weight bytes per second in the kernel.
+
+Measured on an H200 and its host. With them, :func:`prompt_steps` lies a tenth to a quarter below the prompt length at which the
+times of four models cross.
 """
 
 
 def run(rung: str, call: DecodeCall) -> Results:
-    """One token."""
-    from onelaunch.decode.runtime.kernels import kernels_for
+    """Run one token."""
+    from onelaunch.decode.runtime.kernels import session_for  # with NumPy, which only those need who run kernels
 
-    return call.results(kernels_for(call.weights, rung).step(call.token, call.cache))
+    return call.results(session_for(call.weights, rung).step(call.token, call.cache))
 
 
 def count_barriers(rung: str, call: DecodeCall) -> int:
-    """Over the grid, for one token, by the kernel's own counter."""
-    from onelaunch.decode.runtime.kernels import kernels_for
+    """Return the number of grid barriers of one token, by the kernel's own counter."""
+    from onelaunch.decode.runtime.kernels import session_for
 
-    return kernels_for(call.weights, rung).barriers(call.token, call.cache)
+    return session_for(call.weights, rung).barriers(call.token, call.cache)
 
 
 def run_in_a_row(rung: str, call: DecodeCall, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """So many tokens ``[N]``, always the likeliest, in one launch (of a graph, one replay each), and the logits of the last."""
-    from onelaunch.decode.runtime.kernels import kernels_for
+    """Return ``count`` greedy tokens ``[N]`` from one launch, or one graph replay each, and the logits ``[V]`` of the last."""
+    from onelaunch.decode.runtime.kernels import session_for
 
-    kernels = kernels_for(call.weights, rung)
-    with kernels.lock:
-        kernels.place(call.position, call.token)
-        logits = kernels.tokens(call.cache, count)
-        return kernels.memory.tokens[call.position + 1 : call.position + 1 + count].long(), logits
-
-
-class KernelEngine(TorchEngine):
-    """The prompt as :class:`TorchEngine` reads it; then tokens by the kernel alone, many in a launch, however they are chosen.
-
-    A rung with a launch for each phase takes the likeliest; other choices go step by step there.
-    """
-
-    @torch.inference_mode(mode=False)  # what is kept for the next text must be of use to it too
-    @torch.no_grad()
-    def run(self, request: Request) -> Generator[int, None, None]:
-        """See :class:`onelaunch.decode.Engine`."""
-        if RUNGS[self.variant].separate and not request.sampling.plain:
-            yield from super().run(request)
-            return
-        kernels, text = self._kernels(), object()
-        prompt = torch.tensor(request.prompt, device=self.weights.device)
-        sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
-        steps = len(prompt) <= self._prompt_steps()
-        with kernels.lock if steps else contextlib.nullcontext():  # no error of these steps is cleared before it is on its way
-            logits, cache = self._read(prompt)
-            last, made = sampler(logits, cache.length), 1
-            state = kernels.memory.state if steps else torch.zeros_like(kernels.memory.state)
-            batches = deque([Arriving(last, state, witness(logits))])
-        while batches:
-            while len(batches) < 2 and made < request.max_new_tokens:  # the device makes some while the host hands out others
-                count = min(BATCH, request.max_new_tokens - made)
-                cache = self._room(cache, cache.length + count)
-                with kernels.lock:
-                    if kernels.owner is not text:  # at first, or because another text came between
-                        kernels.place(cache.length, last, text)
-                    logits = kernels.tokens(cache, count, sampler)
-                    cache, made = cache.with_length(cache.length + count), made + count
-                    new = kernels.memory.tokens[cache.length + 1 - count : cache.length + 1]
-                    batches.append(Arriving(new, kernels.memory.state, witness(logits)))
-                last = batches[-1].copies[0][-1:]  # may be still on its way; whatever reads it on the device comes behind
-            tokens, state, number = batches.popleft().wait()
-            kernels.check(state)
-            check_witness(number)
-            for known in tokens.tolist():
-                yield known
-                if known in request.ends:
-                    return
-
-    def _kernels(self) -> Kernels:
-        from onelaunch.decode.runtime import kernels as launch  # with NumPy
-
-        return launch.kernels_for(self.weights, self.variant)
-
-    def _note(self) -> Callable[[], None] | None:
-        return self._kernels().note()
+    with session_for(call.weights, rung).sequence(call.cache, call.token) as sequence:
+        logits = sequence.step(count)
+        return sequence.tokens().long(), logits
 
 
 def make_engine(rung: str, weights: Weights) -> Engine:
-    """The engine of a rung."""
+    """Return the engine of a rung."""
     return KernelEngine(weights, rung)
 
 
 def needs_hopper(query: Query) -> str | None:
-    """The kernels are made of that chip's instructions."""
+    """Return why the kernels, which use Hopper's instructions, cannot run."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
         return "needs an NVIDIA GPU of compute capability 9.0"
     return nvrtc.missing()
 
 
 def config_in(query: Query) -> ModelConfig:
-    """The model of a query, as far as plans look at it."""
+    """Return the configuration of a query's model, as far as plans depend on it."""
     layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, _ = query.sizes
     return ModelConfig(
         vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim,
@@ -139,13 +76,13 @@ def config_in(query: Query) -> ModelConfig:
 
 @functools.lru_cache(maxsize=256)
 def not_resident(rung: str, config: ModelConfig, ctas: int) -> str | None:
-    """Why a rung's CTAs cannot run all at once on a device with so many processors.
+    """Return why a rung's CTAs cannot all be resident on a device with ``ctas`` SMs, or ``None``.
 
-    That alone depends on the device; order is proved when a rung is asked for, at the making of its kernels, and not of all six.
+    Residency alone depends on the device. The order of a plan's phases is proved when the session of that rung is made.
     """
     from onelaunch.decode.codegen.layout import Tuning
     from onelaunch.decode.plan.check import check_room
-    from onelaunch.decode.runtime.kernels import room_of
+    from onelaunch.decode.runtime.proofs import room_of
 
     plan = plan_for(config, rung, ctas)
     try:
@@ -156,20 +93,20 @@ def not_resident(rung: str, config: ModelConfig, ctas: int) -> str | None:
 
 
 def needs_numpy(_: Query) -> str | None:
-    """The check of plans is made of it; PyTorch comes without."""
+    """Return why the check of plans, which uses NumPy, cannot run."""
     return None if importlib.util.find_spec("numpy") else "needs numpy: pip install 'onelaunch[decode]'"
 
 
 def has_a_plan(rung: str, query: Query) -> str | None:
-    """Sizes that the kernels are written for, and CTAs that can all be resident."""
+    """Return why there is no plan: sizes that the kernels are not written for, or CTAs that cannot all be resident."""
     config = config_in(query)
     return unsupported(config) or not_resident(rung, config, processors(torch.device(query.device)))
 
 
 def prompt_steps(rung: str, config: ModelConfig) -> int:
-    """Tokens of a prompt that the kernel reads, one in a launch, before the host has launched PyTorch's prefill.
+    """Return the longest prompt that single launches read before the host has launched PyTorch's prefill.
 
-    A process that reads no longer one does not wake cuBLAS either, which takes a tenth of a second.
+    A process that reads no longer prompt does not load cuBLAS either, which takes a tenth of a second.
     """
     if RUNGS[rung].separate:
         return 0
@@ -181,13 +118,14 @@ MODELS = {
     "Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True),
     "small and untied": ModelConfig(1000, 128, 384, 2, 4, 1, 32),
 }
-"""That builds are made for."""
+"""Configurations that kernels are compiled for in CI."""
 
 PROCESSORS = 132
+"""SMs of the GPU that kernels are compiled for in CI."""
 
 
 def builds(rung: str, architecture: str) -> list[Build]:
-    """The kernel of a rung for a model of usual size; that of ``streaming`` also for a small one."""
+    """Return the builds of a rung: for a model of usual size, and for ``streaming`` also for a small one."""
     from onelaunch.decode.codegen.emit import source
     from onelaunch.decode.codegen.layout import THREADS, Tuning, layout_of
     from onelaunch.decode.plan.phases import PRODUCTS

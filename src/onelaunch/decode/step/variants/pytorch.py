@@ -6,12 +6,10 @@ holds the position, and a mask hides the rest. What is captured reads and writes
 
 from __future__ import annotations
 
+import functools
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional as F
@@ -19,21 +17,19 @@ from torch.nn import functional as F
 from onelaunch.decode.model.forward import forward, heads, logits_of, mlp, rms_norm, widened
 from onelaunch.decode.model.rope import rotation
 from onelaunch.decode.model.weights import LayerWeights, Weights
-from onelaunch.decode.runtime.engines import InTurn
+from onelaunch.decode.runtime.graphs import capture
+from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.operation import Query
 from onelaunch.torch_compile import compile_static, compiler_missing
 
 SMALLEST_WINDOW = 256
-"""Positions; smaller windows would save nothing that can be measured."""
-
-GRAPHS = 16
-"""Captured steps that are kept per model: windows, and caches that lie elsewhere."""
+"""Smallest window, in positions; a smaller one saves nothing that can be measured."""
 
 LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
 
 Part = Callable[..., torch.Tensor]
-"""A function of this file, or the same compiled."""
+"""Function of this file, plain or compiled."""
 
 
 @decode_step.variant("eager", launches=None, fuses=(), maker="pytorch", yardstick=True, backward=False)
@@ -59,12 +55,12 @@ compiled.supports(compiler_missing)
 
 @captured.supports
 def needs_cuda(query: Query) -> str | None:
-    """CUDA graphs are there alone."""
+    """Return why there are no CUDA graphs."""
     return None if query.device_type == "cuda" else "needs a CUDA device"
 
 
 def window_of(position: int, capacity: int) -> int:
-    """How much of the cache a step looks at."""
+    """Return how many positions of the cache a step attends to."""
     return min(capacity, max(SMALLEST_WINDOW, 1 << position.bit_length()))
 
 
@@ -83,7 +79,7 @@ def layer_step(
     sine: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """One layer of the residual stream ``[1, H]`` in float32; keys and values ``[K, C, D]`` get their row at ``position [1]``."""
+    """Apply a layer to the residual stream ``[1, H]`` float32; write keys and values ``[K, C, D]`` at ``position [1]``."""
     layer = LayerWeights(*weights)  # pyrefly: ignore[bad-argument-type]
     normed = rms_norm(hidden, layer.input_layernorm, eps)
     q, k, v = heads(head_dim, eps, layer, normed, (cosine, sine))
@@ -99,14 +95,14 @@ def layer_step(
 
 
 def head_step(hidden: torch.Tensor, norm: torch.Tensor, lm_head: torch.Tensor, eps: float) -> torch.Tensor:
-    """Logits ``[V]`` float32 of the residual stream ``[1, H]``."""
+    """Return logits ``[V]`` float32 of the residual stream ``[1, H]``."""
     return widened(F.linear(rms_norm(hidden, norm, eps), lm_head)[0])
 
 
 def step(
     layer: Part, head: Part, weights: Weights, token: torch.Tensor, position: torch.Tensor, call: DecodeCall, window: int
 ) -> torch.Tensor:
-    """Logits ``[V]``, with token and position ``[1]`` as tensors: shapes depend on the window alone."""
+    """Return logits ``[V]``, given token and position ``[1]`` as tensors: shapes depend on the window alone."""
     config = weights.config
     embedded = F.embedding(token, weights.embed_tokens)
     hidden = widened(embedded)
@@ -122,8 +118,8 @@ def step(
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """A step as a CUDA graph, for one window and one place of the cache, with the memory that it reads and writes."""
+class CapturedStep:
+    """Step as a CUDA graph, for one window and one address of the cache, with the memory that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     token: torch.Tensor
@@ -131,49 +127,33 @@ class _Captured:
     logits: torch.Tensor
 
     @classmethod
-    def of(cls, call: DecodeCall, layer: Part, head: Part, window: int) -> _Captured:
-        with torch.cuda.device(call.token.device):
-            with torch.inference_mode(mode=False):  # else no step outside of it could write to them
-                token, position = call.token.clone(), torch.full_like(call.token, call.position)
-            stream = torch.cuda.Stream(call.token.device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles, and asks for all workspaces, outside of the graph
-                step(layer, head, call.weights, token, position, call, window)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            # by default, a stream of the device that captured first, and an error for what any other thread does meanwhile
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                logits = step(layer, head, call.weights, token, position, call, window)
+    def of(cls, call: DecodeCall, layer: Part, head: Part, window: int) -> CapturedStep:
+        """Capture the step of a call."""
+        with torch.inference_mode(mode=False):  # else no step outside of inference mode could write to them
+            token, position = call.token.clone(), torch.full_like(call.token, call.position)
+        run = functools.partial(step, layer, head, call.weights, token, position, call, window)
+        graph, logits = capture(run, call.token.device, warm_up=True)
         return cls(graph, token, position, logits)
 
     def replay(self, call: DecodeCall) -> torch.Tensor:
+        """Enqueue the step of a call and return its logits."""
         self.token.copy_(call.token)
         self.position.fill_(call.position)
         self.graph.replay()
         return self.logits.clone()
 
 
-_GRAPHS: WeakKeyDictionary[Weights, OrderedDict[tuple[object, ...], _Captured]] = WeakKeyDictionary()
-"""Per model; a cache that lies where another lay, in the same shape, is served by the same graph."""
-
-_TURNS: WeakKeyDictionary[Weights, InTurn] = WeakKeyDictionary()
-
-_LOCK = threading.Lock()
-"""Texts that threads read share a graph's memory."""
-
-
 def _replay(call: DecodeCall, layer: Part, head: Part) -> torch.Tensor:
-    """Logits of a call by a captured step; without CUDA, or while somebody else captures, by the step itself."""
+    """Return the logits of a call by a captured step, or without CUDA, or in a capture of the caller's, by the step itself.
+
+    A cache at the address of an earlier one, of the same shape, is served by the same graph.
+    """
     window = window_of(call.position, call.cache.capacity)
     if call.token.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return step(layer, head, call.weights, call.token, torch.full_like(call.token, call.position), call, window)
-    with _LOCK:
-        kept = _GRAPHS.setdefault(call.weights, OrderedDict())
-        key = (layer, window, call.cache.capacity, call.cache.keys.data_ptr(), call.cache.values.data_ptr())
-        if key not in kept:
-            kept[key] = _Captured.of(call, layer, head, window)
-            while len(kept) > GRAPHS:
-                kept.popitem(last=False)
-        kept.move_to_end(key)
-        _TURNS.setdefault(call.weights, InTurn(call.token.device)).take()
-        return kept[key].replay(call)
+    kept = MODELS.captured(call.weights)
+    key = (layer, window, call.cache.capacity, call.cache.keys.data_ptr(), call.cache.values.data_ptr())
+    with kept.lock:
+        captured_step = kept.graphs.get(key, functools.partial(CapturedStep.of, call, layer, head, window))
+        kept.order.join()
+        return captured_step.replay(call)

@@ -1,4 +1,4 @@
-"""Texts by kernels' launches that PyTorch plays: how prompts are read, texts that take turns, what studies time, stalls."""
+"""Sessions whose launches PyTorch plays: how prompts are read, sequences that take turns, what studies time, errors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ import torch
 from onelaunch.decode import KVCache, ModelConfig, decode_step, megakernel, torch_variants
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
-from onelaunch.decode.runtime import kernels as launch
-from onelaunch.decode.runtime.engines import Arriving, InTurn, Request, TorchEngine
-from onelaunch.decode.runtime.memory import OUT_OF_RANGE
-from onelaunch.decode.step.variants.megakernel import BATCH, KernelEngine
+from onelaunch.decode.runtime import kernels as kernels_file
+from onelaunch.decode.runtime import proofs
+from onelaunch.decode.runtime.engines import BATCH, KernelEngine, Request, TorchEngine
+from onelaunch.decode.runtime.kernels import session_for
+from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE
+from onelaunch.decode.runtime.models import MODELS
+from onelaunch.decode.runtime.session import Pending, Session, StreamOrder
+from onelaunch.decode.step import capabilities
 from onelaunch.errors import (
     ArgumentError,
     DecodeOverflow,
@@ -60,7 +64,7 @@ def test_pytorchs_default_dtype_and_device_change_nothing(make, weights, played)
         (torch.set_default_dtype, torch.float32, torch.bfloat16), (torch.set_default_dtype, torch.float32, torch.float64),
         (torch.set_default_device, None, "meta"),
     ):  # fmt: skip
-        launch._MADE.pop(weights, None)
+        MODELS.discard(weights)
         default(other)
         try:
             assert [list(make(weights, "streaming").run(request)) for request in GREEDY.values()] == expected
@@ -109,15 +113,16 @@ def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name,
 
 def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch, tmp_path):
     checked = []
-    launch._check_drawn.cache_clear()
+    proofs._check_sampling.cache_clear()
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(launch, "check", lambda *plans: checked.append([len(plan.tail) for plan in plans]))
-    kernels = launch.kernels_for(weights, "streaming")
+    monkeypatch.setattr(proofs, "check", lambda *plans: checked.append([len(plan.tail) for plan in plans]))
+    session = session_for(weights, "streaming")
     for sampling in (Sampling(), CHOICES["penalty"], CHOICES["drawn"], CHOICES["all"]):
-        kernels.place(0, torch.tensor([1]))
-        kernels.tokens(KVCache.empty(MODEL, 4), 2, Sampler(sampling, torch.tensor([1]), MODEL.vocab_size))
-    assert checked == [[3 + rounds for rounds in launch.DRAWN]]
-    launch._check_drawn.cache_clear()
+        sampler = Sampler(sampling, torch.tensor([1]), MODEL.vocab_size)
+        with session.sequence(KVCache.empty(MODEL, 4), torch.tensor([1]), sampler) as sequence:
+            sequence.step(2)
+    assert checked == [[3 + rounds for rounds in proofs.SAMPLED]]
+    proofs._check_sampling.cache_clear()
 
 
 def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monkeypatch):
@@ -128,23 +133,23 @@ def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monke
     request = replace(SAMPLED, sampling=CHOICES["drawn"])
     assert list(KernelEngine(weights, "graph").run(request)) == alone(weights, request)
     assert len(steps) == request.max_new_tokens - 1
-    with pytest.raises(ArgumentError, match="'graph' takes the likeliest token only"):
-        launch.kernels_for(weights, "graph").tokens(
-            KVCache.empty(MODEL, 4), 1, Sampler(CHOICES["penalty"], torch.tensor([1]), MODEL.vocab_size)
-        )
+    sampler = Sampler(CHOICES["penalty"], torch.tensor([1]), MODEL.vocab_size)
+    sequence = session_for(weights, "graph").sequence(KVCache.empty(MODEL, 4), torch.tensor([1]), sampler)
+    with pytest.raises(ArgumentError, match="'graph' takes the likeliest token only"), sequence:
+        sequence.step(1)
 
 
-def test_a_text_that_nobody_disturbs_is_placed_once(weights, played, monkeypatch):
-    kernels, places = launch.kernels_for(weights, "streaming"), []
-    place = kernels.place
-    monkeypatch.setattr(kernels, "place", lambda *given: places.append(given) or place(*given))
+def test_a_sequence_that_nobody_disturbs_is_bound_once(weights, played, monkeypatch):
+    session, bound = session_for(weights, "streaming"), []
+    bind = session.bind
+    monkeypatch.setattr(session, "bind", lambda *given: bound.append(given) or bind(*given))
     assert list(KernelEngine(weights, "streaming").run(GREEDY["first"])) == alone(weights, GREEDY["first"])
-    assert len(places) == 1
+    assert len(bound) == 1
 
 
 def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch):
-    pack, packed = launch.pack, []
-    monkeypatch.setattr(launch, "pack", lambda *given: time.sleep(0.02) or packed.append(given) or pack(*given))
+    pack, packed = kernels_file.pack, []
+    monkeypatch.setattr(kernels_file, "pack", lambda *given: time.sleep(0.02) or packed.append(given) or pack(*given))
     engine = KernelEngine(weights, "streaming")
     requests = [GREEDY["first"], replace(SAMPLED, sampling=Sampling(temperature=1.0)), GREEDY["second"]]
     with ThreadPoolExecutor(3) as pool:
@@ -158,13 +163,81 @@ def test_streams_take_turns(monkeypatch):
         def wait_stream(self, other):
             waits.append((self.name, other.name))
 
-    waits, turns = [], InTurn(torch.device("cuda", 1))
+    waits, order = [], StreamOrder(torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     for name, captured in (("a", False), ("a", False), ("b", False), ("c", True), ("b", False), ("a", False)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, name=name: Stream(name=name))
-        turns.take()
+        order.join()
     assert waits == [("b", "a"), ("a", "b")]
+
+
+@pytest.fixture
+def watched(weights, played, monkeypatch):
+    """A session, and the order of what it does to its device."""
+    MODELS.discard(weights)
+    session, done = session_for(weights, "streaming"), []
+
+    def watch(owner, name):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: done.append(name) or real(*given))
+
+    for owner, name in ((session.order, "join"), (session, "bind"), (session.kernel, "launch"), (session.memory, "reset")):
+        watch(owner, name)
+    return session, done
+
+
+def test_streams_are_joined_before_the_buffers_are_touched(watched):
+    """Else a launch on one stream would read what one on another stream still writes."""
+    session, done = watched
+    first, second = (session.sequence(KVCache.empty(MODEL, 8), torch.tensor([token])) for token in (1, 2))
+    for sequence in (first, first, second):
+        with sequence:
+            sequence.step(2)
+    assert done == ["join", "bind", "launch", "join", "launch", "join", "bind", "launch"]
+    done.clear()
+    session.step(torch.tensor([3]), KVCache.empty(MODEL, 8))
+    assert done == ["join", "launch"]
+    assert session.active is None, "a single step belongs to no sequence"
+    done.clear()
+    session.memory.state[ERROR] = 1
+    with pytest.raises(DecodeStalled):
+        session.check()
+    assert done == ["join", "reset"]
+
+
+def test_a_turn_ends_however_it_ends(watched):
+    """A turn that failed must not keep the session from other threads."""
+    session, _ = watched
+    sequence = session.sequence(KVCache.empty(MODEL, 8), torch.tensor([1]))
+    with pytest.raises(ZeroDivisionError), sequence:
+        raise ZeroDivisionError
+    session.order.join = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError), sequence:
+        pass
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(session.lock.acquire, timeout=5).result(10)
+
+
+def test_a_turn_keeps_other_threads_out(watched):
+    """Between a look at whose the buffers are and the launch, nobody else may bind them."""
+    session, done = watched
+    first, second = (session.sequence(KVCache.empty(MODEL, 8), torch.tensor([token])) for token in (1, 2))
+
+    def other():
+        with second:
+            done.append("other's turn")
+
+    with ThreadPoolExecutor(1) as pool:
+        with first:
+            waiting = pool.submit(other)
+            time.sleep(0.05)
+            first.step(2)
+            pending = first.copy_tokens()
+            done.append("turn ends")
+        waiting.result(10)
+    assert done.index("turn ends") < done.index("other's turn")
+    assert len(pending.wait()) == 2
 
 
 # What studies count and time
@@ -172,20 +245,20 @@ def test_streams_take_turns(monkeypatch):
 
 @pytest.mark.parametrize("before", [0, 2**31 - 20, -7])
 def test_barriers_are_the_bumps_of_all_ctas_also_around(before, step, weights, played, monkeypatch):
-    kernels, run = launch.kernels_for(weights, "streaming"), Launch.__call__
+    session, run = session_for(weights, "streaming"), Launch.__call__
 
     def bumping(self, grid, *arguments):
         counters = arguments[13]
-        assert counters is kernels.memory.counters
+        assert counters is session.memory.counters
         counters[0] = (int(counters[0]) + 9 * grid[0] + 2**31) % 2**32 - 2**31
         run(self, grid, *arguments)
 
     monkeypatch.setattr(Launch, "__call__", bumping)
-    kernels.memory.counters[0] = before
-    assert decode_step.get("streaming").tags["barriers"](decode_step.bind(**step)) == 9
+    session.memory.counters[0] = before
+    assert capabilities.barriers(decode_step.get("streaming"))(decode_step.bind(**step)) == 9
     played.stalls = played.launches + 1
     with pytest.raises(DecodeStalled):
-        kernels.barriers(step["token"], step["cache"])
+        session.barriers(step["token"], step["cache"])
 
 
 @pytest.fixture
@@ -200,14 +273,14 @@ def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, 
     assert 0 < made.seconds() < 1
     assert made.count % 16 == 0
     assert made.problem() is None
-    tokens = launch.Kernels.tokens
+    launch = Session.launch
 
-    def other(self, cache, count, *drawn):
-        found = tokens(self, cache, count, *drawn)
+    def other(self, cache, count, *sampler):
+        found = launch(self, cache, count, *sampler)
         self.memory.tokens[8] += 1
         return found
 
-    monkeypatch.setattr(launch.Kernels, "tokens", other)
+    monkeypatch.setattr(Session, "launch", other)
     made.seconds()
     assert "single steps make" in made.problem()
 
@@ -223,8 +296,8 @@ def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(ste
 
 def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch):
     running = decode_step.loops["running"](decode_step.get("streaming"), step)
-    tokens = launch.Kernels.tokens
-    monkeypatch.setattr(launch.Kernels, "tokens", lambda *given: 1.01 * tokens(*given))
+    launch = Session.launch
+    monkeypatch.setattr(Session, "launch", lambda *given: 1.01 * launch(*given))
     running.seconds()
     assert "are 1.0e-02 off those of single steps" in running.problem()
 
@@ -234,7 +307,7 @@ def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_launch_that_gave_up_is_said_and_the_next_text_is_whole(temperature, weights, played, monkeypatch):
-    monkeypatch.setattr(Arriving, "arrived", lambda _: False)  # the host is ahead: no step finds the news of the one before
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)  # the host is ahead: no step finds the news of the one before
     request = replace(GREEDY["first"], sampling=replace(GREEDY["first"].sampling, temperature=temperature))
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, request)
     assert list(engine.run(request)) == expected
@@ -257,7 +330,7 @@ def test_a_step_that_gave_up_is_said_by_the_next_and_cleared(weights, played):
 
 
 def test_a_prompt_that_gave_up_makes_no_token(weights, played, monkeypatch):
-    monkeypatch.setattr(Arriving, "arrived", lambda _: False)
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, SAMPLED)
     played.stalls = len(SAMPLED.prompt)
     with pytest.raises(DecodeStalled):
@@ -267,17 +340,17 @@ def test_a_prompt_that_gave_up_makes_no_token(weights, played, monkeypatch):
 
 def test_an_error_amid_a_prompt_is_not_cleared_by_another_text(weights, played, monkeypatch):
     """Else later steps would read rows of the cache that earlier ones never wrote."""
-    kernels, step, others, pool = launch.kernels_for(weights, "streaming"), launch.Kernels.step, [], ThreadPoolExecutor(1)
+    session, step, others, pool = session_for(weights, "streaming"), Session.step, [], ThreadPoolExecutor(1)
 
     def beside_another(self, *given):
         logits = step(self, *given)
         if played.launches == played.stalls:
-            others.append(pool.submit(kernels.check))
+            others.append(pool.submit(session.check))
         time.sleep(0.02)
         return logits
 
-    monkeypatch.setattr(launch.Kernels, "step", beside_another)
-    monkeypatch.setattr(Arriving, "arrived", lambda _: False)
+    monkeypatch.setattr(Session, "step", beside_another)
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)
     played.stalls = 1
     with pytest.raises(DecodeStalled):
         list(KernelEngine(weights, "streaming").run(GREEDY["first"]))
@@ -287,7 +360,7 @@ def test_an_error_amid_a_prompt_is_not_cleared_by_another_text(weights, played, 
 
 
 def test_a_text_whose_prompt_pytorch_reads_is_not_blamed_for_the_one_before(weights, played, monkeypatch):
-    monkeypatch.setattr(Arriving, "arrived", lambda _: False)
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)
     left = KernelEngine(weights, "streaming").run(GREEDY["first"])
     next(left)
     played.stalls = played.launches + 1
@@ -305,8 +378,8 @@ def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played):
 
 
 def test_logits_that_are_no_numbers_end_a_text_wherever_they_come(weights, played, monkeypatch):
-    tokens = launch.Kernels.tokens
-    monkeypatch.setattr(launch.Kernels, "tokens", lambda *given: tokens(*given).index_fill(0, torch.tensor([5]), torch.nan))
+    launch = Session.launch
+    monkeypatch.setattr(Session, "launch", lambda *given: launch(*given).index_fill(0, torch.tensor([5]), torch.nan))
     made = KernelEngine(weights, "streaming").run(GREEDY["second"])
     assert next(made) == alone(weights, GREEDY["second"])[0]
     with pytest.raises(LogitsNotFinite):

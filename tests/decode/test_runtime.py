@@ -1,4 +1,4 @@
-"""What is kept for a model's launches, which PyTorch plays: memory, graphs, proofs, and when it is made anew."""
+"""The runtime beyond sessions: what is kept for a model, proofs of plans, memory, graphs, and weights that are written to."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import torch
 from onelaunch.decode import KVCache, decode_step, megakernel, random_weights, torch_variants
 from onelaunch.decode.model.weights import from_tensors
 from onelaunch.decode.plan.rungs import RUNGS
-from onelaunch.decode.runtime import kernels as launch
-from onelaunch.decode.runtime.engines import TorchEngine
+from onelaunch.decode.runtime import kernels as kernels_file
+from onelaunch.decode.runtime import proofs
+from onelaunch.decode.runtime.engines import KernelEngine, TorchEngine
+from onelaunch.decode.runtime.graphs import GraphCache
+from onelaunch.decode.runtime.kernels import StepKernel, make_session, session_for
+from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.step.contract import key_of
-from onelaunch.decode.step.variants.megakernel import KernelEngine
 from onelaunch.errors import (
     ArgumentError,
     DeviceError,
@@ -84,13 +87,13 @@ def test_weights_that_kernels_would_misread_are_refused(name, change, error, mes
 def test_a_proof_is_of_the_room_that_there_is(weights, played, monkeypatch, tmp_path):
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(launch, "check", lambda *plans, room: checked.append(room))
-    for limit in (launch.HOPPER_SHARED_BYTES, launch.HOPPER_SHARED_BYTES, 1024):
-        launch._check.cache_clear()
-        monkeypatch.setattr(launch, "HOPPER_SHARED_BYTES", limit)
-        launch.checked_plan(MODEL, "streaming", 5, launch.Tuning())
+    monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(room))
+    for limit in (proofs.HOPPER_SHARED_BYTES, proofs.HOPPER_SHARED_BYTES, 1024):
+        proofs._check.cache_clear()
+        monkeypatch.setattr(proofs, "HOPPER_SHARED_BYTES", limit)
+        proofs.checked_plan(MODEL, "streaming", 5, proofs.Tuning())
     assert len(checked) == 2
-    launch._check.cache_clear()
+    proofs._check.cache_clear()
 
 
 # Memory
@@ -101,7 +104,7 @@ def test_no_room_for_the_weights_a_second_time_or_for_a_prompt(weights, played, 
         raise torch.OutOfMemoryError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(launch, "pack", exhausted)
+        patched.setattr(kernels_file, "pack", exhausted)
         with pytest.raises(DeviceMemoryError, match="no room on cpu for the weights in the order of their use"):
             list(KernelEngine(weights, "streaming").run(SAMPLED))
     for place, what in ((KVCache, "a cache of 40 positions"), (None, "the activations of a prompt of 40 tokens")):
@@ -138,15 +141,29 @@ def test_graphs_are_captured_on_the_weights_device_beside_other_threads(captures
         monkeypatch.setattr(torch.cuda, name, value)
     cache = KVCache.empty(MODEL)
     if captures == "rung":
-        monkeypatch.setattr(launch.Kernels, "_launch", lambda *_: None)
-        launch.Kernels(weights, "graph")._captured(cache)
+        monkeypatch.setattr(StepKernel, "launch", lambda *_: None)
+        make_session(weights, "graph").captured(cache)
     else:
         call = decode_step.bind(torch.tensor([1]), weights, cache)
-        torch_variants._Captured.of(call, torch_variants.layer_step, torch_variants.head_step, 256)
+        torch_variants.CapturedStep.of(call, torch_variants.layer_step, torch_variants.head_step, 256)
     assert ((weights.device,), {}) in seen
     (named,) = [named for _, named in seen if named]
     assert named["stream"].device == weights.device
     assert named["capture_error_mode"] == "thread_local"
+
+
+@pytest.mark.parametrize("capacity", [4, 16])
+def test_a_graph_cache_keeps_those_that_were_used_last(capacity):
+    made = []
+    cache = GraphCache(capacity)
+    for key in range(capacity):
+        cache.get(key, lambda key=key: made.append(key) or key)
+    assert [cache.get(0, pytest.fail), len(cache)] == [0, capacity]
+    assert cache.get("new", lambda: "graph") == "graph"
+    assert len(cache) == capacity
+    assert cache.get(0, pytest.fail) == 0, "it was used after the others"
+    cache.get(1, lambda: made.append(1))
+    assert made == [*range(capacity), 1], "the least recently used one was dropped"
 
 
 # What a start costs, and needs
@@ -159,24 +176,73 @@ def query_of(config, device="cuda:0"):
 def test_only_the_rung_that_is_asked_for_is_checked_and_once_with_these_files(weights, played, monkeypatch, tmp_path):
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
-    launch._check.cache_clear()
-    monkeypatch.setattr(launch, "check", lambda *plans, room: checked.append(plans[0].rung))
+    proofs._check.cache_clear()
+    monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(plans[0].rung))
     monkeypatch.setattr(megakernel, "processors", lambda device: 132)
     for rung in RUNGS:
         assert megakernel.has_a_plan(rung, query_of(weights.config)) is None
     assert checked == []
     for config in (weights.config, replace(weights.config, rope_theta=5e5, max_position_embeddings=64)):
-        launch.Kernels(random_weights(config), "streaming")
+        make_session(random_weights(config), "streaming")
     assert checked == ["streaming"]
-    launch._check.cache_clear()  # as another process
-    launch.Kernels(random_weights(weights.config), "streaming")
+    proofs._check.cache_clear()  # as another process
+    make_session(random_weights(weights.config), "streaming")
     assert checked == ["streaming"]
-    read = launch.nvrtc.read
-    monkeypatch.setattr(launch.nvrtc, "read", lambda package, file: read(package, file) + "#" * (file == "plan/check.py"))
-    launch._check.cache_clear()
-    launch.Kernels(random_weights(weights.config), "streaming")
-    assert checked == 2 * ["streaming"]
-    launch._check.cache_clear()
+    proofs._check.cache_clear()
+
+
+def proofs_with(changes, monkeypatch, tmp_path):
+    """How many proofs run when the sources are as they are, then with changes by module name, then so again."""
+    real, proved = proofs.source_of, []
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(proofs, "check", lambda *plans, room: proved.append(plans[0].rung))
+    for changed in ({}, changes, changes):
+        monkeypatch.setattr(proofs, "source_of", lambda name, changed=changed: changed[name] if name in changed else real(name))
+        proofs._check.cache_clear()
+        proofs.checked_plan(MODEL, "streaming", 5, proofs.Tuning())
+    proofs._check.cache_clear()
+    return len(proved)
+
+
+PROVED_BY = ("plan.check", "plan.builder", "plan.rungs", "plan.phases", "codegen.layout", "model.config", "runtime.proofs")
+
+
+@pytest.mark.parametrize("module", PROVED_BY)
+def test_a_change_of_a_module_that_a_proof_depends_on_makes_it_anew(module, monkeypatch, tmp_path):
+    name = f"onelaunch.decode.{module}"
+    assert proofs_with({name: proofs.source_of(name) + "# changed"}, monkeypatch, tmp_path) == 2
+
+
+def test_a_change_elsewhere_keeps_the_proof(monkeypatch, tmp_path):
+    assert proofs_with({"onelaunch.decode.codegen.emit": "", "onelaunch.decode.generate": ""}, monkeypatch, tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from onelaunch.decode.plan.helper import part", "    from onelaunch.decode.plan.helper import part",
+        "import onelaunch.decode.plan.helper", "from onelaunch.decode.plan import helper",
+    ],
+)  # fmt: skip
+def test_a_new_helper_is_part_of_the_proof(line, monkeypatch, tmp_path):
+    """A module that a proof's module imports, wherever and however."""
+    builder, helper, real = "onelaunch.decode.plan.builder", "onelaunch.decode.plan.helper", proofs.source_of
+    (tmp_path / "helper.py").write_text("part = 1\n")
+    folders = importlib.import_module("onelaunch.decode.plan").__path__
+    folders.append(str(tmp_path))
+    try:
+        assert helper not in proofs.proof_sources()
+        monkeypatch.setattr(proofs, "source_of", lambda name: real(name) + f"\n{line}\n" * (name == builder))
+        assert proofs.proof_sources()[helper].startswith("part = 1\n")
+    finally:
+        folders.remove(str(tmp_path))
+
+
+def test_a_package_brings_all_of_its_modules():
+    assert proofs._modules("onelaunch.decode.plan") >= {"onelaunch.decode.plan", "onelaunch.decode.plan.check"}
+    assert proofs.source_of("onelaunch.decode.plan.check").startswith('"""')
+    with pytest.raises(ImportError, match="the source of onelaunch[.]no_such is not here"):
+        proofs.source_of("onelaunch.no_such")
 
 
 def test_a_plan_that_is_not_sound_is_refused_every_time(weights, played, monkeypatch, tmp_path):
@@ -185,12 +251,12 @@ def test_a_plan_that_is_not_sound_is_refused_every_time(weights, played, monkeyp
     def refuse(*plans, room):
         raise PlanError("streaming", "it is not sound")
 
-    monkeypatch.setattr(launch, "check", refuse)
+    monkeypatch.setattr(proofs, "check", refuse)
     for _ in range(2):
-        launch._check.cache_clear()
+        proofs._check.cache_clear()
         with pytest.raises(PlanError, match="it is not sound"):
-            launch.Kernels(random_weights(weights.config), "streaming")
-    launch._check.cache_clear()
+            make_session(random_weights(weights.config), "streaming")
+    proofs._check.cache_clear()
 
 
 def test_ctas_that_cannot_all_be_resident_are_a_reason(monkeypatch):
@@ -203,7 +269,7 @@ def test_ctas_that_cannot_all_be_resident_are_a_reason(monkeypatch):
 def test_without_numpy_kernels_say_so(rung, monkeypatch):
     """In a process that has not loaded what imports it."""
     monkeypatch.setattr(decode_step.get(rung), "_supports", decode_step.get(rung)._supports[1:])  # as on a Hopper GPU
-    for name in ("numpy", "onelaunch.decode.plan.check", "onelaunch.decode.runtime.kernels"):
+    for name in ("numpy", "onelaunch.decode.plan.check", "onelaunch.decode.runtime.proofs", "onelaunch.decode.runtime.kernels"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert decode_step.get(rung).why_not(query_of(SMALL)) == "needs numpy: pip install 'onelaunch[decode]'"
@@ -212,9 +278,9 @@ def test_without_numpy_kernels_say_so(rung, monkeypatch):
 # Weights that are written to
 
 
-def addresses(kernels):
+def addresses(session):
     """All that a launch is given of a model, as a CUDA graph would hold it."""
-    memory, cache = kernels.memory, KVCache.empty(MODEL)
+    memory, cache = session.memory, KVCache.empty(MODEL)
     return [tensor is not None and tensor.data_ptr() for tensor in memory.arguments(cache, torch.empty(1))[:7]]
 
 
@@ -222,18 +288,21 @@ def addresses(kernels):
 def test_what_was_made_of_weights_is_made_anew_where_it_lies_once_they_are_written_to(name, played):
     weights = random_weights(MODEL, 5)
     rungs = ("streaming", "tagged_words", "eight_barriers")  # the last two share a stream
-    before = {rung: launch.kernels_for(weights, rung) for rung in rungs}
-    held = {rung: addresses(kernels) for rung, kernels in before.items()}
+    before = {rung: session_for(weights, rung) for rung in rungs}
+    held = {rung: addresses(session) for rung, session in before.items()}
     weights.tensors()[name].mul_(2)
     fresh = weights.map(torch.clone)
-    for rung, kernels in before.items():
-        assert launch.kernels_for(weights, rung) is kernels
-        assert addresses(kernels) == held[rung]
-        mine, other = kernels.memory.constants, launch.kernels_for(fresh, rung).memory.constants
+    for rung, session in before.items():
+        assert session_for(weights, rung) is session
+        assert addresses(session) == held[rung]
+        mine, other = session.memory.constants, session_for(fresh, rung).memory.constants
         assert torch.equal(mine.stream.data, other.stream.data)
         assert torch.equal(mine.norms, other.norms)
         assert torch.equal(mine.weights.embed_tokens, other.weights.embed_tokens)
 
 
 def test_other_weights_have_their_own():
-    assert launch._made(random_weights(SMALL, 0, "cpu")) is not launch._made(random_weights(SMALL, 0, "cpu"))
+    first, second = (random_weights(SMALL, 0, "cpu") for _ in range(2))
+    assert MODELS.kernels(first) is not MODELS.kernels(second)
+    assert MODELS.kernels(first) is MODELS.kernels(first)
+    assert MODELS.captured(first) is MODELS.captured(first) is not MODELS.captured(second)
