@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -204,6 +206,19 @@ def test_streams_are_joined_before_the_buffers_are_touched(watched):
     with pytest.raises(DecodeStalled):
         session.check()
     assert done == ["join", "reset"]
+
+
+def test_a_sequence_that_ended_leaves_no_cache(weights, played):
+    """A session outlives its sequences, whose caches may take gigabytes."""
+    cache = KVCache.empty(MODEL, 8)
+    keys = weakref.ref(cache.keys)
+    with session_for(weights, "streaming").sequence(cache, torch.tensor([1])) as sequence:
+        sequence.step(2)
+        pending = sequence.copy_tokens()
+    del cache, sequence
+    gc.collect()
+    assert keys() is None
+    assert len(pending.wait()) == 2
 
 
 def test_a_turn_ends_however_it_ends(watched):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.errors import ArgumentError, CheckpointError, in_a_line, shown
+from onelaunch.files import FileTooLarge, read_bytes, reason
 
 JSON_BYTES = 8 * 2**20
 """Largest configuration file that is read, in bytes. Models' take kilobytes, tokenizers' up to 1.2 million."""
@@ -92,9 +93,9 @@ def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
     """
     check_size(path, most_bytes)
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as problem:
-        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from None
+        return read_bytes(path, most_bytes).decode("utf-8-sig")
+    except (OSError, FileTooLarge) as problem:  # it may have changed since
+        raise CheckpointError(f"{path} cannot be read: {reason(problem)}") from None
     except ValueError as problem:
         raise CheckpointError(f"{path} is not text in UTF-8: {in_a_line(problem)}") from None
 

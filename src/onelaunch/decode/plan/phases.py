@@ -1,8 +1,7 @@
-"""One token as data: phases, what every CTA does in each, and the edges that order them.
+"""Plan of one token as data: its phases, the work of every CTA in each, and the synchronization between them.
 
-A plan is what everything else is made of: :mod:`onelaunch.decode.plan.check` proves that it is ordered,
-:mod:`tests.decode.interpret` runs it in PyTorch, :mod:`onelaunch.decode.codegen.emit` writes the kernel. Plans of the ladder:
-:mod:`onelaunch.decode.plan.rungs`.
+:mod:`onelaunch.decode.plan.rungs` has the plans, :mod:`onelaunch.decode.plan.check` proves that they are ordered, and
+:mod:`onelaunch.decode.codegen.emit` generates the kernel. Tests run plans in PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Literal, NamedTuple
 from onelaunch.decode.model.config import ModelConfig
 
 Edge = Literal["none", "grid", "flags", "data"]
-"""What a phase waits for: nothing, a barrier over the grid, counters that some CTAs bump, or the very words that it reads."""
+"""Synchronization before a phase: none, a grid barrier, semaphores that some CTAs increment, or flag-in-data words."""
 
 Op = Literal[
     "norm", "qkv", "rope", "attention", "rope_attention", "o", "gate_up", "down", "lm_head", "tally", "draw", "next"
@@ -28,20 +27,20 @@ WARPS = 8
 """Warps of a CTA that multiply."""
 
 TILE = 8
-"""Rows of a matrix that are multiplied together: the least that a CTA takes."""
+"""Rows of a matrix that are multiplied together, the smallest unit of work of a CTA."""
 
 STEP = 256
 """Columns that the eight warps of a CTA multiply at once, 32 each."""
 
 GRANULE = TILE * STEP * 2
-"""Bytes of both: 4 KB."""
+"""Bytes of a tile's rows over the columns of a step: 4 KB."""
 
 CHUNK = 4 * GRANULE
-"""Bytes that the copy engine brings at once."""
+"""Bytes of one TMA copy."""
 
 
 class Piece(NamedTuple):
-    """Words of a buffer."""
+    """Range of words of a buffer."""
 
     buffer: str
     begin: int
@@ -49,7 +48,7 @@ class Piece(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Until a counter was bumped so often since the last time."""
+    """Wait until ``counter`` has been incremented ``arrivals`` times since its previous use."""
 
     counter: int
     arrivals: int
@@ -57,21 +56,21 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one CTA does in a phase."""
+    """Work assignment of one CTA in a phase."""
 
     begin: int = 0
     end: int = 0
-    """Its units: tiles of a matrix, or heads."""
+    """First unit and one past the last: tiles of a matrix, or heads."""
     reads: tuple[Piece, ...] = ()
-    """Words of buffers; they were written by earlier phases."""
+    """Words that the CTA reads; earlier phases wrote them."""
     writes: tuple[Piece, ...] = ()
     adds: tuple[Piece, ...] = ()
-    """Words of sums, to which others add in the same phase."""
+    """Words of sums to which the CTA adds, as others do in the same phase."""
     polls: tuple[Piece, ...] = ()
-    """Words of tagged buffers that it waits for one by one."""
+    """Flag-in-data words that the CTA spins on, one by one."""
     awaits: tuple[Wait, ...] = ()
     arrives: tuple[int, ...] = ()
-    """Counters that it bumps once it has written."""
+    """Counters that the CTA increments once it has written."""
 
     @property
     def units(self) -> int:
@@ -80,40 +79,40 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A step of a token, over all CTAs."""
+    """Step of a token, over all CTAs."""
 
     name: str
     op: Op
     edge: Edge
-    """What it waits for."""
+    """Synchronization before the phase."""
     shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory through which CTAs talk to each other: float32 words."""
+    """Memory through which CTAs exchange float32 words."""
 
     name: str
     words: int
     tagged: bool = False
-    """Whether the low bits of each word say which use it was written for, so that a reader can wait for the word itself."""
+    """Flag of flag-in-data words: their low bits say which use they were written for, so that a reader can spin on them."""
     per_layer: bool = False
-    """Whether each layer has its own, as the cache."""
+    """Flag of a buffer that each layer has one of, as the cache."""
     sums: bool = False
-    """Whether CTAs add to its words, which are zero before: at first, and once somebody has written them."""
+    """Flag of sums: CTAs add to the words, which start as zero and are cleared by writing them."""
     counts: bool = False
-    """Whether each of these sums counts what was added to it, so that a reader can wait for so many additions."""
+    """Flag of sums that count their additions, so that a reader can wait for a number of them."""
     copies: int = 1
-    """That tokens take in turn, so that one is written while the one before may still be read."""
+    """Copies that tokens use in turn, so that one is written while the previous one may still be read."""
 
 
 class Blocks(NamedTuple):
-    """The output projection cut by heads: a unit's channels, and of the rows blocks of some tiles that lie side by side."""
+    """Cut of the output projection by heads: a unit's channels, and rows in blocks of tiles that lie side by side."""
 
     channels: int
-    """Of the queries of a unit of attention."""
+    """Channels of the queries of a unit of attention."""
     room: int
-    """Columns that a tile of them takes in the stream: a power of two, at least a warp's 32."""
+    """Columns that a tile of these channels takes in the weight stream: a power of two, at least a warp's 32."""
     width: int
     """Columns of a block."""
     count: int
@@ -121,67 +120,69 @@ class Blocks(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a block."""
+        """Rows of a block."""
         return self.width // self.room * TILE
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The phases of a layer, which are repeated, and those after the last one."""
+    """Plan of a token: the phases of a layer, which are repeated, and the epilogue after the last layer."""
 
     config: ModelConfig
     rung: str
     ctas: int
     layer: tuple[Phase, ...]
     closing: Phase
-    """What takes the place of a layer's last phase in the last layer: its result has other readers."""
+    """Phase that replaces a layer's last one in the last layer, since its result has other readers."""
     tail: tuple[Phase, ...]
     buffers: tuple[Buffer, ...]
     splits: int
-    """CTAs that may share the positions of a key head."""
+    """Most KV splits of a key head: CTAs that share its positions."""
     sharers: int
     """CTAs that share the queries of a key head, each for the same positions."""
     joined: int
-    """Of these, those that take each other's queries too in a long text, each for a part of the positions."""
+    """Number of these CTAs that, for long contexts, split the positions instead of the queries (flash-decoding)."""
     used: int
-    """CTAs that have positions at the length at hand, for the same queries. With ``blocks``, 1 says that each has all, and
-    more than ``splits`` that some are joined.
+    """KV splits that have positions at the current length.
+
+    With ``blocks``, 1 means that each unit takes all positions, and more than ``splits`` that CTAs split positions instead of
+    queries.
     """
     positions: int
-    """From which on there is one more of these; with ``blocks``, from which on they share them at all."""
+    """Positions per KV split; with ``blocks``, the position from which on there are several splits."""
     joined_from: int
-    """Positions from which on a text is long."""
+    """Positions from which on a context is long."""
     streams: bool
-    """Whether weights are fetched ahead of the edges."""
+    """Flag of weights that are prefetched across synchronization."""
     keys_stream: bool = False
-    """Whether keys and values of earlier positions are fetched ahead like weights: as soon as the token before is done."""
+    """Flag of keys and values that are prefetched like weights, as soon as the previous token is done."""
     separate: bool = False
-    """Whether each phase is a launch: all edges are then the launches' own."""
+    """Flag of a plan with a launch per phase, which needs no other synchronization."""
     blocks: Blocks | None = None
-    """How the output projection is cut where CTAs multiply what their own heads found, and add to the residual stream."""
+    """Cut of the output projection, if CTAs multiply their own heads' results and add to the residual stream."""
 
     @property
     def apart(self) -> bool:
-        """Whether each unit of attention takes all positions, and nothing from others."""
+        """Flag of units of attention that take all positions, and nothing from others."""
         return self.blocks is not None and self.used == 1
 
     def unit(self, number: int) -> Unit:
-        """Of attention."""
+        """Return a unit of attention by its number."""
         joined = self.joined if self.used > self.splits else 1
         return unit_of(number, self.sharers, self.splits, joined, apart=self.apart)
 
     @property
     def parts(self) -> int:
-        """CTAs that may share the positions of the same queries."""
+        """Most KV splits of the same queries."""
         return self.splits * self.joined
 
     @property
     def adders(self) -> int:
-        """Additions to a word of the residual stream for each output projection, of those that count them."""
+        """Additions to a word of the residual stream per output projection, where words count them."""
         return self.config.num_key_value_heads * self.sharers if self.blocks else 0
 
     def additions(self, layer: int) -> int:
-        """To a word of the residual stream since the token began, once a layer's attention is added; each MLP adds once."""
+        """Return the additions to a residual word since the token began, once a layer's attention is added; an MLP adds once."""
         return self.adders * (layer + 1) + layer
 
     def buffer(self, name: str) -> Buffer:
@@ -194,7 +195,7 @@ class Plan:
         return next(phase for phase in self.phases() if phase.op == op)
 
     def instances(self, layers: int | None = None) -> Iterator[tuple[int, Phase]]:
-        """Every phase of a token in order, with its layer, of so many or the model's; the tail counts as another layer."""
+        """Yield every phase of a token in order with its layer, for ``layers`` layers or the model's; the tail is one more."""
         layers = layers or self.config.num_hidden_layers
         for layer in range(layers):
             yield from ((layer, phase) for phase in self.layer[:-1])
@@ -202,31 +203,31 @@ class Plan:
         yield from ((layers, phase) for phase in self.tail)
 
     def barriers(self) -> int:
-        """Over the grid, for a token."""
+        """Return the number of grid barriers of a token."""
         return sum(phase.edge == "grid" for _, phase in self.instances())
 
 
 def split(units: int, parts: int) -> list[tuple[int, int]]:
-    """Units in order over so many parts, as evenly as possible."""
+    """Return begin and end of each of ``parts`` parts of the units, as even as possible."""
     return [(part * units // parts, (part + 1) * units // parts) for part in range(parts)]
 
 
 class Unit(NamedTuple):
-    """What attention does at once."""
+    """Unit of attention: the work that a CTA does at once."""
 
     head: int
-    """Of keys."""
+    """Key head."""
     first: int
     last: int
-    """Sharers whose queries it takes."""
+    """First sharer whose queries the unit takes, and one past the last."""
     part: int
-    """Of the positions."""
+    """KV split: part of the positions."""
     keeps: bool
-    """Whether it keeps the newest key and value, if it has their position."""
+    """Flag of the unit that stores the newest key and value, if it has their position."""
 
 
 def unit_of(number: int, sharers: int, splits: int, joined: int = 1, *, apart: bool = False) -> Unit:
-    """A unit of attention, by what a plan says of them; ``apart``: each takes all positions."""
+    """Return a unit of attention from a plan's numbers; with ``apart``, each takes all positions."""
     rest, part = divmod(number, splits)
     head, sharer = divmod(rest, sharers)
     if apart:
@@ -236,26 +237,26 @@ def unit_of(number: int, sharers: int, splits: int, joined: int = 1, *, apart: b
 
 
 def padded(columns: int) -> int:
-    """Columns as the stream of weights holds them."""
+    """Return the number of columns that the weight stream holds for ``columns``."""
     return -(-columns // STEP) * STEP
 
 
 ROUNDS = 9
-"""In which a drawn token's limits are found, at most: top-k looks at a key's value in three, top-p at equals too, in six."""
+"""Most radix-select passes of a sampled token: three over a key's value for top-k, six for top-p, which orders equals too."""
 
 
 def depth(config: ModelConfig) -> int:
-    """Granules of a tile that follow each other in the stream: four where all matrices' columns allow it."""
+    """Return how many granules of a tile follow each other in the stream: four where all matrices' columns allow it."""
     steps = [padded(columns) // STEP for columns in (config.hidden_size, config.query_size, config.intermediate_size)]
     return next(each for each in (4, 2, 1) if not any(step % each for step in steps))
 
 
 WARP_COLUMNS = 32
-"""Of a step: what each of eight warps multiplies."""
+"""Columns of a step that each of the eight warps multiplies."""
 
 
 def blocks_of(config: ModelConfig, sharers: int) -> Blocks:
-    """The output projection for units of attention with so many of them for a key head."""
+    """Return the cut of the output projection for ``sharers`` units of attention per key head."""
     channels = config.queries_per_key // sharers * config.head_dim
     room = max(1 << (channels - 1).bit_length(), WARP_COLUMNS)
     width = max(room, depth(config) * STEP)
@@ -263,16 +264,16 @@ def blocks_of(config: ModelConfig, sharers: int) -> Blocks:
 
 
 MOST_TILES = 6
-"""Tiles whose sums a CTA keeps in registers."""
+"""Most tiles whose sums a CTA keeps in registers."""
 
 
 def passes(tiles: int) -> list[tuple[int, int]]:
-    """Tiles of a CTA in groups that are multiplied together."""
+    """Return begin and end of the groups of a CTA's tiles that are multiplied together."""
     return split(tiles, -(-tiles // MOST_TILES)) if tiles else []
 
 
 def passes_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
-    """Of a phase's share: where each unit of attention has a vector of its own, unit by unit."""
+    """Return the groups of tiles of a CTA in a phase; unit by unit where each unit of attention has its own vector."""
     share = plan.phase(op).shares[cta]
     if op != "o" or plan.blocks is None or not share.units:
         return passes(share.units)

@@ -1,4 +1,4 @@
-"""What the decode kernels are handed: repacked weights, tables, memory through which CTAs and launches talk to each other."""
+"""Device memory of the decode kernels: repacked weights, tables, and buffers for CTAs and launches to exchange data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from onelaunch.decode.plan.packing import Stream, pack
 from onelaunch.decode.plan.phases import ROUNDS, Plan
 
 STATE_WORDS, ERROR = 4, 3
-"""Position, tokens, barriers, error: as the kernel counts them."""
+"""Words of the kernel's state (position, tokens, barriers, error), and the index of the error."""
 
 OUT_OF_RANGE = 2
-"""The error of a sum that its words cannot hold; every other is a wait that was given up."""
+"""Error of a sum out of the range of its words; every other error is a wait that was given up."""
 
 COUNTER_WORDS = 32
-"""A counter stands alone in 128 bytes."""
+"""Words between two counters, so that each has 128 bytes to itself."""
 
 
 def norms_of(weights: Weights) -> torch.Tensor:
-    """Factors of all norms: per layer those before attention and before the MLP, of queries, of keys; then the last one."""
+    """Return the factors of all norms: per layer those before attention and MLP, of queries and of keys; then the last."""
     parts = [
         part
         for layer in weights.layers
@@ -35,13 +35,13 @@ def norms_of(weights: Weights) -> torch.Tensor:
 
 
 def rotations_of(weights: Weights, positions: int) -> torch.Tensor:
-    """``[positions, D]`` float32: cosines, then sines, of each position's angles."""
+    """Return cosines, then sines, of each position's angles, ``[positions, D]`` float32."""
     return torch.cat(rotation(weights.config, torch.arange(positions, device=weights.device), torch.float32), -1).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """What stays the same for a model, a plan's cut and a context."""
+    """Tensors that depend on the model, on how a plan cuts its matrices, and on the context, and not on a sequence."""
 
     weights: Weights
     stream: Stream
@@ -50,17 +50,17 @@ class Constants:
 
     @classmethod
     def of(cls, weights: Weights, stream: Stream, context: int) -> Constants:
-        """For texts of up to ``context`` positions."""
+        """Return the constants for sequences of up to ``context`` positions."""
         return cls(weights, stream, norms_of(weights), rotations_of(weights, context))
 
     def renew(self, plan: Plan) -> None:
-        """From what the weights hold now, where it lies."""
+        """Make them again from what the weights hold now, at the same addresses."""
         pack(self.weights, plan, self.stream)
         self.norms.copy_(norms_of(self.weights))
 
 
 class Memory:
-    """The rest, for one plan and one text at a time."""
+    """Buffers of one plan, which hold one sequence at a time."""
 
     def __init__(self, plan: Plan, constants: Constants, context: int, *, stamps: bool = False) -> None:
         device = constants.weights.device
@@ -69,31 +69,31 @@ class Memory:
         self.shares = torch.tensor(shares_table(plan), dtype=torch.int32, device=device)
         self.arrivals = torch.tensor(arrivals or [0], dtype=torch.int32, device=device)
         self.tokens = torch.zeros(context + 1, dtype=torch.int32, device=device)
-        """By position; the kernel reads the one at its position and writes the next."""
+        """Tokens by position; the kernel reads the one at its position and writes the next."""
         self.words = torch.zeros(word_offsets(plan)["end"], dtype=torch.float32, device=device)
         self.best = torch.zeros(3 * plan.ctas, dtype=torch.int64, device=device)
-        """Candidates of each CTA: two sets by turns, and those that are drawn."""
+        """Candidates of each CTA: two sets that alternate, and the sampled ones."""
         self.tallies = torch.zeros(ROUNDS * BINS, dtype=torch.int64, device=device)
         self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
-        """Of barriers over the grid, then those of key heads."""
+        """Counters of grid barriers, then those of key heads."""
         self.state = torch.zeros(STATE_WORDS + stamps * plan.ctas * marker_words(plan), dtype=torch.int32, device=device)
 
     def reset(self) -> None:
-        """As when made, after an error: what counts on over launches begins anew."""
+        """Clear the buffers after an error, since some count on over launches."""
         for tensor in (self.words, self.best, self.tallies, self.counters, self.state):
             tensor.zero_()
 
     def arguments(
         self, cache: KVCache, logits: torch.Tensor, token: torch.Tensor | None = None, sampler: Sampler | None = None
     ) -> list[torch.Tensor | None]:
-        """Tensors in the order of the kernel's arguments.
+        """Return the tensors in the order of the kernel's arguments.
 
         Args:
-            cache: with room for the tokens that are made.
-            logits: ``[V]`` float32, to be written.
-            token: ``[1]`` int64, the first token; ``None`` for the one that :attr:`tokens` has at the position.
-            sampler: how tokens are chosen, and the text's tokens so far, to which those are added that the launch makes;
-                ``None`` for the likeliest.
+            cache: Cache with room for the tokens that are made.
+            logits: Logits to write, ``[V]`` float32.
+            token: First token, ``[1]`` int64; ``None`` for the one that :attr:`tokens` has at the position.
+            sampler: Rules for new tokens, with the tokens seen so far, to which the launch adds its own; ``None`` takes the
+                largest logit.
         """
         constants = self.constants
         chosen = (None, None) if sampler is None else (sampler.choices, sampler.seen)

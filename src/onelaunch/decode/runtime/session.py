@@ -147,7 +147,8 @@ class Session:
 
     Attributes:
         lock: Re-entrant lock of the buffers. Hold it over several steps whose error no other sequence may clear.
-        active: Sequence whose state the buffers hold; ``None`` if they hold nobody's, such as after :meth:`step`.
+        active: Identity of the sequence whose state the buffers hold, which does not keep its cache alive; ``None`` if they hold
+            nobody's, such as after :meth:`step`.
         last_step: Pending state of the last :meth:`step`; ``None`` before one and after an error.
     """
 
@@ -155,7 +156,7 @@ class Session:
         self.kernel, self.memory = kernel, memory
         self.device = memory.constants.weights.device
         self.lock = threading.RLock()
-        self.active: Sequence | None = None
+        self.active: object = None
         self.last_step: Pending | None = None
         self.order = StreamOrder(self.device)
         self._vocabulary = memory.constants.weights.config.vocab_size
@@ -228,14 +229,14 @@ class Session:
         plan = self.kernel.plan.rung
         raise DecodeOverflow(plan) if error == OUT_OF_RANGE else DecodeStalled(plan)
 
-    def bind(self, position: int, token: torch.Tensor, sequence: Sequence | None = None) -> None:
-        """Write a position and the token ``[1]`` there to the buffers, which are the sequence's from now on.
+    def bind(self, position: int, token: torch.Tensor, identity: object = None) -> None:
+        """Write a position and the token ``[1]`` there to the buffers, which belong to the sequence of that identity from now on.
 
         The caller holds :attr:`lock` and has joined :attr:`order`, as for :meth:`launch`.
         """
         self.memory.state[:1].fill_(position)
         self.memory.tokens[position : position + 1].copy_(token, non_blocking=True)
-        self.active = sequence
+        self.active = identity
 
     def launch(self, cache: KVCache, count: int, sampler: Sampler | None) -> torch.Tensor:
         """Enqueue ``count`` tokens of the sequence that is bound and return the last one's logits ``[V]`` float32.
@@ -295,12 +296,12 @@ class Sequence:
         token: Newest token, on the device or in pinned memory of the host.
     """
 
-    __slots__ = ("_count", "_logits", "_sampler", "_session", "cache", "token")
+    __slots__ = ("_count", "_identity", "_logits", "_sampler", "_session", "cache", "token")
 
     def __init__(self, session: Session, cache: KVCache, token: torch.Tensor, sampler: Sampler | None = None) -> None:
         self.cache = cache
         self._session, self._sampler, self.token = session, sampler, token
-        self._count = 0
+        self._identity, self._count = object(), 0
         self._logits: torch.Tensor | None = None
 
     def __enter__(self) -> Self:
@@ -308,8 +309,8 @@ class Sequence:
         session.lock.acquire()
         try:
             session.order.join()
-            if session.active is not self:  # the first turn, or another sequence had one in between
-                session.bind(self.cache.length, self.token, self)
+            if session.active is not self._identity:  # the first turn, or another sequence had one in between
+                session.bind(self.cache.length, self.token, self._identity)
         except BaseException:
             session.lock.release()
             raise
