@@ -23,11 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from onelaunch import dispatch, measured
+from onelaunch import dispatch
 from onelaunch.decode.generate import Model
 from onelaunch.decode.model.weights import random_weights
+from onelaunch.device.hardware import describe
+from onelaunch.dispatch import measured
 from onelaunch.errors import OneLaunchError
-from onelaunch.hardware import describe
 from onelaunch.operation import find_operation
 from onelaunch.workbench.adopt import adopt
 from onelaunch.workbench.decision import concluded

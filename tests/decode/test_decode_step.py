@@ -11,9 +11,9 @@ from onelaunch import dispatch
 from onelaunch.decode import KVCache, decode_step, random_weights
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.step.variants.pytorch import window_of
+from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.errors import ArgumentError, ContextExceeded, DTypeError, ShapeError, ValueRangeError, VariantUnsupported
 from onelaunch.operation import find_operation
-from onelaunch.torch_compile import compiler_missing
 from onelaunch.workbench.verify import Judge, trivial_answers
 from tests.decode.models import SMALL
 

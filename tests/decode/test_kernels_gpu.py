@@ -13,7 +13,7 @@ from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.plan.rungs import RUNGS
 from onelaunch.decode.runtime.engines import Request, TorchEngine, make_engine
-from onelaunch.hardware import is_hopper
+from onelaunch.device.hardware import is_hopper
 from onelaunch.workbench.verify import Judge
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ import torch
 
 from onelaunch.decode import ModelConfig, load_weights, random_weights
 from onelaunch.decode.model.hub import BUNDLED, find_model
-from onelaunch.hardware import is_hopper
+from onelaunch.device.hardware import is_hopper
 from tests.decode.models import write
 
 pytest.importorskip("tokenizers", reason="needs the extra decode")

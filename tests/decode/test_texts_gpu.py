@@ -13,7 +13,7 @@ from onelaunch.decode.model.hub import BUNDLED, find_model
 from onelaunch.decode.plan.rungs import RUNGS, plan_for
 from onelaunch.decode.runtime.engines import make_engine
 from onelaunch.decode.step.reference import config_of
-from onelaunch.hardware import is_hopper, processors
+from onelaunch.device.hardware import is_hopper, processors
 from onelaunch.workbench.count import Request
 from onelaunch.workbench.launches import count_barriers
 

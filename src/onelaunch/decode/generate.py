@@ -23,20 +23,11 @@ from onelaunch.decode.model.tokenizer import Detokenizer, StopStrings, TextCodec
 from onelaunch.decode.model.weights import check_header, elements, load_weights
 from onelaunch.decode.runtime.engines import engine_bytes, engine_that_fits, make_engine, typical_query
 from onelaunch.decode.step.contract import decode_step
+from onelaunch.device.hardware import free_memory, resolve
 from onelaunch.dispatch import AUTO
-from onelaunch.errors import (
-    ArgumentError,
-    CheckpointError,
-    ContextExceeded,
-    DeviceMemoryError,
-    DTypeError,
-    TokenizerMissing,
-    in_a_line,
-    listing,
-    shown,
-)
-from onelaunch.hardware import free_memory, resolve
+from onelaunch.errors import ArgumentError, CheckpointError, ContextExceeded, DeviceMemoryError, DTypeError, TokenizerMissing
 from onelaunch.operation import parse_dtype
+from onelaunch.wording import in_a_line, listing, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # in typing from Python 3.11 on

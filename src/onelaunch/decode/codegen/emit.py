@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from onelaunch import nvrtc
+from onelaunch import cuda
 from onelaunch.decode.codegen.layout import BINS, Tuning, launch_of, layout_of, sum_rows, word_offsets
 from onelaunch.decode.plan.phases import PRODUCTS, ROUNDS, Edge, Op, Phase, Plan, blocks_of, depth, passes, passes_of
 
-KINDS: tuple[nvrtc.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
+KINDS: tuple[cuda.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
 """Kinds of the kernel's arguments, in order."""
 
 FILES = (
@@ -102,10 +102,10 @@ def order(plan: Plan) -> str:
     return "\n".join([*parts, "DEVICE void tail_phases(Worker& w) {", *body(plan.tail), "}", ""])
 
 
-def source(plan: Plan, tuning: Tuning | None = None, phase: Phase | None = None) -> nvrtc.Source:
+def source(plan: Plan, tuning: Tuning | None = None, phase: Phase | None = None) -> cuda.Source:
     """Return the kernel of a plan, or that of one phase of a plan whose phases are launches."""
     here = "onelaunch.decode.codegen.kernels"
-    files = [("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")), *((name, nvrtc.read(here, name)) for name in FILES)]
+    files = [("hopper.cuh", cuda.read("onelaunch", "hopper.cuh")), *((name, cuda.read(here, name)) for name in FILES)]
     files += [("plan.cuh", header(plan, tuning or Tuning())), ("order.cuh", order(plan))]
     defines = () if phase is None else (("ALONE", launch_of(plan, phase)[0]),)
-    return nvrtc.Source("step.cu", nvrtc.read(here, "step.cu"), "decode", tuple(files), defines)
+    return cuda.Source("step.cu", cuda.read(here, "step.cu"), "decode", tuple(files), defines)

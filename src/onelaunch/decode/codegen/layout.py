@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onelaunch.decode.plan.phases import CHUNK, MOST_TILES, PRODUCTS, TILE, WARPS, Phase, Plan, padded, passes_of
-from onelaunch.hardware import HOPPER_SHARED_BYTES
+from onelaunch.device.hardware import HOPPER_SHARED_BYTES
 
 THREADS: Final = 32 * (WARPS + 1)
 """Threads of a CTA: the warps that multiply, and a producer warp that copies weights with TMA."""

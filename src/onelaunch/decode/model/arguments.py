@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import torch
 
-from onelaunch.errors import ArgumentError, NoDeviceError, shown
-from onelaunch.hardware import present
+from onelaunch.device.hardware import present
+from onelaunch.errors import ArgumentError, NoDeviceError
+from onelaunch.wording import shown
 
 Kind = TypeVar("Kind")
 

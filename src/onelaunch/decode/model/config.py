@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import torch
 
 from onelaunch.decode.model.files import entry, folder_path, read_json
-from onelaunch.errors import ArgumentError, CheckpointError, ModelConfigError, UnsupportedModel, listing, shown
+from onelaunch.errors import ArgumentError, CheckpointError, ModelConfigError, UnsupportedModel
+from onelaunch.wording import listing, shown
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3"}
 """Supported architectures, with the ``model_type`` of each."""

@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from onelaunch.errors import ArgumentError, CheckpointError, in_a_line, shown
+from onelaunch.errors import ArgumentError, CheckpointError
 from onelaunch.files import FileTooLarge, read_bytes, reason
+from onelaunch.wording import in_a_line, shown
 
 JSON_BYTES = 8 * 2**20
 """Largest configuration file that is read, in bytes. Models' take kilobytes, tokenizers' up to 1.2 million."""

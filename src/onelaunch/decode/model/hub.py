@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from onelaunch.errors import ArgumentError, CheckpointError, UnknownModel, in_a_line, shown
+from onelaunch.errors import ArgumentError, CheckpointError, UnknownModel
+from onelaunch.wording import in_a_line, shown
 
 BUNDLED = "tiny"
 """Name of the model in the package: Qwen3's architecture, 1.2 million parameters, trained on Python's standard library."""

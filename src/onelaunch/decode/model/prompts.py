@@ -12,7 +12,8 @@ import torch
 
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.tokenizer import TextCodec
-from onelaunch.errors import ArgumentError, CheckpointError, ValueRangeError, in_a_line, shown
+from onelaunch.errors import ArgumentError, CheckpointError, ValueRangeError
+from onelaunch.wording import in_a_line, shown
 
 Prompt: TypeAlias = str | Sequence[int] | torch.Tensor
 """Text, or token ids: a sequence, or a tensor ``[T]`` or ``[1, T]``."""

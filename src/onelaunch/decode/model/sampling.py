@@ -17,7 +17,8 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from onelaunch.errors import ArgumentError, UnknownKeyword, shown
+from onelaunch.errors import ArgumentError, UnknownKeyword
+from onelaunch.wording import shown
 
 LARGEST_SEED = 2**63 - 1
 

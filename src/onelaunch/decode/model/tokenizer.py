@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.decode.model.files import TOKENIZER_BYTES, check_size, entry, read_json, read_text
-from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing, in_a_line, shown
+from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing
+from onelaunch.wording import in_a_line, shown
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Character that stands in decoded text for one whose bytes are not all there."""

@@ -17,8 +17,9 @@ from onelaunch.decode.model.arguments import device_of, instance, integer
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.files import INDEX_BYTES, entry, folder_path, read_json
 from onelaunch.decode.model.sampling import LARGEST_SEED
-from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, in_a_line, listing, shown
+from onelaunch.errors import ArgumentError, CheckpointError, ShapeError
 from onelaunch.operation import Bundle
+from onelaunch.wording import in_a_line, listing, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on

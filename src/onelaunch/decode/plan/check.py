@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from onelaunch.decode.plan.phases import Buffer, Phase, Piece, Plan, Share
+from onelaunch.device.hardware import HOPPER_SHARED_BYTES
 from onelaunch.errors import PlanError
-from onelaunch.hardware import HOPPER_SHARED_BYTES
 
 LAYERS = 3
 """Of a token that is followed: the first, which reads the embedding, the last, which closes, and one that has both neighbours."""

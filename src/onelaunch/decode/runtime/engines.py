@@ -22,9 +22,9 @@ from onelaunch.decode.plan.rungs import RUNGS
 from onelaunch.decode.runtime.session import Pending
 from onelaunch.decode.step import capabilities
 from onelaunch.decode.step.contract import decode_step, key_of
+from onelaunch.device.hardware import room_for
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import FallbackNotice
-from onelaunch.hardware import room_for
 from onelaunch.operation import Query
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch import nvrtc
+from onelaunch import cuda
 from onelaunch.decode.codegen.emit import KINDS, source
 from onelaunch.decode.codegen.layout import THREADS, Tuning, launch_of, layout_of
 from onelaunch.decode.model.weights import Weights
@@ -14,7 +14,7 @@ from onelaunch.decode.runtime.memory import Constants, Memory
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.runtime.proofs import check_sampling, checked_plan
 from onelaunch.decode.runtime.session import Session
-from onelaunch.hardware import processors, room_for
+from onelaunch.device.hardware import processors, room_for
 
 
 class StepKernel:
@@ -26,14 +26,14 @@ class StepKernel:
         device: NVIDIA GPU.
 
     Raises:
-        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.nvrtc.load`.
+        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.cuda.load`.
     """
 
     def __init__(self, plan: Plan, tuning: Tuning, device: torch.device) -> None:
         self.plan = plan
         alone: tuple[Phase | None, ...] = plan.phases() if plan.separate else (None,)
         self._functions = {
-            phase and phase.op: nvrtc.load(
+            phase and phase.op: cuda.load(
                 source(plan, tuning, phase), device, KINDS, threads=THREADS, shared_bytes=layout_of(plan, tuning).bytes,
                 cooperative=not plan.separate, overlap=plan.separate,
             )
@@ -75,7 +75,7 @@ def make_session(weights: Weights, rung: str, tuning: Tuning | None = None) -> S
     Raises:
         PlanError: the plan cannot run on this device.
         DeviceMemoryError: there is no room for the weights a second time.
-        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.nvrtc.load`.
+        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.cuda.load`.
     """
     tuning, device = tuning or Tuning(), weights.device
     plan = checked_plan(weights.config, rung, processors(device), tuning)

@@ -20,8 +20,8 @@ from onelaunch.decode.model.weights import LayerWeights, Weights
 from onelaunch.decode.runtime.graphs import capture
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
+from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.operation import Query
-from onelaunch.torch_compile import compile_static, compiler_missing
 
 SMALLEST_WINDOW = 256
 """Smallest window, in positions; a smaller one saves nothing that can be measured."""
