@@ -25,7 +25,7 @@ from rich.console import Console
 
 from onelaunch import dispatch
 from onelaunch.decode.generate import Model
-from onelaunch.decode.weights import random_weights
+from onelaunch.decode.model.weights import random_weights
 from onelaunch.device.hardware import describe
 from onelaunch.dispatch import measured
 from onelaunch.errors import OneLaunchError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onelaunch.decode.contract import decode_step
+from onelaunch.decode.step.contract import decode_step
 from onelaunch.operation import DIRECTIONS, find_operation, operations
 
 CASES = {
