@@ -32,7 +32,7 @@ def triple(y, factor: tl.constexpr):
 
 
 def machine_of_triton(function: Any, factor: float, architecture: str) -> hash_kernels.Machine:
-    from onelaunch.builds import KernelBuild
+    from onelaunch.launch.build import KernelBuild
 
     kernel = triton.jit(function)
     pointer = kernel.arg_names[0]
@@ -41,12 +41,12 @@ def machine_of_triton(function: Any, factor: float, architecture: str) -> hash_k
 
 
 def machine_of_cuda(text: str, entry: str, threads: int = 32) -> hash_kernels.Machine:
-    from onelaunch import nvrtc
-    from onelaunch.builds import CudaBuild
+    from onelaunch import cuda
+    from onelaunch.launch.build import CudaBuild
 
-    if reason := nvrtc.missing():
+    if reason := cuda.missing():
         pytest.skip(reason)
-    build = CudaBuild(entry, nvrtc.Source(f"{entry}.cu", text, entry), threads)
+    build = CudaBuild(entry, cuda.Source(f"{entry}.cu", text, entry), threads)
     return hash_kernels.read_machine(hash_kernels.compile_build(build, "sm_90a"))
 
 

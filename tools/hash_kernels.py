@@ -76,13 +76,13 @@ def build_key(build: Any) -> str:
 
 def compile_build(build: Any, architecture: str) -> Binary:
     """Compile a build from its source; CUDA C++ without looking into any cache."""
-    from onelaunch import nvrtc
-    from onelaunch.builds import CudaBuild
+    from onelaunch import cuda
+    from onelaunch.launch.build import CudaBuild
     from onelaunch.workbench import inspection
 
     target = inspection.find_architecture(architecture)
     if isinstance(build, CudaBuild):
-        return Binary(nvrtc.compile_now(build.source, target.name).cubin, build.shared_bytes, build.threads)
+        return Binary(cuda.compile_now(build.source, target.name).cubin, build.shared_bytes, build.threads)
     compiled = inspection._compile(build, target)  # noqa: SLF001  the inspector hands on listings, not the code itself
     code = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
     return Binary(code, compiled.metadata.shared, build.num_warps * target.warp)
@@ -93,9 +93,9 @@ def compiler_versions() -> dict[str, str]:
     import torch
     import triton
 
-    from onelaunch import nvrtc
+    from onelaunch import cuda
 
-    return {"triton": triton.__version__, "nvrtc": ".".join(map(str, nvrtc.version())), "torch": torch.__version__}
+    return {"triton": triton.__version__, "nvrtc": ".".join(map(str, cuda.version())), "torch": torch.__version__}
 
 
 # Reading machine code
