@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from onelaunch import nvrtc, sass
+from onelaunch import cuda
+from onelaunch.cuda import sass
 from onelaunch.workbench import inspection
 
 FOLDER = "ONELAUNCH_TEST_CACHE"
@@ -33,16 +34,16 @@ def keep_inspections(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = os.environ.get(FOLDER)
     if not folder:
         return
-    compile_now, disassemble = nvrtc.compile_now, inspection._disassemble
+    compile_now, disassemble = cuda.compile_now, inspection._disassemble
 
-    def compiled(source: nvrtc.Source, architecture: str) -> nvrtc.Compiled:
-        key = nvrtc.version(), nvrtc.OPTIONS, sass.RULES, architecture, source
-        return nvrtc.Compiled(*kept(Path(folder) / "nvrtc", repr(key).encode(), lambda: tuple(compile_now(source, architecture))))
+    def compiled(source: cuda.Source, architecture: str) -> cuda.Compiled:
+        key = cuda.version(), cuda.OPTIONS, sass.RULES, architecture, source
+        return cuda.Compiled(*kept(Path(folder) / "nvrtc", repr(key).encode(), lambda: tuple(compile_now(source, architecture))))
 
     def disassembled(cubin: bytes, kernel: str) -> str:
         return kept(Path(folder) / "sass", disassembler() + cubin, lambda: disassemble(cubin, kernel))
 
-    monkeypatch.setattr(nvrtc, "compile_now", compiled)
+    monkeypatch.setattr(cuda, "compile_now", compiled)
     monkeypatch.setattr(inspection, "_disassemble", disassembled)
 
 
