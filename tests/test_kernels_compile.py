@@ -43,7 +43,7 @@ def distinct_builds(architectures):
         for variant in operation.variants.values():
             for architecture in architectures:
                 for build in variant.builds(architecture):
-                    key = (architecture, repr(build))
+                    key = (architecture, build.key)
                     if key not in seen:
                         seen.add(key)
                         name = f"{operation.name}-{variant.name}-{build.name}"
