@@ -10,7 +10,7 @@ from onelaunch.device.hardware import is_hopper
 from onelaunch.kernels.tma import descriptor_type
 from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Query
-from onelaunch.ops.gated_scan.triton_variants import needs_triton
+from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.contract import GlaCall, gla
 from onelaunch.ops.gla.triton_variants import Results, attend, no_value_gate
 
@@ -31,7 +31,7 @@ def hopper(call: GlaCall) -> Results:
     return attend(call, "hopper")
 
 
-hopper.supports(needs_triton)
+hopper.supports(cannot_scan)
 hopper.supports(no_value_gate)
 
 

@@ -13,7 +13,7 @@ import torch
 from onelaunch.launch.build import KernelBuild
 from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query
-from onelaunch.ops.gated_scan.triton_variants import needs_triton
+from onelaunch.operation.requirements import cannot_scan
 from onelaunch.ops.gla.contract import GlaCall, gla
 
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -191,7 +191,7 @@ def holds_the_state(query: Query) -> str | None:
 
 
 for _variant in (fused, sequential, pipelined, stepwise):
-    _variant.supports(needs_triton)
+    _variant.supports(cannot_scan)
 
 
 FLAGS = {

@@ -9,7 +9,7 @@ On chip    STAGES tiles of x and W; two short pieces of log_decay and gate; one 
            product of its own would round it.
 Memory     reads x once per tile of channels and W once per tile of time (mostly from the cache), log_decay and gate once;
            writes y once; for a backward pass also v and a row of states every CARRY steps.
-Carry      the state that leaves a tile, one word per tile and channel: float32 and a phase bit (see lookback_kernels.py).
+Carry      the state that leaves a tile, one word per tile and channel: float32 and a phase bit (see look_back.py of the scan).
 Progress   tiles are taken in order by programs that run, and wait for tiles of lower index only: the lowest unfinished tile
            always advances, whatever else runs on the device.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.ops.gated_scan import torch_variants as scan
+from onelaunch.ops.gated_scan.variants import torch as scan
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 

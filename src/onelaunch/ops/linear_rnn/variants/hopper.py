@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from onelaunch.device.hardware import is_hopper
-from onelaunch.operation import Query
-from onelaunch.ops.gated_scan import triton_variants as scan
-from onelaunch.ops.linear_rnn import triton_variants as layer
+from onelaunch.operation import Example, Query
+from onelaunch.operation.requirements import cannot_scan
+from onelaunch.ops.linear_rnn.autograd import launches, one_launch
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
+
+if TYPE_CHECKING:
+    from onelaunch.ops.linear_rnn.launch import Layer, Results
+
+
+@launches("persistent")
+def run_persistent(layer: Layer) -> Results:
+    """Project, scan and gate by one CTA per SM."""
+    from onelaunch.ops.linear_rnn import launch_hopper
+
+    return launch_hopper.persistent(layer)
 
 
 @linear_rnn.variant(
@@ -17,15 +30,15 @@ from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 )  # fmt: skip
 def fused_hopper(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
     """One launch for wide layers on Hopper: the scan of a tile runs under the matrix product of the next."""
-    return layer.one_launch(call, "persistent")
+    return one_launch(call, "persistent")
 
 
-fused_hopper.supports(scan.needs_triton)
+fused_hopper.supports(cannot_scan)
 
 
 @fused_hopper.supports
 def fits(query: Query) -> str | None:
-    """What the copy engine and the matrix units ask for."""
+    """Return why the call does not suit TMA and WGMMA, or ``None``."""
     if not is_hopper(torch.device(query.device)):
         return "needs a Hopper GPU (compute capability 9.x)"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -38,3 +51,9 @@ def fits(query: Query) -> str | None:
     if width % 8 or channels % 8:
         return "needs D and V that are multiples of 8: the copy engine moves 16 bytes at once"
     return None
+
+
+@fused_hopper.examples
+def training() -> list[Example]:
+    """Return a training call of whole tiles, without packing or states."""
+    return [Example(linear_rnn.case("float16", B=4, T=2048, D=2048, V=2048), "forward_backward")]

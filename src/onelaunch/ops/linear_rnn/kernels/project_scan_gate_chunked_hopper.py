@@ -1,12 +1,12 @@
 """The whole linear-RNN layer in one launch on Hopper, for layers that do not keep the tensor cores busy.
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
-Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, as in kernels.py.
+Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, as in project_scan_gate.py.
 Order      everything is asked for at once: log_decay and gate into registers, x and W by copies (TMA) where D fits the stages;
            the decays and silu(gate) are computed while x is on its way. What is left behind the product (WGMMA) is short: one
            trip through shared memory to [SEGS, ROWS, BV], a walk of ROWS steps, the carry, a multiply-add and a product.
 Threads    a warp holds ROWS consecutive steps of all BV channels, two channels a thread: its loads and stores are whole rows, and
-           a segment is walked in one thread. Segments and tiles are put together by gluon_lookback_kernels.py.
+           a segment is walked in one thread. Segments and tiles are put together by look_back_gluon.py of the scan.
 Memory     reads x once per BV channels, W once per tile (from the cache), log_decay and gate once; writes y once; for a
            backward pass also v and one row of states a tile.
 Constants  D, V and the strides along time are constants of the code: a row's address is then an immediate of the access.

@@ -11,6 +11,7 @@ from onelaunch.device.hardware import is_hopper, processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.scan.launch import ScanTiles
 from onelaunch.kernels.tma import addressable, described
+from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.workspace import workspace
 from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
 
@@ -57,7 +58,7 @@ def rows_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def persistent(layer: Layer) -> Results:
     """The kernel for wide layers: a program per processor, the scan of a tile under the matrix product of the next."""
-    from onelaunch.ops.linear_rnn.hopper_kernels import project_scan_gate_hopper_kernel
+    from onelaunch.ops.linear_rnn.kernels.project_scan_gate_hopper import project_scan_gate_hopper_kernel
 
     results, initial = layer.results(), layer.sequences.initial
     batch, length, width, channels = layer.sizes
@@ -68,12 +69,13 @@ def persistent(layer: Layer) -> Results:
     words = workspace(layer.x.device, batch * tiles_t * channels)
     counter = workspace(layer.x.device, 1)  # no look-back needs a single word, so it is ours alone; the kernel leaves it at 0
     programs = min(tiles, processors(layer.x.device))
-    project_scan_gate_hopper_kernel[(programs,)](
+    Launch(
+        project_scan_gate_hopper_kernel, (programs,),
         *(described(rows_of(tensor), box) for tensor, box in zip(given, boxes.values(), strict=True)),
         initial, results.y, results.v, results.final, results.carries, words, counter,
         length, width, channels, tiles, batch * slices,
-        EVEN=PERSISTENT.even(length, channels), num_warps=4, **PERSISTENT.options(), **layer.flags(),
-    )  # fmt: skip
+        EVEN=PERSISTENT.even(length, channels), num_warps=4, **PERSISTENT.options(), **layer.flags(), mma=Mma.WIDEST,
+    ).run()  # fmt: skip
     return results
 
 
@@ -105,19 +107,21 @@ def suits(layer: Layer) -> bool:
 
 def chunked(layer: Layer) -> Results:
     """The kernel for layers whose product is short: every copy in flight at once, little left to do behind the product."""
-    from onelaunch.ops.linear_rnn.hopper_chunked_kernels import project_scan_gate_chunked_hopper_kernel
+    from onelaunch.ops.linear_rnn.kernels.project_scan_gate_chunked_hopper import project_scan_gate_chunked_hopper_kernel
 
     results, initial = layer.results(), layer.sequences.initial
     batch, length, width, channels = layer.sizes
-    tiles = chunked_tiles(processors(layer.x.device), batch, length, width, channels)
+    tiles = chunked_tiles(processors(layer.x.device), *map(int, layer.sizes))  # a tracer's sizes cannot be hashed
     scan = tiles.scan
     x = described(rows_of(layer.x), [scan.steps, tiles.inner])
     weight = described(rows_of(layer.weight[None]), [tiles.inner, scan.channels])
     log_decay, gate = inner_contiguous(layer.log_decay), inner_contiguous(layer.gate)
-    project_scan_gate_chunked_hopper_kernel[scan.grid(batch, length, channels)](
+    Launch(
+        project_scan_gate_chunked_hopper_kernel, scan.grid(batch, length, channels),
         x, weight, log_decay, gate, initial, results.y, results.v, results.final, results.carries,
         workspace(layer.x.device, scan.words(batch, length, channels)), length, log_decay.stride(0), gate.stride(0),
         WIDTH=width, CHANNELS=channels, DECAY_STRIDE=log_decay.stride(1), GATE_STRIDE=gate.stride(1),
         STAGES=tiles.stages, GROUP=scan.group, EVEN=scan.even(length, channels), **scan.options(layer.x.device), **layer.flags(),
-    )  # fmt: skip
+        mma=Mma.WIDEST,
+    ).run()  # fmt: skip
     return results
