@@ -110,7 +110,12 @@ def _check_parts(name: str, dimensions: object, outputs: object, bind: object) -
         raise ArgumentError(f"bind of {name} is {bind!r}; it must be the function that checks a call's arguments.")
 
 
+def load_ablations() -> None:
+    """Register the variants that are kept as lessons, once the operations are; these are imported by name, from below."""
+    importlib.import_module("onelaunch.ablations")
+
+
 @functools.cache
 def _load_our_own() -> None:
-    for package in ("onelaunch.ops", "onelaunch.decode"):
+    for package in ("onelaunch.ops", "onelaunch.ablations", "onelaunch.decode"):
         importlib.import_module(package)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+import torch
+
 from onelaunch.operation.query import Query
 
 
@@ -16,6 +18,25 @@ def cannot_launch(query: Query) -> str | None:
         return "needs a CUDA or ROCm device"
     if 0 in query.sizes:
         return "needs at least one element in every dimension"
+    return None
+
+
+LARGEST_GRID = 65535
+"""CTAs along the second dimension of a launch, on CUDA and ROCm."""
+
+FEWEST_CHANNELS = 16
+"""Channels of the narrowest tile of kernels that scan along time."""
+
+
+def cannot_scan(query: Query) -> str | None:
+    """Return why Triton kernels that scan along time cannot run a call of sizes (batch, ..., channels)."""
+    if (reason := cannot_launch(query)) is not None:
+        return reason
+    if query.device_type != "cuda" and query.dtype is torch.bfloat16:
+        return "needs a GPU for bfloat16: Triton's interpreter computes wrong bfloat16 products"
+    slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
+    if slices > LARGEST_GRID:
+        return f"takes at most {LARGEST_GRID} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
     return None
 
 

@@ -1,6 +1,7 @@
 """The operations: each a public function with a contract, an oracle, a cost and variants."""
 
 from onelaunch.formats import Fp8Tensor, NVFP4Tensor, dequantize_nvfp4, load_nvfp4, quantize_fp8, quantize_nvfp4, save_nvfp4
+from onelaunch.operation.registry import load_ablations
 from onelaunch.ops.gated_scan import gated_scan
 from onelaunch.ops.gla import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
 from onelaunch.ops.gla_layer import gla_layer
@@ -32,3 +33,5 @@ __all__ = [
     "swiglu_fp8",
     "swiglu_nvfp4",
 ]
+
+load_ablations()

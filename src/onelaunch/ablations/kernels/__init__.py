@@ -1,0 +1,1 @@
+"""Kernels of the variants that are kept as lessons."""
