@@ -26,8 +26,8 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from onelaunch.errors import listing
 from onelaunch.operation import Direction, find_operation
+from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
 from onelaunch.workbench.candidates import STATUS_WORDS, candidate, compared
