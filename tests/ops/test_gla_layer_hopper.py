@@ -92,16 +92,16 @@ def test_the_same_bits_as_by_parts(name, keep_states, device):
 @pytest.mark.parametrize("name", ["flas_heads", "equal_heads", "long_in_parts"])
 def test_lent_room_changes_no_bit(name, device, monkeypatch):
     """States in the place of dq, dk and dg, and in memory of their own."""
-    from onelaunch.ops.gla import hopper_launch
+    from onelaunch.ops.gla import launch_hopper
 
     given = given_on(device, **SIZES[name])
     leaves, lent = differentiable(given), []
-    lend = hopper_launch.lend_room
-    monkeypatch.setattr(hopper_launch, "lend_room", lambda call, into: lent.append(lend(call, into)) or lent[-1])
+    lend = launch_hopper.lend_room
+    monkeypatch.setattr(launch_hopper, "lend_room", lambda call, into: lent.append(lend(call, into)) or lent[-1])
     found = gradients_of((by_kernels(given),), leaves)
     assert len(lent) == 1
     assert lent[0] is not None
-    monkeypatch.setattr(hopper_launch, "lend_room", lambda call, into: None)
+    monkeypatch.setattr(launch_hopper, "lend_room", lambda call, into: None)
     expected = gradients_of((by_kernels(given),), leaves)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -110,7 +110,7 @@ def test_lent_room_changes_no_bit(name, device, monkeypatch):
 @pytest.mark.parametrize("keys", [64, 128])
 def test_gradients_in_columns_of_a_matrix(keys, lengths, device):
     """Every tile whole or in part, of sequences that are packed or not: the same bits, and nothing is written beside them."""
-    from onelaunch.ops.gla import hopper_launch, launch
+    from onelaunch.ops.gla import launch, launch_hopper
 
     values, heads = 128, 2
     case = GLA.case("bfloat16", B=1, T=330, H=heads, K=keys, V=values, lengths=lengths)
@@ -118,13 +118,13 @@ def test_gradients_in_columns_of_a_matrix(keys, lengths, device):
     scale = keys**-0.5
     call = launch.Attention.of(*(given[name] for name in "qkvg"), None, given.get("cu_seqlens"), scale)
     do = torch.randn_like(given["v"])
-    expected = hopper_launch.backward(call, do)
+    expected = launch_hopper.backward(call, do)
     widths = (8, heads * keys, heads * keys, 16, heads * values, 24)
     matrix = torch.full((330, sum(widths)), 7.0, dtype=torch.bfloat16, device=device)
     gap, dq, dk, other, dv, rest = matrix.split_with_sizes(widths, 1)
     into = launch.Into(*(each.view(1, 330, heads, -1) for each in (dq, dk, dv)))
     normalizer = 16.0
-    found = hopper_launch.backward(call, do, into, normalizer)
+    found = launch_hopper.backward(call, do, into, normalizer)
     for ours, theirs in zip(into, expected[:3], strict=True):
         assert torch.equal(ours, theirs)
     assert all(bool((each == 7).all()) for each in (gap, other, rest))

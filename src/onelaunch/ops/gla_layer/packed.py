@@ -149,7 +149,7 @@ def run_forward(
     That is all that x was projected to ``[B, T, pitch]``, packed log-decays ``[B, T, pitch]``, ``o [B, T, H, V]``, the norms'
     ``rstd [M, H]`` and, if they are kept, states ``[slots, H, V, K]``.
     """
-    from onelaunch.ops.gla import hopper_launch, launch
+    from onelaunch.ops.gla import launch, launch_hopper
 
     plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
     rows = x.reshape(-1, x.shape[-1])
@@ -163,8 +163,8 @@ def run_forward(
     call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
     states, final = [], launch.empty_final(call, wanted=False)
     if plan.kernels.recurrence == "hopper":
-        states = hopper_launch.empty_states(call, int(keep_states))
-        o = hopper_launch.forward(call, states)
+        states = launch_hopper.empty_states(call, int(keep_states))
+        o = launch_hopper.forward(call, states)
     else:
         o, final = launch.forward(call, want_final=want_final)
     given = chain.Operands.of(o, gate, norm_weight, activated=False)
@@ -269,7 +269,7 @@ def recurrence_gradients(
     """Fill the columns of q, k and v in dz; return gradients of log-decays before their activation ``[M, H * K]``, and of the
     initial state.
     """
-    from onelaunch.ops.gla import hopper_launch, launch
+    from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.projections import launch as projections_launch
 
     q, k, v, *_ = plan.layout.cut(y)
@@ -278,7 +278,7 @@ def recurrence_gradients(
     call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
     width = plan.decays.rows
     if plan.kernels.recurrence == "hopper":
-        found = hopper_launch.backward(call, do, into, plan.sizes.normalizer, [states] if states.numel() else None)
+        found = launch_hopper.backward(call, do, into, plan.sizes.normalizer, [states] if states.numel() else None)
         return found.g.flatten(0, 1).view(-1, width), found.initial
     found = launch.backward(call, do, dfinal, into)
     nothing, dg = gk.new_empty(0), found.g.view(-1, width)

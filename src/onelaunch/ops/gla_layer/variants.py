@@ -14,7 +14,7 @@ from onelaunch.dispatch import AUTO
 from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.operation import Query
 from onelaunch.operation.requirements import no_steps
-from onelaunch.ops.gla.torch_variants import short_enough
+from onelaunch.ops.gla.variants.torch import short_enough
 from onelaunch.ops.gla_layer import packed as layer
 from onelaunch.ops.gla_layer.composition import Parts, Results, Tensors, compose
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer

@@ -8,7 +8,7 @@ Computes   over a chunk that S enters, with dS the gradient of the state behind 
 Grid       a program per chunk and head; blocks of K one after the other, blocks of V inside.
 On chip    dP [64, 64]; dq, dk and dg [64, BK], float32.
 Memory     S and dS of the chunk in (carry_kernel wrote them), q, k, g in and dq, dk, dg out once; v and do once per block of K.
-Decay      as in kernels.py. Every part of dg has exp(g_t) as a factor, and none is the difference of larger ones but where a
+Decay      as in chunk.py. Every part of dg has exp(g_t) as a factor, and none is the difference of larger ones but where a
            chunk's decay is benign: there the pairs within the chunk are suffix sums of q dq - k dk, in which pairs that lie
            behind t altogether cancel. They do so only if dq and dk hold the very same terms, so the products are those of what
            was rounded. dg adds up over a chunk alone, so that errors do not add up along T.
@@ -19,7 +19,7 @@ Rounding   dq and dk may have two roundings beside their own: those of dP and k,
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gla.kernels import (
+from onelaunch.ops.gla.kernels.chunk import (
     CHUNK,
     LEVELS,
     exp,

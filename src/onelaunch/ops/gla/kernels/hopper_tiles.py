@@ -30,7 +30,7 @@ def ones_where(condition, dtype: gl.constexpr):
 
 @gluon.jit
 def bounds(offsets, n, T, PACKED: gl.constexpr):
-    """Of sequence n: its first row, its length, and the slot of its first chunk, as kernels.py counts them."""
+    """Of sequence n: its first row, its length, and the slot of its first chunk, as chunk.py counts them."""
     if PACKED:
         first = gl.load(offsets + n).to(gl.int32)
         length = gl.load(offsets + n + 1).to(gl.int32) - first
@@ -48,7 +48,7 @@ def span(offsets, n, T, segment, part_steps, PACKED: gl.constexpr):
 
 @gluon.jit
 def find_chunk(offsets, slot, T, sequences, STEPS: gl.constexpr, PACKED: gl.constexpr):
-    """First row of the chunk in ``slot``, and steps from there to its sequence's end, none in a spare slot: see kernels.py."""
+    """First row of the chunk in ``slot``, and steps from there to its sequence's end, none in a spare slot: see chunk.py."""
     if PACKED:
         n = slot * 0
         high = n + sequences

@@ -1,8 +1,7 @@
-"""Launches of gla's kernels for Hopper GPUs: walks along time, in parts that fill the chip, and gradients of all chunks."""
+"""Launches of ``gla``'s kernels for Hopper GPUs: passes along time, in parts that fill the chip, and gradients of chunks."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,26 +9,28 @@ import torch
 
 from onelaunch.device.hardware import processors
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
-from onelaunch.kernels.tma import addressable, described
+from onelaunch.kernels.tma import address, addressable, described
+from onelaunch.launch.launch import Launch, Mma
+from onelaunch.operation import remembered
 from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, pitch_of, room_like
 
 PANEL = 64
-"""Channels that are copied at once."""
+"""Channels of one TMA box."""
 
 WHOLE = 1 << 30
-"""Steps of a part that holds any sequence; a multiple of CHUNK."""
+"""Length of a part that holds any sequence, in steps; a multiple of CHUNK."""
 
 LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
 """Sums of log-decays from a chunk's middle up to which one product serves all pairs: its factors must fit the dtype."""
 
 PART_COST = 0.5
-"""What a walk that only sums costs beside one that reads: it precedes the other where T is in parts."""
+"""Cost of the kernel that only sums, relative to the one that makes outputs, which it precedes where T is in parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class WalkTiles:
-    """How a program walks: warpgroups of 64 values each, tiles in flight, places for scores, whether kept states leave through
-    shared memory, registers of its groups of warps.
+    """Configuration of a CTA that passes along time: warpgroups of 64 values each, tiles in flight, buffers for scores, whether
+    stored states leave through shared memory, and registers of its groups of warps.
     """
 
     groups: int
@@ -40,18 +41,19 @@ class WalkTiles:
     decay_registers: int = 184
 
     def options(self, multiply: str, decay: str) -> dict[str, int]:
-        """Constants of a kernel that calls the two kinds of warps so."""
+        """Return the constants of a kernel that calls the two kinds of warps by these names."""
         return {
             "GROUPS": self.groups, "STAGES": self.stages,
             f"{multiply}_REGISTERS": self.multiply_registers, f"{decay}_REGISTERS": self.decay_registers,
         }  # fmt: skip
 
 
-@functools.cache
+@remembered
 def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool, read: bool) -> WalkTiles:
-    """Two groups where values allow it: they share what is prepared. Registers: as many as leave no products waiting.
+    """Return the configuration of the pass: two groups where values allow it, since they share what is prepared.
 
-    Kept states leave through shared memory, for which a walk that reads as well gives up a stage.
+    They have as many registers as leave no products waiting. Stored states leave through shared memory, for which a pass that
+    makes outputs as well gives up a stage.
     """
     stages = 2 if keep and read else 3
     if keys > 2 * PANEL:
@@ -63,17 +65,17 @@ def walk_tiles(keys: int, values: int, *, scalar: bool, keep: bool, read: bool) 
     return WalkTiles(2, stages, stages)
 
 
-@functools.cache
+@remembered
 def sum_tiles(keys: int, values: int) -> WalkTiles:
-    """The same where parts are only summed: nothing is read, so more tiles fit."""
+    """Return the configuration of the kernel that sums parts: it makes no outputs, so more tiles fit."""
     if keys > 2 * PANEL:
         return WalkTiles(1, stages=2, decay_registers=240)
     return WalkTiles(1, stages=4, decay_registers=232) if values % (2 * PANEL) else WalkTiles(2, stages=4)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def parts_of(programs: int, chunks: int, multiprocessors: int) -> int:
-    """Into how many parts T is cut: one, unless processors would idle for longer than it costs to sum the parts up first."""
+    """Return the number of parts of T: one, unless SMs would idle for longer than it costs to sum the parts up first."""
 
     def duration(parts: int) -> float:
         rounds = cdiv(programs * parts, multiprocessors)
@@ -83,7 +85,7 @@ def parts_of(programs: int, chunks: int, multiprocessors: int) -> int:
 
 
 class Walk(NamedTuple):
-    """A direction of time: who reads and who adds."""
+    """Operands of a pass in one direction of time: queries (readers), keys (adders) and values."""
 
     readers: torch.Tensor | None
     adders: torch.Tensor
@@ -92,41 +94,41 @@ class Walk(NamedTuple):
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """``[B, T, H, X]`` as ``[B T, H X]`` for the copy engine: copied where strides or address do not allow it."""
+    """Return ``[B, T, H, X]`` as ``[B T, H X]`` for TMA: copied where strides or address do not allow it."""
     return addressable(tensor.flatten(0, 1).flatten(1))
 
 
 def boxes(box: list[int], *tensors: torch.Tensor) -> list[Any]:
-    """Descriptors of ``[B, T, H, X]`` tensors, each moved in boxes of this size."""
+    """Return descriptors of ``[B, T, H, X]`` tensors, each moved in boxes of this size."""
     return [described(matrix(tensor), box) for tensor in tensors]
 
 
 def targets(box: list[int], *tensors: torch.Tensor) -> list[Any]:
-    """The same of tensors that are written to: none of them may be a copy."""
+    """Return descriptors of tensors that are written to: none of them may be a copy."""
     for tensor in tensors:
         flat = tensor.flatten(0, 1).flatten(1)
-        if flat.data_ptr() != tensor.data_ptr() or addressable(flat) is not flat:
+        if address(flat) != address(tensor) or addressable(flat) is not flat:
             raise ValueError(f"the copy engine cannot write {list(tensor.shape)} of strides {tensor.stride()}")
     return boxes(box, *tensors)
 
 
 def rows_of_states(states: torch.Tensor) -> torch.Tensor:
-    """``[rows, K]``, or the matrix that states are spread in."""
+    """Return states as ``[rows, K]``; a matrix of states in an aliased buffer as it is."""
     return states if states.dim() == 2 else states.flatten(0, 2)
 
 
 def lend_room(call: Attention, into: Into | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Matrices ``[B T, 2 H K]`` in which states and their gradients can lie until dq, dk and dg are written there.
+    """Return matrices ``[B T, 2 H K]`` in which states and their gradients can lie until dq, dk and dg are written there.
 
     For V of two chunks a state is as large as dq and dk of its chunk and head: its first 64 rows lie in the place of dq, the
-    others in that of dk. The program that writes those has read them before, and no other one reads them. Gradients of states
+    others in that of dk. The CTA that writes those has read them before, and no other one reads them. Gradients of states
     lie so in a matrix of their own, of which dg takes the first half. ``None`` unless dq and dk lie beside each other, all
     chunks are whole, and states leave through shared memory.
     """
     batch, length, heads, keys, values = call.sizes
     if into is None or call.scalar or call.sequences.offsets is not None or length % CHUNK:
         return None
-    width, gap = heads * keys, into.k.data_ptr() - into.q.data_ptr()
+    width, gap = heads * keys, address(into.k) - address(into.q)
     if values != 2 * CHUNK or keys > 2 * PANEL or gap != width * into.q.element_size():
         return None
     both = into.q.as_strided((batch * length, 2 * width), (pitch_of(into.q), 1))
@@ -138,8 +140,8 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
 
     A second tensor of states takes what rounding took of the first. A matrix takes them spread, see :func:`lend_room`.
     """
-    from onelaunch.ops.gla.hopper_sum_kernels import sum_kernel
-    from onelaunch.ops.gla.hopper_walk_kernels import walk_kernel
+    from onelaunch.ops.gla.kernels.hopper_sum import sum_kernel
+    from onelaunch.ops.gla.kernels.hopper_walk import walk_kernel
 
     _, length, heads, keys, values = call.sizes
     sequences, offsets = call.sequence_count, call.sequences.offsets
@@ -163,39 +165,40 @@ def walk(call: Attention, way: Walk, out: torch.Tensor | None, states: list[torc
             torch.empty((sequences, heads, parts, values, keys), dtype=torch.float32, device=device),
             torch.empty((sequences, heads, parts, keys), dtype=torch.float32, device=device),
         )
-        sum_kernel[grid](
-            *sources, *decays, *sums, offsets, length, heads, parts, part_steps, call.scale, values,
-            **sum_tiles(keys, values).options("ADD", "FADE"), **shared,
-        )  # fmt: skip
+        Launch(
+            sum_kernel, grid, *sources, *decays, *sums, offsets, length, heads, parts, part_steps, call.scale, values,
+            mma=Mma.WIDEST, **sum_tiles(keys, values).options("ADD", "FADE"), **shared,
+        ).run()  # fmt: skip
     readers = None if out is None or way.readers is None else boxes([CHUNK, keys], way.readers)[0]
     target = None if out is None else targets([CHUNK, PANEL], out)[0]
     spread = bool(states) and states[0].dim() == 2
     kept = [described(rows_of_states(each), [PANEL, keys]) for each in states] if tiles.staged else states
-    walk_kernel[grid](
+    Launch(
+        walk_kernel, grid,
         readers, *sources, *decays, out, target, first, *(*kept, None, None)[:2], *sums, offsets, length, heads, parts,
-        part_steps, call.scale, values, 0 if out is None else pitch_of(out),
+        part_steps, call.scale, values, 0 if out is None else pitch_of(out), mma=Mma.WIDEST,
         LIMIT=LIMITS[call.q.dtype], READ=out is not None, KEEP=bool(states), STAGED=bool(states) and tiles.staged,
         SPREAD=spread, INITIAL=first is not None, PARTS=parts > 1, SCORES=tiles.scores, **tiles.options("ATTEND", "PREPARE"),
         **shared,
-    )  # fmt: skip
+    ).run()  # fmt: skip
 
 
 def empty_states(call: Attention, count: int) -> list[torch.Tensor]:
-    """Room for so many tensors of a state per chunk, ``[slots, H, V, K]``."""
+    """Allocate so many tensors of a state per chunk, ``[slots, H, V, K]``."""
     _, _, heads, keys, values = call.sizes
     shape = (call.slots, heads, values, keys)
     return [torch.empty(shape, dtype=call.q.dtype, device=call.q.device) for _ in range(count)]
 
 
 def forward(call: Attention, states: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """``o [B, T, H, V]``; fills ``states``, where given, for :func:`backward`."""
+    """Compute ``o [B, T, H, V]``; fill ``states``, where given, for :func:`backward`."""
     out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
     walk(call, Walk(call.q, call.k, call.v, reverse=False), out, states or [])
     return out
 
 
 GRADIENT_WARPS = 4
-"""Of a program that computes gradients of a chunk: one warpgroup, so that a processor holds two programs."""
+"""Warps of a CTA that computes gradients of a chunk: one warpgroup, so that an SM holds two CTAs."""
 
 
 def backward(
@@ -205,20 +208,20 @@ def backward(
     normalizer: float | None = None,
     states: list[torch.Tensor] | None = None,
 ) -> Gradients:
-    """Gradients of q, k, v and g from that of ``o``.
+    """Compute the gradients of q, k, v and g from that of ``o``.
 
     Those of q, k and v go where ``into`` says. With a ``normalizer`` log-decays, one for each channel, were made by ``g =
     logsigmoid(z) / normalizer``, and the gradient of z takes the place of that of g. ``states`` are those that
-    :func:`forward` filled; without them a walk makes them again, from nothing but the inputs.
+    :func:`forward` filled; without them a state pass makes them again, from nothing but the inputs.
     """
-    from onelaunch.ops.gla.hopper_gradient_kernels import gradients_kernel
+    from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
 
     batch, length, heads, keys, values = call.sizes
     q, k, v, do = call.q, call.k, call.v, inner_contiguous(do)
     to_q, to_k, to_v = into or (None, None, None)
     lent = lend_room(call, into) if states is None else None
     if states is None:
-        # one decay of a head sums over all of a state: its rounding would show, see hopper_gradient_kernels.py
+        # one decay of a head sums over all of a state: its rounding would show, see kernels/hopper_gradients.py
         states = empty_states(call, 2 if call.scalar else 1) if lent is None else [lent[0]]
         walk(call, Walk(None, k, v, reverse=False), None, states)
     dstates = empty_states(call, 1)[0] if lent is None else lent[1]
@@ -234,14 +237,15 @@ def backward(
         log_decay, described_decays, written = None, boxes(square, call.g)[0], targets(square, dq, dk, dg)
     held = [described(rows_of_states(x), tall) for x in (*states[:1], dstates, *states[1:])]
     offsets = call.sequences.offsets
-    gradients_kernel[(call.slots * heads * panels,)](
+    Launch(
+        gradients_kernel, (call.slots * heads * panels,),
         *boxes(square, q, k), described_decays, *boxes(wide, v, do), *(*held, None)[:3], log_decay, dq, dk, dg, *written,
         offsets,
-        length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq),
+        length, heads, call.sequence_count, batch * length, call.scale, values, pitch_of(dq), mma=Mma.WIDEST,
         PANELS=panels, STEPS=call.sequences.bisection_steps(), LIMIT=LIMITS[q.dtype],
         NORMALIZER=normalizer, SPREAD=lent is not None, PACKED=offsets is not None,
         num_warps=GRADIENT_WARPS,
-    )  # fmt: skip
+    ).run()  # fmt: skip
     if call.scalar:
         dg = dg.sum(0).to(call.g.dtype)
     return Gradients(dq, dk, dv, dg, empty_final(call, wanted=False))

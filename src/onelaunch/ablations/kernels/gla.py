@@ -1,6 +1,6 @@
 """The whole forward pass in one launch that walks along time: the write-up's baseline, and its double buffering by hand.
 
-Computes   as kernels.py: o and the final state.
+Computes   as ops/gla/kernels/chunk.py: o and the final state.
 Grid       a program per sequence, head and BV values; it holds the state [BK, BV] (BK >= K) and takes chunk after chunk.
 On chip    the state, float32; a chunk's q, k, v, g, and where AHEAD those of the next one.
 Memory     q, k, g in once per BV values (the scores take them again, from the cache, block by block of keys), v in and o out
@@ -14,7 +14,7 @@ Source     experiment 039.
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gla.kernels import (
+from onelaunch.ops.gla.kernels.chunk import (
     CHUNK,
     bounded,
     chunk_scores,

@@ -1,7 +1,7 @@
 """Gated linear attention on Hopper GPUs: what a part of T adds to the state, so that parts can be walked side by side.
 
 Computes   the sum over the part of decay(step to the part's far end) adder^T value, and what the part leaves of a state; adders
-           and ends as in hopper_prepare_kernels.py.
+           and ends as in hopper_prepare.py.
 Order      from the far end of the part to its near end: then each step's decay is a sum of log-decays that only grows, its factor
            is at most 1 whatever the decays are, no state has to be decayed, and the walk may stop where every factor is 0.
 Grid       a program per part of T, sequence, head and slice of values.
@@ -18,7 +18,7 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onelaunch.ops.gla.hopper_tile_kernels import (
+from onelaunch.ops.gla.kernels.hopper_tiles import (
     LOG2E,
     PANEL,
     SHORTEST,
@@ -34,7 +34,7 @@ from onelaunch.ops.gla.hopper_tile_kernels import (
     span,
     store_in_parts,
 )
-from onelaunch.ops.gla.hopper_walk_kernels import fetch, halves, store_state
+from onelaunch.ops.gla.kernels.hopper_walk import fetch, halves, store_state
 
 NOTHING = gl.constexpr(-88.0)
 """Log-decay behind which factors are 0, as ``exp2_flushed`` has them."""

@@ -7,7 +7,7 @@ Computes   S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t,  o_t = scale * q_t S_t     
 Launches   1. carry_kernel, serial over chunks: the state that enters each chunk, and the final one;
            2. read_kernel, parallel over chunks: o from it.
            The same two, mirrored, are half of the backward pass: dS runs from the end to the start (q e^before for k e^after, do
-           for v), and dv = (k e^after) dS + P^T do reads it. The other half is backward_kernels.py.
+           for v), and dv = (k e^after) dS + P^T do reads it. The other half is backward.py.
 Grid       carry: (K / BK) * (V / BV) tiles of the state, per head and sequence; read: V / BV blocks, per head and chunk.
 On chip    carry: the state's tile [BK, BV], float32; read: P [64, 64] and o [64, BV].
 Memory     a state [K, V] per chunk goes out and in; all else is read once per tile or block of the other side.

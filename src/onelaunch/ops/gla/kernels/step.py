@@ -1,6 +1,6 @@
 """A step at a time: decoding, and sequences too short for chunks.
 
-Computes   as kernels.py: o and the final state.
+Computes   as chunk.py: o and the final state.
 Grid       a program per sequence, head and BV values.
 On chip    the state [BK, BV] (BK >= K), float32: nothing is rounded but o.
 Memory     the state in and out once, which is nearly all there is to one step; q, k, g in per BV values, v in and o out once.
@@ -10,7 +10,7 @@ Order      a step's vectors are loaded a step ahead of it: the loop waits for me
 import triton
 import triton.language as tl
 
-from onelaunch.ops.gla.kernels import exp, inside_state, row_pointer, sequence_bounds
+from onelaunch.ops.gla.kernels.chunk import exp, inside_state, row_pointer, sequence_bounds
 
 
 @triton.jit

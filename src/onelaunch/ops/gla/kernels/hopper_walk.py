@@ -2,7 +2,7 @@
 
 Computes   per head and 64 values, chunk after chunk: what readers see of the state and of the adders in their chunk, then the
            state behind it. Forward in time that is o from q, k and v; backwards (``REVERSE``) dv from k, q and do, with the
-           gradient of the state in the state's place: see hopper_prepare_kernels.py for readers and adders.
+           gradient of the state in the state's place: see hopper_prepare.py for readers and adders.
 Grid       a program per part of T, sequence, head and slice of values.
 Warps      ``attend``: a warpgroup per 64 values holds states [V, K] in registers and multiplies; the first copies tiles in.
            ``prepare_*``: a warpgroup decays readers and adders where they lie, and multiplies them to scores.
@@ -12,7 +12,7 @@ Order      arrived (copies), decayed (readers, adders), ready (scores), taken (s
            has left).
 Memory     every tensor once; with ``KEEP`` the state that enters each chunk goes out as well, 16-bit, [V, K], and what rounding
            took of it where ``states_low`` is given.
-Parts      hopper_sum_kernels.py leaves what each part of T adds to the state; a walk of parts starts from their sum.
+Parts      hopper_sum.py leaves what each part of T adds to the state; a walk of parts starts from their sum.
 Source     Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024); experiment 039.
 """
 
@@ -28,8 +28,8 @@ from onelaunch.kernels.gluon.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from onelaunch.ops.gla.hopper_prepare_kernels import prepare_channels, prepare_heads
-from onelaunch.ops.gla.hopper_tile_kernels import PANEL, C, bounds, chunk_of, place, rows_of, span, store_in_parts
+from onelaunch.ops.gla.kernels.hopper_prepare import prepare_channels, prepare_heads
+from onelaunch.ops.gla.kernels.hopper_tiles import PANEL, C, bounds, chunk_of, place, rows_of, span, store_in_parts
 
 
 @gluon.jit
@@ -258,7 +258,7 @@ def walk_kernel(
 
     ``out_pitch``: elements from row to row of ``o`` [B T, H V], where it is written. ``EXACT``: adders in two 16-bit parts,
     always so where a channel has its decay. ``STAGED``: ``states`` are described and leave through shared memory; else they are
-    a pointer. ``SPREAD``: so they lie where the chunk's rows of a matrix [B T, V / PANEL, H, K] do, see hopper_launch.py.
+    a pointer. ``SPREAD``: so they lie where the chunk's rows of a matrix [B T, V / PANEL, H, K] do, see launch_hopper.py.
     """
     SCALAR: gl.constexpr = g is None
     K: gl.constexpr = adders.block_type.shape[1]

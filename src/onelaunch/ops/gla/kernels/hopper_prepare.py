@@ -12,7 +12,7 @@ Rounding   readers as one 16-bit number, adders as a sum of two, scores as one. 
 """
 
 from onelaunch.kernels.gluon.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from onelaunch.ops.gla.hopper_tile_kernels import (
+from onelaunch.ops.gla.kernels.hopper_tiles import (
     LOG2E,
     PANEL,
     SHORTEST,
