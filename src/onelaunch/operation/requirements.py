@@ -5,7 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+import torch
+
+from onelaunch import cuda
+from onelaunch.device.hardware import is_hopper
 from onelaunch.operation.query import Query
+
+LARGEST_GRID = 2**31 - 1
+"""CTAs along the first dimension of a launch, on CUDA and ROCm."""
 
 
 def cannot_launch(query: Query) -> str | None:
@@ -33,6 +40,25 @@ def interpreting() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
+
+
+def interprets_bfloat16_wrongly(query: Query) -> str | None:
+    """Return why matrix products in bfloat16 need a GPU."""
+    if query.device_type != "cuda" and query.dtype is torch.bfloat16:
+        return "needs a GPU for bfloat16: Triton's interpreter computes wrong bfloat16 products"
+    return None
+
+
+def needs_hopper(query: Query) -> str | None:
+    """Return why CUDA C++ of Hopper's instructions cannot run a call."""
+    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
+        return "needs an NVIDIA GPU of compute capability 9.0"
+    return cuda.missing()
+
+
+def not_installed(package: str) -> str | None:
+    """Return why a variant that calls this package cannot run, or ``None`` where the package is installed."""
+    return None if importlib.util.find_spec(package) else f"needs {package}, which is not installed"
 
 
 def no_steps(query: Query) -> str | None:
