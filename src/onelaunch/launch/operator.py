@@ -117,7 +117,8 @@ class Operator:
         if is_transformed():
             raise TransformUnsupported(self.name)
         if recorded():
-            output = self._recorded(*inputs) if grad and self._recorded else self.run(*inputs)
+            with torch.no_grad():  # as inside an autograd function
+                output = self._recorded(*inputs) if grad and self._recorded else self.run(*inputs)
             return output if self.views is None else self.views(inputs, output[0])
         traced = is_traced(inputs[0])
         if grad and not traced:

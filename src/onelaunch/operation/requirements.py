@@ -11,7 +11,7 @@ from onelaunch import cuda
 from onelaunch.device.hardware import is_hopper
 from onelaunch.operation.query import Query
 
-LARGEST_GRID = 2**31 - 1
+LARGEST_GRID_X = 2**31 - 1
 """CTAs along the first dimension of a launch, on CUDA and ROCm."""
 
 
