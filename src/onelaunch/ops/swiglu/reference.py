@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from onelaunch.errors import ArgumentError, ShapeError, listing
+from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.formats import BLOCK, Fp8Tensor, NVFP4Tensor, quantize_fp8, quantize_nvfp4
 from onelaunch.operation import Case, Cost, Query, Reading
 from onelaunch.ops.swiglu.contract import FORMATS, Facts, Operand, SwigluCall, key_of, swiglu
+from onelaunch.wording import listing
 
 CODES = ("model", "full")
 """Codes and scales of NVFP4 operands: as quantizing gives them, or every one that there is, those of zero and below included."""
