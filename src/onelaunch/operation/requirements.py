@@ -11,7 +11,7 @@ from onelaunch import cuda
 from onelaunch.device.hardware import is_hopper
 from onelaunch.operation.query import Query
 
-LARGEST_GRID = 2**31 - 1
+LARGEST_GRID_X = 2**31 - 1
 """CTAs along the first dimension of a launch, on CUDA and ROCm."""
 
 
@@ -26,7 +26,7 @@ def cannot_launch(query: Query) -> str | None:
     return None
 
 
-LARGEST_GRID = 65535
+LARGEST_GRID_Y = 65535
 """CTAs along the second dimension of a launch, on CUDA and ROCm."""
 
 FEWEST_CHANNELS = 16
@@ -38,8 +38,8 @@ def cannot_scan(query: Query) -> str | None:
     if (reason := cannot_launch(query) or interprets_bfloat16_wrongly(query)) is not None:
         return reason
     slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
-    if slices > LARGEST_GRID:
-        return f"takes at most {LARGEST_GRID} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
+    if slices > LARGEST_GRID_Y:
+        return f"takes at most {LARGEST_GRID_Y} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
     return None
 
 

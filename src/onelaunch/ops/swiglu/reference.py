@@ -145,7 +145,7 @@ def _both(
 @swiglu.control("wide_gemm_alone", oracle=_both, cost=_wide_cost)
 def wide_gemm_alone(call: SwigluCall) -> torch.Tensor:
     """Both products as one by PyTorch, for stacked weights: what the operation would cost if the gate were free."""
-    from onelaunch.ops.swiglu.triton_variants import multiply
+    from onelaunch.ops.swiglu.variants.torch import multiply
 
     if call.stacked is None:
         raise ArgumentError("w_up is given; wide_gemm_alone needs weights that are stacked.")

@@ -1,4 +1,4 @@
-"""The operator of ``projections``'s own kernels, one for all of them, and its gradients.
+"""Operators of ``projections``'s own kernels, one for all of them, and their gradients.
 
 ``onelaunch::projections_forward`` runs the launches of a variant by its name. For a backward pass it keeps what activations are
 undone from. That pass is one launch, which makes one matrix dz of all segments' gradients, and a product of it for each of x and
@@ -16,20 +16,19 @@ from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
 from onelaunch.ops.projections.contract import ProjectionsCall
 from onelaunch.ops.projections.layout import Layout, read_layout
-from onelaunch.ops.projections.torch_variants import Results
 
 
 class Wanted(NamedTuple):
-    """What launches are asked for beside their operands."""
+    """Properties of a call that its launches depend on beside their operands."""
 
     layout: Layout
     eps: float
     keep: bool
-    """Whether there will be a backward pass."""
+    """Flag that there will be a backward pass."""
 
 
 class Packed(NamedTuple):
-    """What launches give back."""
+    """Results of launches."""
 
     y: torch.Tensor
     """``[M, layout.pitch]``, contiguous, dtype of x: what lies between segments need not be written."""
@@ -40,29 +39,23 @@ class Packed(NamedTuple):
 
 
 Run: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Wanted], Packed]
-"""From x ``[M, D]``, the weight ``[N, D]`` and the packed bias."""
+"""Launches of a variant: from x ``[M, D]``, the weight ``[N, D]`` and the packed bias."""
 
 launches: Launches[Run] = Launches()
-"""By the names of variants."""
+"""Launches by the names of variants."""
 
 
 def run_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, code: str, eps: float, keep: bool, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The packed result ``[..., pitch]`` by the variant of this name; rstd and pre-activations, of no elements where not kept."""
+    """Return the packed result ``[..., pitch]`` by the variant of this name, and rstd and pre-activations.
+
+    Those have no elements where they are not kept.
+    """
     layout = read_layout(code)
     y, rstd, kept = launches[variant](x.reshape(-1, x.shape[-1]), weight, bias, Wanted(layout, eps, keep))
     y = y.view(*x.shape[:-1], layout.pitch)
     return y, x.new_empty(0, dtype=torch.float32) if rstd is None else rstd, x.new_empty(0) if kept is None else kept
-
-
-def fake_forward(
-    x: Any, weight: Any, bias: Any, code: str, eps: float, keep: bool, variant: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for the results of :func:`run_forward`."""
-    layout, rows = read_layout(code), x.shape[:-1].numel()
-    rstd = x.new_empty((rows, layout.norms) if keep and layout.norms else (0,), dtype=torch.float32)
-    return x.new_empty(*x.shape[:-1], layout.pitch), rstd, x.new_empty((rows, layout.kept) if keep and layout.kept else (0,))
 
 
 def run_activation_gradients(
@@ -72,7 +65,7 @@ def run_activation_gradients(
     kept: torch.Tensor,
     code: str,
 ) -> torch.Tensor:
-    """dz ``[M, gradient_pitch]``, of which the first N columns are written, in the order of the weight's rows.
+    """Return dz ``[M, gradient_pitch]``, of which the first N columns are written, in the order of the weight's rows.
 
     ``dys`` are gradients of the segments' results, of any strides; ``None`` counts as zeros.
     """
@@ -82,20 +75,15 @@ def run_activation_gradients(
     return launch.activation_gradients(dys, y.view(-1, layout.pitch), rstd, kept, layout)
 
 
-def fake_activation_gradients(dys: Any, y: Any, rstd: Any, kept: Any, code: str) -> torch.Tensor:
-    """Room for the result of :func:`run_activation_gradients`."""
-    return y.new_empty(y.shape[:-1].numel(), read_layout(code).gradient_pitch)
-
-
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """x, the weight, the packed result, and what activations cannot be undone from."""
+    """Keep x, the weight, the packed result, and what activations are undone from."""
     x, weight, _, ctx.code, *_ = inputs
     ctx.save_for_backward(x, weight, *output)
     ctx.set_materialize_grads(False)  # a segment that took no part costs no memory
 
 
 def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Of x, the weight and the bias."""
+    """Return the gradients of x, the weight and the bias."""
     x, weight, y, rstd, kept = ctx.saved_tensors
     layout = read_layout(ctx.code)
     dz = backward(list(dys), y, rstd, kept, ctx.code)[:, : layout.rows]  # [M, N]
@@ -111,15 +99,14 @@ def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch
 
 
 def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The segments' results in the packed one."""
+    """Return the segments' results, views of the packed one."""
     return read_layout(inputs[3]).cut(packed)
 
 
-activation_gradients = Operator("projections_activation_gradients", run_activation_gradients, fake=fake_activation_gradients)
+activation_gradients = Operator("projections_activation_gradients", run_activation_gradients)
 forward = Operator(
     "projections_forward",
     run_forward,
-    fake=fake_forward,
     save=save,
     gradients=gradients,
     backward=activation_gradients,
@@ -127,7 +114,7 @@ forward = Operator(
 )
 
 
-def compute(call: ProjectionsCall, variant: str) -> Results:
-    """All results by the variant of this name, differentiable."""
+def compute(call: ProjectionsCall, variant: str) -> tuple[torch.Tensor, ...]:
+    """Return all results by the variant of this name, differentiable."""
     grad = call.query().grad
     return forward(call.x, call.weight, call.bias, call.layout.code, call.eps, grad, variant, grad=grad)

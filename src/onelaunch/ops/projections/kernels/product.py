@@ -1,6 +1,6 @@
 """The wide product of all segments, and the activation of each on its sums while those are in registers.
 
-Computes   y = activation(x w^T + bias), and for a backward pass what ``forward.py`` keeps
+Computes   y = activation(x w^T + bias), and for a backward pass what ``autograd.py`` keeps
 Grid       tiles of y, one a program, in swaths: programs that run at the same time share weights, and rows of x. A tile of
            columns lies in one segment; where heads are normalized it holds as many whole ones as there is room for, or one.
 On chip    [BM, BN] sums in float32.
@@ -12,7 +12,7 @@ Edges      rows beyond an end are the last one again, and are not stored; channe
 import triton
 import triton.language as tl
 
-from onelaunch.ops.projections.kernels import finish_tile
+from onelaunch.ops.projections.kernels.activation import finish_tile
 
 
 @triton.jit

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 from torch.nn import functional as F
 
 from onelaunch.device.hardware import compute_capability
 from onelaunch.operation import Query
+from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.swiglu.contract import FORMATS, SwigluCall, swiglu
-from onelaunch.ops.swiglu.torch_variants import Results
 
 EIGHTS = 8
-"""What both ask of N and K in 16 bits, for the copy engine."""
+"""Divisor that both ask of N and K in 16 bits, for TMA."""
 
 
 @swiglu.variant("liger", launches=None, fuses=(), hands=("gate", "up"), gemm="cublas", maker="liger", requires="liger_kernel")
-def liger(call: SwigluCall) -> Results:
+def liger(call: SwigluCall) -> tuple[torch.Tensor]:
     """Two products by PyTorch and Liger's SiLU-and-multiply, as in its ``LigerSwiGLUMLP``."""
     from liger_kernel.ops import LigerSiLUMulFunction  # pyrefly: ignore[missing-import]
 
@@ -29,7 +28,7 @@ def liger(call: SwigluCall) -> Results:
 
 
 @swiglu.variant("liger_fused", launches=None, fuses=("products", "gate"), gemm="triton", maker="liger", requires="liger_kernel")
-def liger_fused(call: SwigluCall) -> Results:
+def liger_fused(call: SwigluCall) -> tuple[torch.Tensor]:
     """The first kernel of Liger's ``LigerMLP``, as it runs without gradients."""
     from liger_kernel.ops.mlp import gemm_swiglu  # pyrefly: ignore[missing-import]
 
@@ -39,7 +38,7 @@ def liger_fused(call: SwigluCall) -> Results:
 
 
 @swiglu.variant("quack", launches=None, fuses=("products", "gate"), gemm="cutlass", maker="quack", requires="quack")
-def quack(call: SwigluCall) -> Results:
+def quack(call: SwigluCall) -> tuple[torch.Tensor]:
     """quack's ``gemm_gated`` with stacked weights, as it tunes itself."""
     from quack.gemm_interface import gemm_gated  # pyrefly: ignore[missing-import]
 
@@ -52,7 +51,7 @@ def quack(call: SwigluCall) -> Results:
 @liger_fused.supports
 @quack.supports
 def plain_tensors(query: Query) -> str | None:
-    """Where they run, and in which format."""
+    """Return why the peers cannot run on a device, or in a format."""
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
     if set(query.flags) & set(FORMATS.values()):
@@ -65,7 +64,7 @@ def plain_tensors(query: Query) -> str | None:
 @liger_fused.supports
 @quack.supports
 def as_the_copy_engine_likes(query: Query) -> str | None:
-    """Their limits as of Liger 0.8.5 and quack 0.6.5."""
+    """Return which limit of Liger 0.8.5 or quack 0.6.5 a call exceeds."""
     if (compute_capability(torch.device(query.device)) or 0) < 9:
         return "needs an NVIDIA GPU of compute capability 9 or more"
     if query.grad:
@@ -77,14 +76,15 @@ def as_the_copy_engine_likes(query: Query) -> str | None:
 
 @quack.supports
 def stacked_for_quack(query: Query) -> str | None:
-    """One product needs one matrix."""
+    """Return why there is no single matrix for one product."""
     return None if "stacked" in query.flags else "needs stacked weights: w_gate [2 N, K] and no w_up"
 
 
 def installed(package: str, query: Query) -> str | None:
-    """Whether a peer is here."""
-    return None if importlib.util.find_spec(package) else f"needs {package}, which is not installed"
+    """Return why the peer cannot run: its package is missing."""
+    return not_installed(package)
 
 
 for variant in (liger, liger_fused, quack):
-    variant.supports(functools.partial(installed, variant.tags["requires"]))
+    assert variant.capabilities.requires is not None  # noqa: S101 - given above
+    variant.supports(functools.partial(installed, variant.capabilities.requires))
