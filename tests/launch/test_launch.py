@@ -48,15 +48,14 @@ def test_every_variant_of_our_own_kernels_lists_them(variant):
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, and have no builds")
 @pytest.mark.parametrize("variant", with_examples(), ids=repr)
-def test_a_recorded_call_launches_as_many_kernels_as_its_variant_declares(variant):
+def test_a_recorded_call_launches_no_more_kernels_than_its_variant_declares(variant):
     architecture = (variant.capabilities.architectures or ("sm_90a",))[0]
     forward = [example for example in variant.listed_examples() if architecture in (example.architectures or (architecture,))]
     for example in forward:
         launches = recorded_launches(variant, example, architecture)
         assert launches
-        declared = variant.capabilities.launches
-        if example.direction == "forward" and declared is not None and variant.tags.get("gemm") != "cublas":
-            assert len(launches) == declared
+        if example.direction == "forward":  # PyTorch's own products are among those that are declared
+            assert len(launches) <= variant.capabilities.launches
 
 
 def launching_calls(path):
