@@ -20,11 +20,11 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.errors import escaped
 from onelaunch.hardware import Ceilings, describe, present, resolve
+from onelaunch.installed import find_ncu, package_installed
 from onelaunch.operation import plugins
 from onelaunch.peaks import ceilings, stored, unsteady
 from onelaunch.plugins import Plugin
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.measure.count import find_ncu
 from onelaunch.workbench.report.tables import Table, columns
 
 LONGEST = 300
@@ -133,7 +133,7 @@ def _bounded(text: str) -> str:
 
 
 def _installed(package: str, distribution: str = "") -> str | None:
-    if importlib.util.find_spec(package) is None:
+    if not package_installed(package):
         return None
     try:
         return importlib.metadata.version(distribution or package)
@@ -146,7 +146,7 @@ def _gpu() -> str | None:
 
 
 def _driver() -> str | None:
-    if importlib.util.find_spec("pynvml") is None:
+    if not package_installed("pynvml"):
         return None
     import pynvml
 

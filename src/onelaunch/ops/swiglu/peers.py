@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 from torch.nn import functional as F
 
 from onelaunch.hardware import compute_capability
+from onelaunch.installed import package_installed
 from onelaunch.operation import Query
 from onelaunch.ops.swiglu.contract import FORMATS, SwigluCall, swiglu
 from onelaunch.ops.swiglu.torch_variants import Results
@@ -82,8 +82,8 @@ def stacked_for_quack(query: Query) -> str | None:
 
 
 def installed(package: str, query: Query) -> str | None:
-    """Whether a peer is here."""
-    return None if importlib.util.find_spec(package) else f"needs {package}, which is not installed"
+    """Return why a peer cannot run: its package is not installed; or ``None``."""
+    return None if package_installed(package) else f"needs {package}, which is not installed"
 
 
 for variant in (liger, liger_fused, quack):

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 import onelaunch
+from onelaunch.installed import find_ncu
 from onelaunch.operation import Case, Cost, Direction, Operation
 from onelaunch.workbench.result import Traffic
 
@@ -116,15 +116,6 @@ def analytic(cost: Cost, because: str = "") -> Traffic:
     note = "fewest bytes by arithmetic" + (", reads and writes together" if cost.written is None else "")
     note = f"{note} ({because})" if because else note
     return Traffic(source="analytic", read=float(cost.bytes - written), written=float(written), note=note)
-
-
-def find_ncu() -> str | None:
-    """The profiler: on ``PATH``, else where CUDA is installed."""
-    if found := shutil.which("ncu"):
-        return found
-    homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    homes += [Path("/usr/local/cuda/bin"), *sorted(Path("/opt/nvidia/nsight-compute").glob("*"), reverse=True)]
-    return next((str(home / "ncu") for home in homes if os.access(home / "ncu", os.X_OK)), None)
 
 
 def parse(text: str) -> dict[int, Counted]:

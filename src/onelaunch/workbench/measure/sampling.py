@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from onelaunch.hardware import describe
+from onelaunch.errors import in_a_line
+from onelaunch.hardware import describe, free_memory
 from onelaunch.workbench.result import Regime, Status
 from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, status_of
 from onelaunch.workbench.verify.poison import poison
@@ -105,7 +105,7 @@ def count_sets(input_bytes: int, result_bytes: int, device: torch.device) -> tup
     """
     one = max(input_bytes, 1)
     wanted = int(CACHES * describe(str(device)).cache_bytes) // one + 2
-    fit = int(SHARE_OF_MEMORY * _free_bytes(device)) // (one + result_bytes)
+    fit = int(SHARE_OF_MEMORY * free_memory(device)) // (one + result_bytes)
     count = max(1, min(wanted, fit, MOST_CALLS))
     return count, count == wanted
 
@@ -341,7 +341,7 @@ def capture(
                 raise
     except Exception as error:  # noqa: BLE001 - whatever a variant raises is a result
         cause = first or error
-        raise CaptureFailed(f"cannot be captured in a CUDA graph: {' '.join(str(cause).split())}") from cause
+        raise CaptureFailed(f"cannot be captured in a CUDA graph: {in_a_line(cause)}") from cause
     return answers
 
 
@@ -364,12 +364,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 1 << 30

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from onelaunch.installed import package_installed
 from onelaunch.operation import Cost, Direction, Variant, find_operation
 from onelaunch.workbench.stored import Bound, Count, Grown, Stored
 from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape, Study
@@ -188,16 +188,7 @@ def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> Pla
 def missing_package(variant: Variant) -> str | None:
     """The package that the variant's tag ``requires`` names, if it cannot be imported here."""
     package = variant.tags.get("requires")
-    if package is None or _importable(package):
-        return None
-    return package
-
-
-def _importable(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
+    return None if package is None or package_installed(package) else package
 
 
 def scale_for(device_type: str) -> Scale:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import OneLaunchError, VariantUnsupported
+from onelaunch.errors import OneLaunchError, VariantUnsupported, in_a_line
 from onelaunch.operation import Bundle, Case, Control, Direction, Operation, Outputs, names_of
 from onelaunch.workbench.result import Status
 
@@ -134,9 +134,8 @@ def duplicate(answer: Answer) -> Answer:
 
 
 def status_of(error: BaseException) -> tuple[Status, str]:
-    """The status that a variant's exception stands for, and the reason in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    reason = text if len(text) <= 300 else text[:297] + "..."
+    """Return the status that a variant's exception stands for, and the reason in one line."""
+    reason = in_a_line(error)
     for link in (error, error.__cause__):
         if isinstance(link, torch.OutOfMemoryError) or "can't allocate memory" in str(link):
             return "out_of_memory", reason
