@@ -33,7 +33,7 @@ class Place(NamedTuple):
     variant: str
     part: int = 0
     parts: int = 1
-    """Of the configurations that Triton's autotuner would try, those with this number modulo so many."""
+    """Number of parts of the configurations that Triton's autotuner would try; ``part`` is the one that is compiled."""
 
 
 def places_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[Place]:

@@ -36,7 +36,7 @@ METRICS = (READ, WRITTEN, "lts__t_bytes.sum", "gpu__time_duration.sum")
 RANGE = "onelaunch_count_"
 
 MOST_KERNELS = 20_000
-"""Of one child process."""
+"""Most kernels that one child process profiles."""
 
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
@@ -47,7 +47,7 @@ class Request:
 
     case: Case
     variant: str
-    """Or a control's name."""
+    """Name of the variant, or of the control."""
     direction: Direction = "forward"
     control: bool = False
 
@@ -243,7 +243,7 @@ def _run(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
 
 
 def _own_words(text: str) -> str | None:
-    """The profiler's first error line."""
+    """Return the profiler's first error line, if there is one."""
     found = re.search(r"==ERROR==\s*(.+)", text)
     return f"ncu: {found.group(1).strip()}" if found else None
 

@@ -33,7 +33,7 @@ LEAST_ROUNDS = 3
 """Rounds that are measured even when the time is up: fewer give no interval."""
 
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
-"""Of mixed load before the first round, so that clocks and temperature have settled."""
+"""Seconds of mixed load before the first round, so that clocks and temperature have settled."""
 
 BELOW_FLOOR = 0.95
 """Share of its roofline bound below which a time is not believed."""
@@ -57,7 +57,7 @@ class Subject:
 
 @dataclass
 class Measurements:
-    """What was measured of one case in one direction."""
+    """Measurements of one case in one direction."""
 
     subjects: dict[str, Subject]
     noise: tuple[Noise, ...] = ()
