@@ -1,4 +1,8 @@
-"""The five steps of a study: plan, verify, time, count, decide; and the report."""
+"""The workbench: from the declaration of a study to a decision with its evidence, and the report.
+
+A study goes from room to room: study (declare, read, plan), verify, measure, decide, report. They hand on what result and stored
+define, run leads through, and no room imports a later one. The measures that criteria can ask for are in measures.
+"""
 
 from onelaunch.errors import ExtraMissing
 from onelaunch.installed import package_installed
