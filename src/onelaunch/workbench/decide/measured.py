@@ -91,11 +91,14 @@ class CountedMeasure(JudgedMeasure):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if does := cls.__dict__.get("does"):
-            cls.demand = f"{{of}} {does.format(count='{bound}')} a call"
-            cls.told = f"{{of}} {does.format(count='{amount}')} a call"
-            cls.evidence = f"the {cls.name} of {{of}} are"
-            if cls.alone is None:
-                cls.alone = Alone(f"{cls.name} are counted", f"a number of {cls.name} is")
+            words = {
+                "demand": f"{{of}} {does.format(count='{bound}')} a call",
+                "told": f"{{of}} {does.format(count='{amount}')} a call",
+                "evidence": f"the {cls.name} of {{of}} are",
+                "alone": Alone(f"{cls.name} are counted", f"a number of {cls.name} is"),
+            }
+            for key in words.keys() - cls.__dict__.keys():  # what the class says itself stays
+                setattr(cls, key, words[key])
 
     @abstractmethod
     def count(self, operation: Operation[..., Any], requests: Sequence[Request], *, device: torch.device) -> Sequence[int | str]:
