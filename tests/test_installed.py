@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from onelaunch.installed import find_ncu, package_installed
+from onelaunch.device.tools import find_ncu, package_installed
 
 
 @pytest.mark.parametrize(

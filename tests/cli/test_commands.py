@@ -15,11 +15,11 @@ from onelaunch import __version__, dispatch
 from onelaunch.cli import doctor
 from onelaunch.cli import inspection as inspect_module
 from onelaunch.cli.arguments import parse_case
+from onelaunch.device.hardware import describe
+from onelaunch.device.tools import find_ncu
 from onelaunch.errors import ArgumentError, InspectionError
-from onelaunch.hardware import describe
-from onelaunch.installed import find_ncu
 from onelaunch.operation import find_operation
-from onelaunch.plugins import Plugin
+from onelaunch.operation.entry_points import Plugin
 from onelaunch.workbench.inspection import Inspection
 from tests.ops.cases import OPERATIONS
 
@@ -204,7 +204,7 @@ def test_doctor_says_what_is_here_and_what_is_missing_for_what(call, known_ceili
 
 def test_doctor_says_that_it_measures_only_when_it_does(call, known_ceilings, monkeypatch):
     faster = replace(known_ceilings, read_bytes_per_second=3e12)
-    monkeypatch.setattr("onelaunch.peaks.measure", lambda device: faster)
+    monkeypatch.setattr("onelaunch.device.peaks.measure", lambda device: faster)
     answer = call("doctor", "--device", "cpu", "--refresh")
     assert "Measuring the peaks of cpu" in answer.err
     assert "3.00 TB/s" in answer.out
@@ -216,7 +216,7 @@ def test_doctor_says_that_it_measures_only_when_it_does(call, known_ceilings, mo
 def test_doctor_says_that_the_device_was_busy(call, known_ceilings, monkeypatch):
     assert "busy" not in call("doctor", "--device", "cpu").out
     busy = replace(known_ceilings, spread={"copy": 0.01, "read": 5.74})
-    monkeypatch.setattr("onelaunch.peaks.measure", lambda device: busy)
+    monkeypatch.setattr("onelaunch.device.peaks.measure", lambda device: busy)
     assert re.search("busy.* measured again the next time", call("doctor", "--device", "cpu", "--refresh").out)
     assert "busy" in call("doctor", "--device", "cpu").out
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from onelaunch.device.hardware import Ceilings
 from onelaunch.errors import StudyError
-from onelaunch.hardware import Ceilings
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.judging import Finding
 from onelaunch.workbench.decide.measured import JudgedMeasure, judged

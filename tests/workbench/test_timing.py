@@ -360,7 +360,7 @@ def test_cold_calls_rotate_through_all_sets_and_warm_ones_stay(monkeypatch):
 
 
 def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
-    from onelaunch.hardware import describe
+    from onelaunch.device.hardware import describe
 
     cache = describe("cpu").cache_bytes
     device = torch.device("cpu")

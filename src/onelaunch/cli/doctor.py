@@ -15,15 +15,15 @@ from typing import Annotated
 import torch
 import typer
 
-from onelaunch import __version__, nvrtc
+from onelaunch import __version__, cuda
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
-from onelaunch.errors import escaped
-from onelaunch.hardware import Ceilings, describe, present, resolve
-from onelaunch.installed import find_ncu, package_installed
+from onelaunch.device.hardware import Ceilings, describe, present, resolve
+from onelaunch.device.peaks import ceilings, stored, unsteady
+from onelaunch.device.tools import find_ncu, package_installed
 from onelaunch.operation import plugins
-from onelaunch.peaks import ceilings, stored, unsteady
-from onelaunch.plugins import Plugin
+from onelaunch.operation.entry_points import Plugin
+from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
 
@@ -158,7 +158,7 @@ def _driver() -> str | None:
 
 
 def _nvrtc() -> str | None:
-    return None if nvrtc.missing() else ".".join(map(str, nvrtc.version()))
+    return None if cuda.missing() else ".".join(map(str, cuda.version()))
 
 
 def _compiler() -> str | None:

@@ -4,8 +4,8 @@ A study goes from room to room: study (declare, read, plan), verify, measure, de
 define, run leads through, and no room imports a later one. The measures that criteria can ask for are in measures.
 """
 
+from onelaunch.device.tools import package_installed
 from onelaunch.errors import ExtraMissing
-from onelaunch.installed import package_installed
 
 for _package in ("numpy", "pydantic"):
     if not package_installed(_package):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from onelaunch import hardware, peaks
+from onelaunch.device import hardware, peaks
 from onelaunch.errors import OutputUnwritable, ResultMismatch
 from onelaunch.operation import Case, Cost, Direction, Operation, find_operation
 from onelaunch.workbench.decide.decision import concluded

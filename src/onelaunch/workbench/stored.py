@@ -15,8 +15,8 @@ from pydantic import (
     model_serializer,
 )
 
-from onelaunch.errors import escaped
-from onelaunch.hardware import SLUG
+from onelaunch.device.hardware import SLUG
+from onelaunch.wording import escaped
 
 NAME = re.compile(r"(?! )[A-Za-z0-9 ._+*=/,():%'-]{1,80}(?<! )")
 """Names of shapes, variants, controls and criteria: nothing that a page, a plot, a shell or a terminal could read as more."""

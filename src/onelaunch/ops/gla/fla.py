@@ -6,8 +6,8 @@ import re
 
 import torch
 
-from onelaunch.hardware import is_hopper
-from onelaunch.installed import package_installed
+from onelaunch.device.hardware import is_hopper
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
 from onelaunch.ops.gla.contract import GlaCall, gla
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onelaunch.installed import package_installed
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
 from onelaunch.ops.gla_layer.composition import Results, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from onelaunch.installed import package_installed
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 

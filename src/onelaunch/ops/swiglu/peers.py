@@ -7,8 +7,8 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from onelaunch.hardware import compute_capability
-from onelaunch.installed import package_installed
+from onelaunch.device.hardware import compute_capability
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
 from onelaunch.ops.swiglu.contract import FORMATS, SwigluCall, swiglu
 from onelaunch.ops.swiglu.torch_variants import Results

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch.errors import in_a_line
-from onelaunch.installed import package_installed
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Direction, find_operation
+from onelaunch.wording import in_a_line
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
 from onelaunch.workbench.verify.calls import Callee, Inputs, draw_gradients, make_inputs

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import onelaunch
-from onelaunch.installed import find_ncu
+from onelaunch.device.tools import find_ncu
 from onelaunch.operation import Case, Cost, Direction, Operation
 from onelaunch.workbench.result import Traffic
 

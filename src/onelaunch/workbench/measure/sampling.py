@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
-from onelaunch.errors import in_a_line
-from onelaunch.hardware import describe, free_memory
+from onelaunch.device.hardware import describe, free_memory
+from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Regime, Status
 from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, status_of
 from onelaunch.workbench.verify.poison import poison

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from onelaunch.errors import listing
 from onelaunch.operation import Direction
+from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.decision import excluded
 from onelaunch.workbench.decide.measured import judged

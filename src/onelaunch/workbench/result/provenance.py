@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import onelaunch
-from onelaunch.hardware import describe
+from onelaunch.device.hardware import describe
 from onelaunch.operation import Operation, find_operation
 from onelaunch.workbench.result.schema import Provenance
 from onelaunch.workbench.study import Scale, Study

@@ -14,8 +14,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew, in_a_line, listing, shown
+from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew
 from onelaunch.operation import Direction
+from onelaunch.wording import in_a_line, listing, shown
 from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.stored import (
     FROM_A_FILE,
@@ -233,7 +234,7 @@ class Provenance(Stored):
 
 
 class StoredCeilings(Grown, Stored):
-    """The device's measured peaks, as :class:`onelaunch.hardware.Ceilings`."""
+    """The device's measured peaks, as :class:`onelaunch.device.hardware.Ceilings`."""
 
     LATER = ("read_bytes_per_second", "spread")
 

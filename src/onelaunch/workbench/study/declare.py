@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from onelaunch.errors import UNSAFE
 from onelaunch.operation import Case, Direction, Variant, find_operation
+from onelaunch.wording import UNSAFE
 from onelaunch.workbench.stored import Grown, check_names
 from onelaunch.workbench.study.measure import Measure, find_measure, measure_names
 

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from onelaunch.installed import package_installed
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Cost, Direction, Variant, find_operation
 from onelaunch.workbench.stored import Bound, Count, Grown, Stored
 from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape, Study
 
 
 class Rates(Protocol):
-    """The measured rates that a plan rests on: :class:`onelaunch.hardware.Ceilings`, or the stored ones."""
+    """The measured rates that a plan rests on: :class:`onelaunch.device.hardware.Ceilings`, or the stored ones."""
 
     @property
     def copy_bytes_per_second(self) -> float: ...

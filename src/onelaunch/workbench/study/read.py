@@ -23,13 +23,9 @@ from onelaunch.errors import (
     StudyFileMissing,
     UnknownOperation,
     UnknownStudy,
-    did_you_mean,
-    escaped,
-    in_a_line,
-    listing,
-    shown,
 )
 from onelaunch.operation import Case, Operation, find_operation
+from onelaunch.wording import did_you_mean, escaped, in_a_line, listing, shown
 from onelaunch.workbench.files import read_text
 from onelaunch.workbench.stored import FROM_A_FILE, NAME, NAME_RULE
 from onelaunch.workbench.study.declare import (

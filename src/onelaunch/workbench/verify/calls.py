@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import OneLaunchError, VariantUnsupported, in_a_line
+from onelaunch.errors import OneLaunchError, VariantUnsupported
 from onelaunch.operation import Bundle, Case, Control, Direction, Operation, Outputs, names_of
+from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Status
 
 Answer = dict[str, torch.Tensor | None]
