@@ -17,7 +17,7 @@ ELSEWHERE = {"decode_step": "decode.md"}
 
 
 def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
-    """Write ``variants-NAME.md`` and ``measured-NAME.md`` for every operation, ``notebook.md``, and ``keys-MODEL.md``."""
+    """Write the tables of every operation's variants and measured times, of a study file's keys, and of the measures."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = [(path, Result.load(path)) for path in sorted(results.glob("**/*.json"))] if results.is_dir() else []
     for operation in operations():

@@ -45,7 +45,7 @@ def test_variants_add_what_their_launches_hand_on():
 
 
 def test_the_peer_says_what_it_cannot_do(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(peers, "is_hopper", lambda device: True)
     variant = GLA.get("fla")
 

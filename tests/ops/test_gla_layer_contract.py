@@ -184,7 +184,7 @@ def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
 
 def test_what_flas_layer_cannot_do(monkeypatch):
     found = {"fla", "fla.layers", "transformers"}
-    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda package: object() if package in found else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: object() if package in found else None)
 
     def reason(device: str = "cuda:0", **given: Any) -> str | None:
         return fla.fla.why_not(GLA_LAYER.query(GLA_LAYER.case("bfloat16", **{**SMALL, **given}), device, grad=True))

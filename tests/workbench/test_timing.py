@@ -364,12 +364,12 @@ def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
 
     cache = describe("cpu").cache_bytes
     device = torch.device("cpu")
-    monkeypatch.setattr(sampling, "_free_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(sampling, "free_memory", lambda device: 1 << 40)
     count, full = count_sets(1 << 20, 0, device)
     assert full
     assert (count - 1) << 20 > 3 * cache
     assert count_sets(10 * cache, 0, device) == (2, True)
-    monkeypatch.setattr(sampling, "_free_bytes", lambda device: 40 << 20)
+    monkeypatch.setattr(sampling, "free_memory", lambda device: 40 << 20)
     assert count_sets(1 << 20, 1 << 20, device) == (5, False)
     assert count_sets(1 << 30, 1 << 20, device) == (1, False)
     assert count_sets(0, 0, device)[0] > 0

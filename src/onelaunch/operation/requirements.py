@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 
 from onelaunch import cuda
 from onelaunch.device.hardware import is_hopper
+from onelaunch.device.tools import package_installed
 from onelaunch.operation.query import Query
 
 LARGEST_GRID_X = 2**31 - 1
@@ -45,8 +45,8 @@ def cannot_scan(query: Query) -> str | None:
 
 @functools.cache
 def triton_here() -> bool:
-    """Whether Triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
+    """Return whether Triton is installed."""
+    return package_installed("triton")
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def needs_hopper(query: Query) -> str | None:
 
 def not_installed(package: str) -> str | None:
     """Return why a variant that calls this package cannot run, or ``None`` where the package is installed."""
-    return None if importlib.util.find_spec(package) else f"needs {package}, which is not installed"
+    return None if package_installed(package) else f"needs {package}, which is not installed"
 
 
 def no_steps(query: Query) -> str | None:

@@ -34,14 +34,14 @@ ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     shape: str
     direction: Direction
     step: str
     """``compile``, ``verify``, ``prepare``, ``time`` or ``count``."""
     done: int
-    """Of this step, at this shape and direction."""
+    """Number of items of this step that are done at this shape and direction."""
     total: int
     place: int
     """Shapes and directions that are finished."""
@@ -71,7 +71,7 @@ class Wanted:
     quick: bool = False
     """True if the study's first direction alone is measured."""
     count: bool | Literal["all"] = True
-    """Where DRAM bytes, launches and barriers are counted; see :func:`onelaunch.workbench.run.run_study`."""
+    """Switch for counting DRAM bytes, launches and barriers; see :func:`onelaunch.workbench.run.run_study`."""
     command: str = ""
 
 
@@ -272,7 +272,7 @@ class Run:
         return next(each for each in self.plan.cells if _key(each) == _key(planned))
 
     def _baselines(self, variants: Sequence[str]) -> tuple[str, ...]:
-        """Whose A/A run may give the noise: the study's baseline, or what a user would get here."""
+        """Return the variants whose A/A run may give the noise: the study's baseline, or what a user would get here."""
         preferred = (self.study.baseline, *self.operation.defaults.get(self.device.type, ()), *variants)
         return tuple(name for name in dict.fromkeys(preferred) if name in variants)
 
@@ -340,7 +340,7 @@ class Run:
 
 
 def _differences(earlier: Result, now: Result) -> list[str]:
-    """What tells on a result and is not as it was, in clauses."""
+    """Return the facts that tell on a result and are not as they were, in clauses."""
     then, here = earlier.provenance, now.provenance
     facts = {"study": (earlier.study_digest[:12], now.study_digest[:12])}
     facts |= {name: (getattr(then, name), getattr(here, name)) for name in ("device", "driver", "commit", "scale", "rounds")}
@@ -361,7 +361,7 @@ def _measures_of_bytes() -> list[str]:
 
 
 def _places_of(study: Study, names: Sequence[str]) -> frozenset[tuple[str, Direction]]:
-    """Where criteria of these measures are asked."""
+    """Return the shapes and directions at which criteria of these measures are asked."""
     asked = [criterion for criterion in study.criteria if criterion.measure in names]
     return frozenset((shape.name, criterion.direction) for criterion in asked for shape in study.shapes_of(criterion))
 
@@ -397,7 +397,7 @@ def _bounded(cell: Cell, planned: PlannedCell) -> Cell:
 
 
 def _interrupted(planned: PlannedCell) -> Cell:
-    """What stands for a cell that was not reached."""
+    """Return the cell of a measurement that was not reached."""
     if planned.status is not None:
         return _cell(planned, status=planned.status, reason=planned.reason)
     return _cell(planned, status="interrupted", reason="the run ended before it")

@@ -51,7 +51,7 @@ Slug = Annotated[str, AfterValidator(_slug)]
 Name = Annotated[str, AfterValidator(check_names)]
 
 Words = Annotated[str, AfterValidator(escaped)]
-"""Free text, such as what another package's error said: control characters in it are written as backslash escapes."""
+"""Free text, such as the message of another package's error: control characters in it are written as backslash escapes."""
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -82,7 +82,7 @@ class Grown(BaseModel):
     """Base of what is stored and has grown since: what was stored before stays as it was when it is stored again."""
 
     LATER: ClassVar[tuple[str, ...]] = ()
-    """Keys that came after results were kept: at their defaults they are left out, so that the digest of an older study stays."""
+    """Fields added after results were published. They are left out at their default, so that older digests stay valid."""
 
     @model_serializer(mode="wrap")
     def _as_it_was(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

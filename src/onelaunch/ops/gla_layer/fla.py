@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import threading
 from typing import Any
 
 import torch
 from torch import nn
 
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
 from onelaunch.ops.gla_layer.composition import Results, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
@@ -74,7 +74,7 @@ def what_fla_can(query: Query) -> str | None:
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
     for package, named in (("fla", "fla"), ("fla.layers", "flash-linear-attention"), ("transformers", "transformers")):
-        if importlib.util.find_spec(package) is None:
+        if not package_installed(package):
             return f"needs {named}, which is not installed"
     if 0 in query.sizes:
         return "needs at least one element in every dimension"

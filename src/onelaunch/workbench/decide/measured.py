@@ -29,9 +29,9 @@ class JudgedMeasure(Measure):
     evidence: ClassVar[str]
     """Beginning of a row of values over shapes, such as ``the speed of {of} over {over} is``."""
     demand: ClassVar[str]
-    """What a criterion asks for, with ``{bound}`` for the bound and its unit."""
+    """Statement of what a criterion asks for, with ``{bound}`` for the bound and its unit."""
     told: ClassVar[str]
-    """What was measured, with ``{amount}`` for the value and its unit."""
+    """Statement of what was measured, with ``{amount}`` for the value and its unit."""
     limited_by_time: ClassVar[bool] = True
     """True if a missed criterion is explained by the candidate's time over its roofline bound and its likely bottleneck."""
     claims_gain: ClassVar[bool] = False
@@ -84,18 +84,21 @@ class CountedMeasure(JudgedMeasure):
     limited_by_time = False
     no_mean = NO_MEAN_OF_COUNTS
     noun: ClassVar[str]
-    """One of what is counted, such as ``barrier``."""
+    """Singular of what is counted, such as ``barrier``."""
     does: ClassVar[str]
-    """What a variant does with them in a call, with ``{count}``, such as ``launches {count} times``."""
+    """Verb and object of a statement of the count, with ``{count}``, such as ``launches {count} times``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if does := cls.__dict__.get("does"):
-            cls.demand = f"{{of}} {does.format(count='{bound}')} a call"
-            cls.told = f"{{of}} {does.format(count='{amount}')} a call"
-            cls.evidence = f"the {cls.name} of {{of}} are"
-            if cls.alone is None:
-                cls.alone = Alone(f"{cls.name} are counted", f"a number of {cls.name} is")
+            words = {
+                "demand": f"{{of}} {does.format(count='{bound}')} a call",
+                "told": f"{{of}} {does.format(count='{amount}')} a call",
+                "evidence": f"the {cls.name} of {{of}} are",
+                "alone": Alone(f"{cls.name} are counted", f"a number of {cls.name} is"),
+            }
+            for key in words.keys() - cls.__dict__.keys():  # what the class says itself stays
+                setattr(cls, key, words[key])
 
     @abstractmethod
     def count(self, operation: Operation[..., Any], requests: Sequence[Request], *, device: torch.device) -> Sequence[int | str]:

@@ -1,4 +1,4 @@
-"""What the GPU's clocks and power were while something was timed, through nvidia-ml-py where it is installed."""
+"""Clocks and power of the GPU while something is timed, sampled through nvidia-ml-py where it is installed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,7 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Direction, find_operation
+from onelaunch.wording import in_a_line
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
 from onelaunch.workbench.verify.calls import Callee, Inputs, draw_gradients, make_inputs
@@ -32,7 +33,7 @@ class Place(NamedTuple):
     variant: str
     part: int = 0
     parts: int = 1
-    """Of the configurations that Triton's autotuner would try, those with this number modulo so many."""
+    """Number of parts of the configurations that Triton's autotuner would try; ``part`` is the one that is compiled."""
 
 
 def places_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[Place]:
@@ -81,7 +82,7 @@ def compile_ahead(
 @contextlib.contextmanager
 def part_of_tuning(part: int, parts: int) -> Iterator[None]:
     """Let Triton's autotuner try one of so many parts of each kernel's configurations, whatever it has tried before."""
-    if parts == 1 or importlib.util.find_spec("triton") is None:
+    if parts == 1 or not package_installed("triton"):
         yield
         return
     from triton.runtime.autotuner import Autotuner
@@ -116,7 +117,7 @@ def _call(study: Study, place: Place, device: str) -> str | None:
     try:
         _make(study, place, torch.device(device))
     except Exception as error:  # noqa: BLE001 - whatever a variant raises is told where it is measured
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        problem = f"{type(error).__name__}: {in_a_line(error)}"
     else:
         problem = None
     gc.collect()  # a process may have to make room for the others, and graphs are kept in cycles

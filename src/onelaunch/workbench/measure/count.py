@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 import onelaunch
+from onelaunch.device.tools import find_ncu
 from onelaunch.operation import Case, Cost, Direction, Operation
 from onelaunch.workbench.result import Traffic
 
@@ -36,7 +36,7 @@ METRICS = (READ, WRITTEN, "lts__t_bytes.sum", "gpu__time_duration.sum")
 RANGE = "onelaunch_count_"
 
 MOST_KERNELS = 20_000
-"""Of one child process."""
+"""Most kernels that one child process profiles."""
 
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
@@ -47,7 +47,7 @@ class Request:
 
     case: Case
     variant: str
-    """Or a control's name."""
+    """Name of the variant, or of the control."""
     direction: Direction = "forward"
     control: bool = False
 
@@ -116,15 +116,6 @@ def analytic(cost: Cost, because: str = "") -> Traffic:
     note = "fewest bytes by arithmetic" + (", reads and writes together" if cost.written is None else "")
     note = f"{note} ({because})" if because else note
     return Traffic(source="analytic", read=float(cost.bytes - written), written=float(written), note=note)
-
-
-def find_ncu() -> str | None:
-    """The profiler: on ``PATH``, else where CUDA is installed."""
-    if found := shutil.which("ncu"):
-        return found
-    homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    homes += [Path("/usr/local/cuda/bin"), *sorted(Path("/opt/nvidia/nsight-compute").glob("*"), reverse=True)]
-    return next((str(home / "ncu") for home in homes if os.access(home / "ncu", os.X_OK)), None)
 
 
 def parse(text: str) -> dict[int, Counted]:
@@ -252,7 +243,7 @@ def _run(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
 
 
 def _own_words(text: str) -> str | None:
-    """The profiler's first error line."""
+    """Return the profiler's first error line, if there is one."""
     found = re.search(r"==ERROR==\s*(.+)", text)
     return f"ncu: {found.group(1).strip()}" if found else None
 

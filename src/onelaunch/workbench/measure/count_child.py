@@ -21,10 +21,10 @@ from onelaunch.workbench.measure.sampling import count_sets
 from onelaunch.workbench.verify.calls import Callee, Inputs, draw_gradients, make_inputs, status_of
 
 KERNELS = 300
-"""Of one request: enough calls to average over, few enough for a profiler that takes milliseconds a kernel."""
+"""Kernels of one request: enough calls to average over, few enough for a profiler that takes milliseconds a kernel."""
 
 TOO_MANY_KERNELS = 2000
-"""Of one call."""
+"""Operators of one call that are too many to profile."""
 
 
 class Operators(TorchDispatchMode):

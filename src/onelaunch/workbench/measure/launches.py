@@ -30,7 +30,7 @@ def count_launches(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[int | str]:
-    """Launches of one call for each request, or why they could not be counted, in the order of the requests."""
+    """Return the launches of one call for each request, or why they could not be counted, in the order of the requests."""
     device = torch.device(device)
     if device.type != "cuda" or torch.version.hip:
         return ["launches are counted on NVIDIA GPUs only"] * len(requests)
@@ -44,13 +44,13 @@ def count_barriers(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[int | str]:
-    """Barriers over the grid in one call for each request, or why they could not be counted, in the order of the requests."""
+    """Return the barriers over the grid in one call for each request, or why they could not be counted, in their order."""
     device = torch.device(device)
     return [_or_why_not(_barriers, operation, request, device, seed) for request in requests]
 
 
 def launches_in(graph: torch.cuda.CUDAGraph) -> int:
-    """Kernels, copies and fills in a captured graph, made with ``keep_graph=True``.
+    """Return the number of kernels, copies and fills in a captured graph, made with ``keep_graph=True``.
 
     Raises:
         RuntimeError: the driver refused.
@@ -104,7 +104,7 @@ def _launches(operation: Operation[..., Any], request: Request, device: torch.de
 
 @functools.cache
 def _driver() -> Any:
-    """By ctypes: two functions of it, and every machine with an NVIDIA GPU has it."""
+    """Return the CUDA driver, by ctypes: two functions are needed, and every machine with an NVIDIA GPU has it."""
     return ctypes.CDLL("libcuda.so.1")
 
 

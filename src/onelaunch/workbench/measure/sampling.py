@@ -1,4 +1,4 @@
-"""Taking one sample of one subject's time: plain calls on a CPU, CUDA-graph replay on a GPU.
+"""Samples of one subject's time: plain calls on a CPU, CUDA-graph replay on a GPU.
 
 A sampler is prepared once (compile, warm up, capture) and then asked for samples, one per regime and round. What the timed calls
 left in their outputs can be taken afterwards, to be verified.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from onelaunch.device.hardware import describe
+from onelaunch.device.hardware import describe, free_memory
+from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Regime, Status
 from onelaunch.workbench.verify.calls import Answer, Callee, Inputs, status_of
 from onelaunch.workbench.verify.poison import poison
@@ -50,15 +50,15 @@ class Sampler(Protocol):
     """Regimes that the subject cannot be timed in, after :meth:`prepare`."""
 
     def prepare(self, regimes: Sequence[Regime]) -> None:
-        """Everything that must not be timed."""
+        """Do everything that must not be timed."""
         ...
 
     def sample(self, regime: Regime) -> float:
-        """Microseconds of one call, over as many calls as the sample needs."""
+        """Return the microseconds of one call, over as many calls as the sample needs."""
         ...
 
     def answers(self, regime: Regime) -> Iterator[Answer]:
-        """What the timed calls computed."""
+        """Yield the results of timed calls."""
         ...
 
 
@@ -72,13 +72,13 @@ class Rotation:
     truth: Truth
     sets: list[Inputs]
     full: bool
-    """Whether the sets are larger than three caches together; memory may be too small for it, or the sets too tiny."""
+    """True if the sets together are larger than three caches; memory may be too small for it, or the sets too tiny."""
     stream: torch.cuda.Stream | None = None
     """On a GPU: where everything is captured, replayed and timed."""
     _next: int = field(default=0, init=False)
 
     def next(self) -> Inputs:
-        """The set that was used longest ago, whoever used it."""
+        """Return the set that was used longest ago, whoever used it."""
         self._next = (self._next + 1) % len(self.sets)
         return self.sets[self._next]
 
@@ -99,19 +99,19 @@ def rotate(truth: Truth, device: torch.device) -> Rotation:
 
 
 def count_sets(input_bytes: int, result_bytes: int, device: torch.device) -> tuple[int, bool]:
-    """How many input sets to rotate through, and whether their inputs exceed three last-level caches.
+    """Return how many input sets to rotate through, and whether their inputs exceed three last-level caches.
 
     Each set's results are kept too; all together take at most a quarter of the free memory.
     """
     one = max(input_bytes, 1)
     wanted = int(CACHES * describe(str(device)).cache_bytes) // one + 2
-    fit = int(SHARE_OF_MEMORY * _free_bytes(device)) // (one + result_bytes)
+    fit = int(SHARE_OF_MEMORY * free_memory(device)) // (one + result_bytes)
     count = max(1, min(wanted, fit, MOST_CALLS))
     return count, count == wanted
 
 
 def make_sampler(callee: Callee, rotation: Rotation, device: torch.device) -> Sampler:
-    """The sampler for a device."""
+    """Return the sampler for a device."""
     if rotation.stream is None:
         return CpuSampler(callee, rotation)
     return GpuSampler(callee, rotation, device, rotation.stream)
@@ -140,7 +140,7 @@ class CpuSampler:
         self._calls = max(1, min(MOST_CALLS, round(CPU_SAMPLE_SECONDS / max(seconds, 1e-9))))
 
     def sample(self, regime: Regime) -> float:
-        """Mean over the calls of one sample; the warm regime first calls once untimed."""
+        """Return the mean over the calls of one sample; the warm regime first calls once untimed."""
         if regime == "warm":
             self._callee(self._rotation.sets[0])
         spent = 0.0
@@ -153,7 +153,7 @@ class CpuSampler:
         return 1e6 * spent / self._calls
 
     def answers(self, regime: Regime) -> Iterator[Answer]:
-        """The last timed call's."""
+        """Yield the results of the last timed call."""
         if regime in self._last:
             yield self._last[regime]
 
@@ -170,7 +170,7 @@ class Capture:
     calls: int
     sets: list[Inputs]
     answers: list[Answer]
-    """Of the last call on every set: each writes to its own memory, as the next layer of a model would find it."""
+    """Results of the last call on every set: each writes to its own memory, as the next layer of a model would find it."""
     launch_seconds: float = 0.0
     """Host time of one replay: how long the stream is held up so that the host cannot be what is timed."""
 
@@ -225,7 +225,7 @@ class GpuSampler:
             return 1e6 * self._replay_seconds(capture) / capture.calls
 
     def answers(self, regime: Regime) -> Iterator[Answer]:
-        """What one more replay writes over poison (first and last set), or what the last eager call returned."""
+        """Yield what one more replay writes over poison (first and last set), or what the last eager call returned."""
         if regime == "eager":
             if self._eager_answer is not None:
                 torch.cuda.synchronize(self._device)
@@ -305,7 +305,7 @@ class GpuSampler:
         self._flush.zero_()
 
     def _measure_peak(self) -> int:
-        """The most that PyTorch's allocator had given out during one call, above what it had given out before.
+        """Return the most that PyTorch's allocator had given out during one call, above what it had given out before.
 
         One call from Python after warming up, outside of any graph. Inputs and incoming gradients are there before and do not
         count; all that the call makes does: results, and with a backward pass what is kept for it and the gradients of the
@@ -324,7 +324,7 @@ class GpuSampler:
 def capture(
     callee: Callee, sets: Sequence[Inputs], calls: int, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
 ) -> list[Answer]:
-    """So many calls in a graph, over the sets in turn; the answers of the last call on every set.
+    """Capture so many calls in a graph, over the sets in turn, and return the answers of the last call on every set.
 
     Raises:
         CaptureFailed: with what the callee raised.
@@ -341,7 +341,7 @@ def capture(
                 raise
     except Exception as error:  # noqa: BLE001 - whatever a variant raises is a result
         cause = first or error
-        raise CaptureFailed(f"cannot be captured in a CUDA graph: {' '.join(str(cause).split())}") from cause
+        raise CaptureFailed(f"cannot be captured in a CUDA graph: {in_a_line(cause)}") from cause
     return answers
 
 
@@ -364,12 +364,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 1 << 30

@@ -6,7 +6,6 @@ what drifts (clocks, temperature, a neighbour) falls on all alike. Ratios betwee
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.sampling import Rotation, Sampler, make_sampler, rotate
 from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.study import LOOPS
+from onelaunch.workbench.study.plan import missing_package
 from onelaunch.workbench.verify import Judge, judge_answer
 from onelaunch.workbench.verify.calls import Callee, status_of
 from onelaunch.workbench.verify.truth import Truth
@@ -33,7 +33,7 @@ LEAST_ROUNDS = 3
 """Rounds that are measured even when the time is up: fewer give no interval."""
 
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
-"""Of mixed load before the first round, so that clocks and temperature have settled."""
+"""Seconds of mixed load before the first round, so that clocks and temperature have settled."""
 
 BELOW_FLOOR = 0.95
 """Share of its roofline bound below which a time is not believed."""
@@ -57,7 +57,7 @@ class Subject:
 
 @dataclass
 class Measurements:
-    """What was measured of one case in one direction."""
+    """Measurements of one case in one direction."""
 
     subjects: dict[str, Subject]
     noise: tuple[Noise, ...] = ()
@@ -333,8 +333,7 @@ class _Session:
         if entry.part is not None:
             return "ok", ""
         variant = self.operation.get(entry.subject.name)
-        needed = variant.tags.get("requires")
-        if needed and importlib.util.find_spec(needed.partition(".")[0]) is None:
+        if (needed := missing_package(variant)) is not None:
             return "not_installed", f"needs the package {needed}, which is not installed"
         query = self.operation.query(self.case, str(self.device), grad=self.direction == "forward_backward")
         reason = variant.why_not(query)

@@ -48,7 +48,7 @@ class TwoTimes(TimeMeasure):
     """Base of measures that compare two times."""
 
     relation: ClassVar[str]
-    """What ``of`` does by comparison with ``over``, with ``{:.3g}`` for the value."""
+    """Verb and object that compare ``of`` with ``over``, with ``{:.3g}`` for the value."""
 
     def ratio(self, study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
         """Return the time of ``of`` over that of ``over``, round by round if they share rounds, each per share of the work."""

@@ -1,4 +1,4 @@
-"""What follows the first screen: every time, error and byte with how it was obtained, and where the result comes from."""
+"""The part of a report after its first screen: every time, error and byte with how it was obtained, and the provenance."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CLOCKS = {
     "power_w": "power, W, median",
     "temperature_c": "temperature, °C, median",
 }
-"""What was sampled during a run, with its unit."""
+"""Names of what is sampled during a run, each with its unit."""
 
 READING = (
     "Cold: inputs rotated through more than three last-level caches, replayed as a graph on a GPU. Warm: the same inputs again. "
@@ -51,7 +51,7 @@ HISTORY = "History, as the original write-up reported it. Nothing here was measu
 
 
 def details(result: Result) -> tuple[Section, ...]:
-    """The sections after the first screen, without those that have nothing to show."""
+    """Return the sections after the first screen, without those that have nothing to show."""
     sections = (
         _shapes(result),
         *(_times(result, direction) for direction in directions(result)),
@@ -67,7 +67,7 @@ def details(result: Result) -> tuple[Section, ...]:
 
 
 def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
-    """All variants and controls at one shape in one direction."""
+    """Return the table of all variants and controls at one shape in one direction."""
     cells = cells_at(result, shape.name, direction)
     over = next((cell for cell in cells if cell.variant == reference(result)), None)
     regime = main_regime(result)
@@ -185,7 +185,7 @@ def _traffic_row(cell: Cell) -> tuple[str, ...]:
 
 
 def source(name: str) -> str:
-    """Where a number of bytes comes from, in words."""
+    """Return the source of a number of bytes, in words."""
     return {"ncu": "counted (ncu)", "analytic": "arithmetic"}[name]
 
 

@@ -36,21 +36,21 @@ from onelaunch.workbench.result import Cell, Estimate, Outcome, Result
 from onelaunch.workbench.study import Criterion
 
 COUNTED = re.compile(r"(Every criterion is met|None of \d+ criteria|\d+ of \d+ criteria|Set aside: )")
-"""How a decision's own sentences begin that only count or repeat criteria."""
+"""Beginnings of a decision's sentences that only count or repeat criteria."""
 
 
 @dataclass(frozen=True)
 class Headline:
-    """What a report says before anything else."""
+    """First lines of a report."""
 
     found: tuple[str, ...]
-    """What this machine could answer, where it could not answer the study's question."""
+    """Findings of this machine, where it could not answer the study's question."""
     sentence: str
-    """Why the decision is what it is."""
+    """Sentence that says why the decision is what it is."""
     elsewhere: tuple[str, ...]
-    """What committed results of the same study say, where this machine could not answer its question."""
+    """Headlines of committed results of the same study, where this machine could not answer its question."""
     grounds: tuple[str, ...]
-    """What the decision says beyond the criteria's own evidence."""
+    """Sentences of the decision beyond the criteria's own evidence."""
 
 
 def headline(result: Result) -> Headline:

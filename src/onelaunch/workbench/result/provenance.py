@@ -1,4 +1,4 @@
-"""Where, when and with what a result is made."""
+"""The provenance of a result: device, time, software and command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def provenance(
     clocks: Sequence[Mapping[str, float]] = (),
     command: str = "",
 ) -> Provenance:
-    """The provenance of a run of a study that ends now.
+    """Return the provenance of a run of a study that ends now.
 
     Args:
         study: whose variants name the peers that take part.
@@ -61,7 +61,7 @@ def provenance(
 
 
 def driver(device: torch.device) -> str:
-    """The GPU driver's version; empty for a CPU, or where nvidia-ml-py cannot tell."""
+    """Return the GPU driver's version; empty for a CPU, or where nvidia-ml-py cannot tell."""
     if device.type != "cuda" or torch.version.hip:
         return ""
     try:
@@ -102,12 +102,12 @@ def _makers(owner: Operation[..., Any], study: Study) -> dict[str, str]:
 
 
 def spelled(arguments: Sequence[str]) -> str:
-    """The command line as another person can use it: folders that only this machine has are left off absolute paths."""
+    """Return the command line as another person can use it: folders that only this machine has are left off absolute paths."""
     return shlex.join([Path(part).name if Path(part).is_absolute() else part for part in arguments])
 
 
 def commit() -> str:
-    """The commit of the package's checkout, with ``-dirty`` when its files differ; empty for an installed package.
+    """Return the commit of the package's checkout, with ``-dirty`` when its files differ; empty for an installed package.
 
     Where the files came without their history, ``$ONELAUNCH_COMMIT`` says which commit they are.
     """
@@ -121,7 +121,7 @@ def commit() -> str:
 
 
 def merge_clocks(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Medians over all shapes; of what is a lowest value, the lowest."""
+    """Return the medians over all shapes; of what is a lowest value, the lowest."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.items():
@@ -133,7 +133,7 @@ def merge_clocks(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _version(package: str) -> str | None:
-    """The version of the distribution that holds an importable package."""
+    """Return the version of the distribution that holds an importable package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a study leaves behind: the stored schema of results, versioned.
+"""The stored schema of results, versioned.
 
 Everything that a report, a comparison or a program reads about a finished study stands here, as plain values.
 Times are in microseconds, traffic in bytes; every measured number names its regime, its sample count or its source.
@@ -69,15 +69,15 @@ class ComponentError(Stored):
 
 
 class Verdict(Stored):
-    """Whether a variant computes the operation at one case."""
+    """Verdict on whether a variant computes the operation at one case."""
 
     ok: bool
     components: tuple[ComponentError, ...] = ()
     problems: tuple[Words, ...] = ()
-    """What was wrong, in sentences; empty when ``ok``."""
+    """Problems in sentences; empty when ``ok``."""
 
     def explain(self) -> str:
-        """The problems in one line, or the worst component."""
+        """Return the problems in one line, or the worst component."""
         if self.problems:
             return " ".join(self.problems)
         worst = max(self.components, key=lambda component: component.error / component.allowed, default=None)
@@ -182,7 +182,7 @@ class Outcome(Stored):
     values: dict[Name, Estimate] = Field(default_factory=dict)
     """The measured value per shape."""
     overall: Estimate | None = None
-    """Their geometric mean, where the criterion asks for it and every shape has a value."""
+    """Geometric mean of the values, where the criterion asks for it and every shape has a value."""
     best_of: Count = 1
     """From how many candidates the measured one was chosen."""
 
@@ -206,17 +206,17 @@ DecisionKind = Literal["proceed", "debug", "abandon", "measure_more"]
 
 
 class Decision(Stored):
-    """What to do, and on which evidence."""
+    """Decision on what to do, and the evidence it rests on."""
 
     kind: DecisionKind
     because: tuple[Words, ...]
     savings: tuple[Saving, ...] = ()
     unexplained: tuple[Words, ...] = ()
-    """What the evidence leaves open, in sentences."""
+    """Questions that the evidence leaves open, in sentences."""
 
 
 class Provenance(Stored):
-    """Where, when and with what a result was made."""
+    """Provenance of a result: device, time, software and command."""
 
     device: Words
     slug: Slug
@@ -265,7 +265,7 @@ class Result(Stored):
     interrupted: bool = False
 
     def cell(self, shape: str, variant: str, direction: Direction = "forward") -> Cell | None:
-        """The cell of a variant at a shape, if there is one."""
+        """Return the cell of a variant at a shape, if there is one."""
         return next((c for c in self.cells if (c.shape, c.variant, c.direction) == (shape, variant, direction)), None)
 
     def noise_at(self, shape: str, direction: Direction, regime: Regime) -> Noise | None:

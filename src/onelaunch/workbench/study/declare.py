@@ -1,4 +1,4 @@
-"""A study as it is declared, before it runs: which operation, shapes and variants, against what, and what counts as success."""
+"""The declaration of a study, before it runs: its operation, shapes and variants, its baseline, and what counts as success."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Shape(Declared):
 
 
 SHAPE_KEYS = ("name", "dtype", "scale", "skip", "directions")
-"""What a shape's table may hold beside the operation's sizes and options."""
+"""Keys of a shape's table in addition to the operation's sizes and options."""
 
 
 Selector = str | dict[str, Any]
@@ -229,62 +229,62 @@ class Study(Declared):
     _prose = field_validator("question", "notes")(check_prose)
 
     def digest(self) -> str:
-        """SHA-256 over the declaration."""
+        """Return the SHA-256 over the declaration."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def shape(self, name: str) -> Shape:
         return next(shape for shape in self.shapes if shape.name == name)
 
     def directions_at(self, shape: Shape) -> tuple[Direction, ...]:
-        """What runs at a shape, in the study's order."""
+        """Return the directions that run at a shape, in the study's order."""
         return tuple(direction for direction in self.directions if not shape.directions or direction in shape.directions)
 
     def case(self, shape: Shape) -> Case:
-        """The operation's case for a shape."""
+        """Return the operation's case for a shape."""
         return find_operation(self.operation).case(shape.dtype, name=shape.name, **shape.sizes, **shape.options)
 
     def variant_names(self) -> tuple[str, ...]:
-        """The variants that take part, the baseline first."""
+        """Return the variants that take part, the baseline first."""
         names = self.variants or tuple(find_operation(self.operation).variants)
         return (self.baseline, *(name for name in names if name != self.baseline))
 
     def select(self, selector: Selector) -> tuple[str, ...]:
-        """Names of the variants (or the one control) that a selector stands for, in this study."""
+        """Return the names of the variants (or the one control) that a selector stands for in this study."""
         if isinstance(selector, str):
             return (selector,)
         owner = find_operation(self.operation)
         return tuple(name for name in self.variant_names() if _matches(owner.get(name), selector))
 
     def over(self, criterion: Criterion) -> Selector:
-        """What a criterion compares with: its own ``over``, or the study's baseline."""
+        """Return the variant that a criterion compares with: its own ``over``, or the study's baseline."""
         return self.baseline if criterion.over is None else criterion.over
 
     def sides(self, criterion: Criterion, shape: Shape) -> tuple[tuple[Selector, Shape], ...]:
-        """What a criterion holds against each other at one of its shapes: ``of`` and ``over``, each with its own shape."""
+        """Return the two sides of a criterion at one of its shapes: ``of`` and ``over``, each with its own shape."""
         if criterion.quantity.alone is not None:
             return ((criterion.of, shape),)
         other = shape if criterion.over_at is None else self.shape(criterion.over_at)
         return (criterion.of, shape), (self.over(criterion), other)
 
     def shapes_of(self, criterion: Criterion) -> tuple[Shape, ...]:
-        """The shapes at which a criterion is asked."""
+        """Return the shapes at which a criterion is asked."""
         if criterion.at is None:
             return self.at_scale("full") or self.shapes
         names = (criterion.at,) if isinstance(criterion.at, str) else criterion.at
         return tuple(self.shape(name) for name in names)
 
     def at_scale(self, scale: Scale) -> tuple[Shape, ...]:
-        """The shapes of one scale, in the declared order."""
+        """Return the shapes of one scale, in the declared order."""
         return tuple(shape for shape in self.shapes if shape.scale == scale)
 
 
 def members(value: Any) -> Sequence[Any]:
-    """Of a list, or what stands for a list of one."""
+    """Return the members of a list, or a value that stands for a list of one."""
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _matches(variant: Variant, selector: Mapping[str, Any]) -> bool:
-    """Whether each wanted tag is there with one of the wanted values; a tag that is a tuple has each of its members."""
+    """Return whether each wanted tag is there with one of the wanted values; a tag that is a tuple has each of its members."""
     return all(
         key in variant.tags and any(value in members(variant.tags[key]) for value in members(wanted))
         for key, wanted in selector.items()

@@ -1,12 +1,12 @@
-"""What arithmetic says before anything runs: each variant's cost and floor, who can run, which criteria nothing could meet."""
+"""The plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that nothing could meet."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Cost, Direction, Variant, find_operation
 from onelaunch.workbench.stored import Bound, Count, Grown, Stored
 from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape, Study
@@ -29,11 +29,11 @@ READ_MOSTLY = 0.1
 """Largest share of written bytes for which the bandwidth of reads sets the bound, and not that of copies."""
 
 LEFT_OUT = "is left out at this shape by the study"
-"""Why what a shape skips does not run."""
+"""Reason why a variant that a shape skips does not run."""
 
 
 class Plan(Grown, Stored):
-    """What arithmetic says before anything runs."""
+    """Costs and bounds of a variant at a shape, by arithmetic, before anything runs."""
 
     LATER = ("written", "least_written")
 
@@ -75,7 +75,7 @@ class StudyPlan:
     device: str
     scale: Scale
     cells: tuple[PlannedCell, ...]
-    """Of the shapes of this scale: by shape, direction and variant, the baseline first and controls last."""
+    """Planned measurements of the shapes of this scale, by shape, direction and variant: the baseline first, controls last."""
     infeasible: dict[str, str]
     """Criteria that no way of computing could meet, at any scale, each with the sentence that says why."""
 
@@ -91,7 +91,7 @@ class StudyPlan:
 
 
 def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> StudyPlan:
-    """Cost, floor and feasibility of a study on a device (``cpu``, ``cuda:0``) at a scale. Nothing is run or allocated."""
+    """Plan a study on a device (``cpu``, ``cuda:0``) at a scale: costs, bounds and feasibility. Nothing is run or allocated."""
     cells: list[PlannedCell] = []
     for shape in study.at_scale(scale):
         for direction in study.directions_at(shape):
@@ -124,12 +124,12 @@ def bandwidth(moved: float, written: float | None, rates: Rates) -> float:
 
 
 def matrix_dtype(study: Study, shape: Shape) -> str:
-    """Of the operands of a shape's matrix products."""
+    """Return the dtype of the operands of a shape's matrix products."""
     return least_cost(study, shape, "forward").matrix_dtype or shape.dtype
 
 
 def infeasibilities(study: Study) -> dict[str, str]:
-    """Criteria that no way of computing could meet, each with the sentence that says why."""
+    """Return the criteria that no way of computing could meet, each with the sentence that says why."""
     return {criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None}
 
 
@@ -186,20 +186,11 @@ def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> Pla
 
 
 def missing_package(variant: Variant) -> str | None:
-    """The package that the variant's tag ``requires`` names, if it cannot be imported here."""
+    """Return the package that the variant's tag ``requires`` names if it cannot be imported here, else ``None``."""
     package = variant.tags.get("requires")
-    if package is None or _importable(package):
-        return None
-    return package
-
-
-def _importable(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
+    return None if package is None or package_installed(package) else package
 
 
 def scale_for(device_type: str) -> Scale:
-    """The scale that suits a device: full on a GPU, small on a CPU."""
+    """Return the scale that suits a device: full on a GPU, small on a CPU."""
     return "small" if device_type == "cpu" else "full"

@@ -1,4 +1,4 @@
-"""Study files: where they lie, how one becomes a :class:`~onelaunch.workbench.study.Study`, and what is said of every mistake."""
+"""Study files: the folders they lie in, their reader, and what it says of every mistake in them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def list_studies() -> list[StudyFile]:
-    """Every study that can be named, by name; of two with one name, the first that :func:`study_folders` meets."""
+    """Return every study that can be named, by name; of two with one name, the first that :func:`study_folders` meets."""
     found: dict[str, StudyFile] = {}
     for folder in study_folders():
         for path in sorted(folder.glob("*.toml")):
@@ -105,7 +105,7 @@ def list_studies() -> list[StudyFile]:
 
 
 def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
-    """A study by its name, or by the path of its file.
+    """Return a study and its path, by its name or by the path of its file.
 
     Raises:
         UnknownStudy: there is no study of that name.

@@ -1,4 +1,4 @@
-"""Calling an operation as tests, timings and profiles do: made inputs, one call, and the answer by name."""
+"""Calls of an operation as tests, timings and profiles make them: made inputs, one call, and the results by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from onelaunch.errors import OneLaunchError, VariantUnsupported
 from onelaunch.operation import Bundle, Case, Control, Direction, Operation, Outputs, names_of
+from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Status
 
 Answer = dict[str, torch.Tensor | None]
-"""What one call gave: results by name, then ``grad NAME`` for every differentiable input (``None`` where there is none)."""
+"""Results of one call by name, then ``grad NAME`` for every differentiable input (``None`` where there is none)."""
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Inputs:
     """By result name, in the dtype of the result."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor that the call may read and must not change."""
+        """Yield every tensor that the call may read and must not change."""
         for name, value in self.arguments.items():
             if isinstance(value, torch.Tensor):
                 yield name, value
@@ -42,12 +43,12 @@ class Inputs:
         return sum(tensor.nbytes for _, tensor in self.named_tensors())
 
     def clone(self) -> Inputs:
-        """The same contents in new storage."""
+        """Return the same contents in new storage."""
         gradients = {name: gradient.clone() for name, gradient in self.output_gradients.items()}
         return Inputs(self.map(lambda tensor: tensor.detach().clone()), self.differentiable, gradients)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        """The arguments with a function applied to each tensor; differentiable ones require gradients again."""
+        """Return the arguments with a function applied to each tensor; differentiable ones require gradients again."""
 
         def each(name: str, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -66,7 +67,7 @@ class Inputs:
 
 
 def make_inputs(operation: Operation[..., Any], case: Case, device: torch.device, seed: int, direction: Direction) -> Inputs:
-    """The operation's inputs for a case, ready for the direction, but for the gradients of the results."""
+    """Return the operation's inputs for a case, ready for the direction, but for the gradients of the results."""
     reading = operation.make_inputs(case, device, seed)
     return Inputs(reading.arguments, reading.differentiable if direction == "forward_backward" else ()).clone()
 
@@ -84,7 +85,7 @@ def draw_gradients(outputs: Answer, dtype: torch.dtype, seed: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class Callee:
-    """What is called: a variant through the public function, a control, or the oracle."""
+    """Target of a call: a variant through the public function, a control, or the oracle."""
 
     name: str
     call: Callable[..., Any]
@@ -123,20 +124,19 @@ class Callee:
         return answer | {f"grad {name}": gradient for name, gradient in zip(inputs.differentiable, gradients, strict=True)}
 
     def name_results(self, result: Any, arguments: Mapping[str, Any]) -> Answer:
-        """What the callee returned for these arguments, by name."""
+        """Return what the callee returned for these arguments, by name."""
         results = result if isinstance(result, tuple) else (result,)
         return dict(zip(names_of(self.outputs, arguments), results, strict=False))
 
 
 def duplicate(answer: Answer) -> Answer:
-    """Copies of the tensors of an answer, taken on the current stream."""
+    """Return copies of the tensors of an answer, taken on the current stream."""
     return {name: None if value is None else value.clone() for name, value in answer.items()}
 
 
 def status_of(error: BaseException) -> tuple[Status, str]:
-    """The status that a variant's exception stands for, and the reason in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    reason = text if len(text) <= 300 else text[:297] + "..."
+    """Return the status that a variant's exception stands for, and the reason in one line."""
+    reason = in_a_line(error)
     for link in (error, error.__cause__):
         if isinstance(link, torch.OutOfMemoryError) or "can't allocate memory" in str(link):
             return "out_of_memory", reason

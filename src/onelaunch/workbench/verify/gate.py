@@ -1,4 +1,4 @@
-"""Verify: the one gate that tests and studies share.
+"""The gate that tests and studies share: whether a variant is right.
 
 A variant passes when every result and every gradient is as near to the float64 oracle as plain PyTorch in the same dtype is (see
 :mod:`onelaunch.workbench.verify.truth`), while what it allocates is poisoned, its inputs change under it and arrive late.
@@ -25,10 +25,10 @@ DECOY_SEED = 7919
 """Added to the seed for the contents that the inputs hold before the ones that are judged."""
 
 LATE_CYCLES = 20_000_000
-"""How long a GPU's stream is held up before the inputs arrive: about 10 ms."""
+"""Cycles for which a GPU's stream is held up before the inputs arrive: about 10 ms."""
 
 SETTLE_SECONDS = 0.02
-"""How long answers are watched for changes after the call returned."""
+"""Seconds for which answers are watched for changes after the call returned."""
 
 
 KEPT_ALWAYS = 3
@@ -137,7 +137,7 @@ def judge(
     directions: Sequence[Direction] = ("forward",),
     seed: int = 0,
 ) -> Verdict:
-    """Whether a variant computes the operation at a case.
+    """Judge whether a variant computes the operation at a case.
 
     Gate per result and gradient: norm-wise error at most twice that of plain PyTorch in the same dtype (plus four roundings of
     float32), and at most the dtype's cap, which grows with the root of an operation's stages. Also required: the right shapes,
@@ -169,12 +169,12 @@ def judge_control(
     directions: Sequence[Direction] = ("forward",),
     seed: int = 0,
 ) -> Verdict:
-    """Whether a control computes its part of the operation: the gate of :func:`judge` against the control's own oracle."""
+    """Judge whether a control computes its part of the operation: the gate of :func:`judge` with the control's own oracle."""
     return _judge.judge_control(operation, case, control, device=device, directions=directions, seed=seed)
 
 
 def judge_answer(truth: Truth, answer: Answer) -> Verdict:
-    """Whether an answer that is there already, such as that of a timed call, passes the gate of :func:`judge`."""
+    """Judge an answer that is there already, such as that of a timed call, by the gate of :func:`judge`."""
     components, problems = truth.compare(answer)
     return Verdict(ok=not problems, components=components, problems=problems)
 
@@ -244,7 +244,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _moved(answer: Answer, at_once: Answer, live: Inputs) -> bool:
-    """Whether results differ from copies taken at once; a result that is (part of) an input changes with it and says nothing."""
+    """Return whether results differ from copies taken at once; a result that is (part of) an input is left out."""
     inputs = {tensor.untyped_storage().data_ptr() for _, tensor in live.named_tensors()}
     own = {name for name, value in answer.items() if value is not None and value.untyped_storage().data_ptr() not in inputs}
     return not same_bits({name: answer[name] for name in own}, {name: at_once[name] for name in own})
@@ -257,7 +257,7 @@ def _changed(live: Inputs, true: Inputs) -> list[str]:
 
 
 def same_bits(one: Answer, other: Answer) -> bool:
-    """Whether two answers are the same to the last bit, NaN included."""
+    """Return whether two answers are the same to the last bit, NaN included."""
     if one.keys() != other.keys():
         return False
     for name, value in one.items():

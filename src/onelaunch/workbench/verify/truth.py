@@ -1,4 +1,4 @@
-"""What the right answer to a case is, and how far an answer may lie from it.
+"""Reference outputs of a case, and how far outputs may lie from them.
 
 The oracle runs in float64 on the low-precision inputs upcast; plain PyTorch in the call's own dtype (the yardstick) says how much
 of the distance is the dtype's.
@@ -34,7 +34,7 @@ class Truth:
 
     case: Case
     inputs: Inputs
-    """As the variants get them; never handed out itself, so that nobody can change it."""
+    """Inputs as the variants get them; never handed out themselves, so that nobody can change them."""
     expected: Answer
     """float64."""
     allowed: dict[str, float]
@@ -148,7 +148,7 @@ def find_truth(
 
 
 def upcast(inputs: Inputs) -> Inputs:
-    """The same values in float64; integers and what is no tensor stay as they are."""
+    """Return the same values in float64; integers and what is no tensor stay as they are."""
 
     def up(value: torch.Tensor) -> torch.Tensor:
         return value.detach().double() if value.is_floating_point() else value

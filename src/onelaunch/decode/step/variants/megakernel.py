@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 
@@ -16,6 +15,7 @@ from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.runtime.engines import KernelEngine
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.device.hardware import is_hopper, processors
+from onelaunch.device.tools import package_installed
 from onelaunch.errors import PlanError
 from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.operation import Query
@@ -94,7 +94,7 @@ def not_resident(rung: str, config: ModelConfig, ctas: int) -> str | None:
 
 def needs_numpy(_: Query) -> str | None:
     """Return why the check of plans, which uses NumPy, cannot run."""
-    return None if importlib.util.find_spec("numpy") else "needs numpy: pip install 'onelaunch[decode]'"
+    return None if package_installed("numpy") else "needs numpy: pip install 'onelaunch[decode]'"
 
 
 def has_a_plan(rung: str, query: Query) -> str | None:

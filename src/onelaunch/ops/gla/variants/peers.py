@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import torch
 
 from onelaunch.device.hardware import is_hopper
+from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
 from onelaunch.ops.gla.contract import GlaCall, gla
 
@@ -46,7 +46,7 @@ def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
 @fla.supports
 def what_fla_can(query: Query) -> str | None:
     """Its limits as of fla 0.6.0."""
-    if importlib.util.find_spec("fla") is None:
+    if not package_installed("fla"):
         return "needs fla, which is not installed"
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
