@@ -15,7 +15,7 @@ from onelaunch.decode.model.config import SIZES, ModelConfig
 from onelaunch.decode.plan.check import Room, check
 from onelaunch.decode.plan.phases import ROUNDS, Plan
 from onelaunch.decode.plan.rungs import RUNGS, plan_for
-from onelaunch.hardware import HOPPER_SHARED_BYTES
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 
 REGISTERS = 168
 """Most registers of a thread: nine warps share the registers of an SM's four partitions."""

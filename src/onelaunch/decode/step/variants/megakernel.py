@@ -7,8 +7,7 @@ import importlib.util
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.builds import Build, CudaBuild
+from onelaunch import cuda
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.request import Engine
 from onelaunch.decode.model.weights import Weights
@@ -16,8 +15,9 @@ from onelaunch.decode.plan.packing import packing_bytes, stream_bytes
 from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.runtime.engines import KernelEngine
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
+from onelaunch.device.hardware import is_hopper, processors
 from onelaunch.errors import PlanError
-from onelaunch.hardware import is_hopper, processors
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.operation import Query
 
 ARCHITECTURES = ("sm_90a",)
@@ -62,7 +62,7 @@ def needs_hopper(query: Query) -> str | None:
     """Return why the kernels, which use Hopper's instructions, cannot run."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
         return "needs an NVIDIA GPU of compute capability 9.0"
-    return nvrtc.missing()
+    return cuda.missing()
 
 
 def config_in(query: Query) -> ModelConfig:
