@@ -357,7 +357,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
 
     monkeypatch.setattr(KVCache, "grown", exhausted)
     with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 300 positions"):
-        TorchEngine(random_weights(SMALL))._room(KVCache.empty(SMALL), 300)
+        TorchEngine(random_weights(SMALL))._grown(KVCache.empty(SMALL), 300)
 
 
 # What is refused

@@ -239,6 +239,7 @@ def test_a_new_helper_is_part_of_the_proof(line, monkeypatch, tmp_path):
 
 
 def test_a_package_brings_all_of_its_modules():
+    assert "onelaunch.decode.step.variants.pytorch" in proofs._modules("onelaunch.decode.step")
     assert proofs._modules("onelaunch.decode.plan") >= {"onelaunch.decode.plan", "onelaunch.decode.plan.check"}
     assert proofs.source_of("onelaunch.decode.plan.check").startswith('"""')
     with pytest.raises(ImportError, match=r"the source of onelaunch\.no_such is not here"):

@@ -116,7 +116,7 @@ def source_of(module: str) -> str:
 
 
 def _modules(name: str) -> set[str]:
-    """Return a module's name, and those of the modules that a package holds."""
+    """Return a module's name, and the names of all modules that a package holds."""
     spec = importlib.util.find_spec(name)
     places = None if spec is None else spec.submodule_search_locations
-    return {name, *(f"{name}.{each.name}" for each in pkgutil.iter_modules(places or ()) if not each.ispkg)}
+    return {name}.union(*(_modules(f"{name}.{each.name}") for each in pkgutil.iter_modules(places or ())))

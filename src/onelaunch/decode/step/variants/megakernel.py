@@ -114,7 +114,7 @@ def prompt_steps(rung: str, config: ModelConfig) -> int:
     return int(config.num_hidden_layers * LAYER / step)
 
 
-MODELS = {
+BUILT = {
     "Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True),
     "small and untied": ModelConfig(1000, 128, 384, 2, 4, 1, 32),
 }
@@ -133,7 +133,7 @@ def builds(rung: str, architecture: str) -> list[Build]:
     if architecture not in ARCHITECTURES:
         return []
     found: list[Build] = []
-    for name, config in MODELS.items():
+    for name, config in BUILT.items():
         plan = plan_for(config, rung, PROCESSORS)
         if rung != "streaming" and name != "Qwen3-0.6B":
             continue
