@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from onelaunch.errors import (
-    ArgumentError,
-    in_a_line,
-)
+from onelaunch.errors import ArgumentError
 from onelaunch.launch.build import Build
+from onelaunch.wording import in_a_line
 
 if TYPE_CHECKING:
     from onelaunch.operation.definition import Operation
