@@ -117,6 +117,19 @@ def test_launches_are_noted_in_their_order_and_made():
     assert len(launches) == 2
 
 
+@pytest.mark.parametrize(
+    "index", [1, slice(1, 3), (slice(None), None, 2), (..., slice(0, 5, 2)), (None, ..., 1), (0, slice(2), -1)]
+)
+def test_recorded_calls_index_tensors_as_brackets_do(index):
+    """Brackets would make the device current, which is not here."""
+    expected = torch.empty(4, 3, 5)[index]
+    with record("sm_90a") as (device, _):
+        found = torch.empty(4, 3, 5, device=device)[index]
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+        assert found.storage_offset() == expected.storage_offset()
+        found[...] = 1
+
+
 def test_recording_ends_with_an_error():
     with pytest.raises(RuntimeError, match="inside"), record("sm_90a"):
         raise RuntimeError("inside")
