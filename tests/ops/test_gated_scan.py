@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from onelaunch.errors import VariantUnsupported
-from onelaunch.ops.gated_scan.reference import DECAYS
+from onelaunch.operation.inputs import DECAYS
 from tests.ops.cases import (
     GATED_SCAN,
     HARD,
@@ -70,7 +70,7 @@ def test_kernels_pass_the_whole_gate(variant):
 @pytest.mark.interpret
 def test_groups_of_tiles_hand_on_the_carry():
     """Longer than a group of the look-back in both passes."""
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
 
     case = case_of(GATED_SCAN, "group_chain")
     tiles = launch.scan_tiles(case.sizes["T"], case.sizes["V"])
@@ -85,10 +85,10 @@ def test_groups_of_tiles_hand_on_the_carry():
 )
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_the_walking_kernel_is_correct(variant, name, monkeypatch):
-    from onelaunch.ops.gated_scan import kernels, launch
+    from onelaunch.kernels.scan import forward, launch
 
     walked = []
-    kernel = kernels.walk_scan_gate_kernel
+    kernel = forward.walk_scan_gate_kernel
 
     class Watched:
         def __getitem__(self, grid):

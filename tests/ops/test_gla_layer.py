@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import gla_layer
-from onelaunch.torch_compile import compiler_missing
 from onelaunch.workbench.truth import CAPS
 from onelaunch.workbench.verify import Judge, trivial_answers
 from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near, differentiable, pytorch_variants, results

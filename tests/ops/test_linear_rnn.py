@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onelaunch.errors import VariantUnsupported
+from onelaunch.operation.inputs import DECAYS
 from onelaunch.ops import gated_scan, linear_rnn
-from onelaunch.ops.gated_scan.reference import DECAYS
 from onelaunch.workbench.verify import judge_control
 from tests.ops.cases import (
     BOTH,

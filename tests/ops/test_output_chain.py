@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import Segment, gla, output_chain, projections
-from onelaunch.torch_compile import compiler_missing
 from onelaunch.workbench.verify import Judge, judge_control, trivial_answers
 from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near, differentiable, pytorch_variants, results
 from tests.ops.output_chain_cases import CASES, OUTPUT_CHAIN, SMALL, TENSORS, case_of, flat, made, packed_gate

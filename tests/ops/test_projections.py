@@ -10,9 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import Segment, gla, projections
 from onelaunch.ops.projections.layout import ACTIVATIONS
-from onelaunch.torch_compile import compiler_missing
 from onelaunch.workbench.calls import Callee, make_inputs
 from onelaunch.workbench.verify import Judge, judge_control, trivial_answers
 from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near, pytorch_variants, results
