@@ -28,6 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED and importlib.util.find_spec("triton") is not None:
     spare_repeated_work()
 
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each process compiles a file for seconds to see what the CPU can do
 keep_triton()
 
 if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:  # threads that wait for a core in turns cost 30 times

@@ -195,6 +195,16 @@ def assert_correct(operation: Operation[..., Any], case: Case, variant: str, dev
     assert_ok(judge(operation, case, variant=variant, device=device, directions=BOTH), operation, case, variant)
 
 
+def assert_compiled_correct(operation: Operation[..., Any], case: Case) -> None:
+    """The gate of the variant that PyTorch's compiler makes, in training alone: its forward pass is compiled and judged there.
+
+    What inference adds is the same expressions, compiled again without what gradients keep; that takes seconds a case.
+    """
+    torch.compiler.reset()
+    verdict = judge(operation, case, variant="compiled", directions=("forward_backward",))
+    assert_ok(verdict, operation, case, "compiled")
+
+
 def assert_one_call_correct(
     operation: Operation[..., Any], case: Case, variant: str, direction: Direction = "forward_backward"
 ) -> None:
