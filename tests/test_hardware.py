@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from onelaunch.device import hardware
+from onelaunch.device.architectures import pretended
 from onelaunch.device.hardware import SLUG, Device, table_name
 from onelaunch.errors import NoDeviceError
 
@@ -77,3 +78,27 @@ def test_a_gpu_is_described():
     facts = hardware.describe("cuda:0")
     assert facts.architecture.startswith(("sm_", "gfx"))
     assert facts.processors > 8
+
+
+def test_devices_without_a_gpu_answer_what_the_interpreter_needs():
+    for device in (torch.device("cpu"), torch.device("meta")):
+        assert hardware.processors(device) == hardware.INTERPRETED_PROCESSORS
+        assert hardware.shared_bytes(device) == hardware.LEAST_SHARED_BYTES
+        assert not hardware.multiplies_float8(device)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "processors", "shared", "float8"),
+    [
+        ("sm_80", 108, 163 << 10, False),
+        ("sm_89", 128, 99 << 10, True),
+        ("sm_90a", 132, 227 << 10, True),
+        ("sm_100a", 148, 227 << 10, True),
+        ("gfx942", 304, 64 << 10, False),
+    ],
+)
+def test_pretended_devices_answer_for_their_architecture(architecture, processors, shared, float8):
+    device = pretended(architecture)
+    assert hardware.processors(device) == processors
+    assert hardware.shared_bytes(device) == shared
+    assert hardware.multiplies_float8(device) == float8

@@ -19,8 +19,8 @@ from onelaunch.device.hardware import describe
 from onelaunch.errors import ArgumentError, InspectionError
 from onelaunch.operation import find_operation
 from onelaunch.operation.entry_points import Plugin
-from onelaunch.workbench.count import find_ncu
 from onelaunch.workbench.inspection import Inspection
+from onelaunch.workbench.measure.count import find_ncu
 from tests.ops.cases import OPERATIONS
 
 SHAPE = "B=1,T=64,D=32,V=32"

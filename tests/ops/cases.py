@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from onelaunch.operation import Case, Direction, Operation, find_operation, names_of
-from onelaunch.workbench.calls import Callee
-from onelaunch.workbench.poison import poisoned
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.verify import Judge, judge, judge_answer
+from onelaunch.workbench.verify.calls import Callee
+from onelaunch.workbench.verify.poison import poisoned
 
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
 

@@ -53,11 +53,11 @@ def calls(monkeypatch):
     """Counts what the kernels of this file are called for."""
     found: list[str] = []
     if HOPPER:
-        from onelaunch.ops.linear_rnn import hopper_launch
+        from onelaunch.ops.linear_rnn import launch_hopper
 
         for name in ("chunked", "persistent"):
-            run = getattr(hopper_launch, name)
-            monkeypatch.setattr(hopper_launch, name, lambda layer, run=run, name=name: (found.append(name), run(layer))[1])
+            run = getattr(launch_hopper, name)
+            monkeypatch.setattr(launch_hopper, name, lambda layer, run=run, name=name: (found.append(name), run(layer))[1])
     return found
 
 
@@ -188,7 +188,7 @@ def test_what_it_cannot_run_the_portable_kernel_runs(sizes, device, calls):
 )
 def test_few_programs_get_narrow_tiles(sizes, tile):
     pytest.importorskip("triton")
-    from onelaunch.ops.linear_rnn.hopper_launch import chunked_tiles
+    from onelaunch.ops.linear_rnn.launch_hopper import chunked_tiles
 
     scan = chunked_tiles(132, width=256, **sizes).scan
     assert (scan.channels, scan.warps, scan.group) == tile
@@ -209,12 +209,12 @@ def test_few_programs_get_narrow_tiles(sizes, tile):
 def test_the_copy_engine_decides_what_it_takes(sizes, suited, monkeypatch):
     pytest.importorskip("triton")
     from onelaunch.kernels.common.sequences import Sequences
-    from onelaunch.ops.linear_rnn import hopper_launch
+    from onelaunch.ops.linear_rnn import launch_hopper
     from onelaunch.ops.linear_rnn.launch import Layer
 
     given = arguments_of(LINEAR_RNN, **{"dtype": "float16", "B": 2, "T": 50, "D": 64, "V": 32, **sizes})
     tensors_given = (given[name] for name in ("x", "weight", "log_decay", "gate"))
     layer = Layer(*tensors_given, Sequences.of(None, given.get("cu_seqlens")), want_final=False, keep=False)
-    assert not hopper_launch.suits(layer)  # not on a Hopper GPU
-    monkeypatch.setattr(hopper_launch, "is_hopper", lambda device: True)
-    assert hopper_launch.suits(layer) is suited
+    assert not launch_hopper.suits(layer)  # not on a Hopper GPU
+    monkeypatch.setattr(launch_hopper, "is_hopper", lambda device: True)
+    assert launch_hopper.suits(layer) is suited

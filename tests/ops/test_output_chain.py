@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import Segment, gla, output_chain, projections
-from onelaunch.workbench.verify import Judge, judge_control, trivial_answers
+from onelaunch.workbench.verify import Judge, judge_control
 from tests.ops.cases import assert_correct, assert_near, differentiable, pytorch_variants, results
 from tests.ops.output_chain_cases import CASES, OUTPUT_CHAIN, SMALL, TENSORS, case_of, flat, made, packed_gate
+from tests.trivial import trivial_answers
 
 each_variant = pytest.mark.parametrize("variant", pytorch_variants(OUTPUT_CHAIN))
 

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import Segment, gla, projections
 from onelaunch.ops.projections.layout import ACTIVATIONS
-from onelaunch.workbench.calls import Callee, make_inputs
-from onelaunch.workbench.verify import Judge, judge_control, trivial_answers
+from onelaunch.workbench.verify import Judge, judge_control
+from onelaunch.workbench.verify.calls import Callee, make_inputs
 from tests.ops.cases import assert_correct, assert_near, pytorch_variants, results
 from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, SMALL, case_of, made, of_every_kind
+from tests.trivial import trivial_answers
 
 each_variant = pytest.mark.parametrize("variant", pytorch_variants(PROJECTIONS))
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from onelaunch.operation import find_operation
-from onelaunch.workbench import compiling
-from onelaunch.workbench.compiling import Place, call_once, compile_ahead, part_of_tuning, places_to_compile
-from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.measure import compiling
+from onelaunch.workbench.measure.compiling import Place, call_once, compile_ahead, part_of_tuning, places_to_compile
 from onelaunch.workbench.study import Shape, Study
+from onelaunch.workbench.study.plan import plan_study
 from tests.workbench import toy
 from tests.workbench.test_run import SLOW_LIGHT, quick, run, steps
 

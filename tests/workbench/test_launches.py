@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onelaunch.workbench import launches
-from onelaunch.workbench.count import Request
+from onelaunch.workbench.measure import launches
+from onelaunch.workbench.measure.count import Request
 from tests.workbench.toy import toy_case, toy_sum
 
 KERNEL, COPY, FILL, HOST, EMPTY = 0, 1, 2, 3, 5

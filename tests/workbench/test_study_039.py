@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.operation import find_operation
-from onelaunch.workbench.plan import plan_study
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.plan import plan_study
+from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
 FIELD = ((1, 8192, 96, 128), (2, 16384, 16, 128), (4, 2048, 16, 128), (4, 4096, 64, 128), (8, 2048, 32, 256), (8, 1024, 8, 64))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.workbench import sampling, timing
-from onelaunch.workbench.calls import Callee, status_of
-from onelaunch.workbench.sampling import CpuSampler, GpuSampler, count_sets, rotate
-from onelaunch.workbench.timing import Interrupted, measure, order
+from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure.sampling import CpuSampler, GpuSampler, count_sets, rotate
+from onelaunch.workbench.measure.timing import Interrupted, measure, order
 from onelaunch.workbench.verify import Judge
+from onelaunch.workbench.verify.calls import Callee, status_of
 from tests.workbench.toy import ToyCall, parallel, toy_case, toy_sum
 
 

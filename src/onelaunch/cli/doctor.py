@@ -20,11 +20,11 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.device.hardware import Ceilings, describe, present, resolve
 from onelaunch.device.peaks import ceilings, stored, unsteady
-from onelaunch.errors import escaped
 from onelaunch.operation import plugins
 from onelaunch.operation.entry_points import Plugin
+from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.count import find_ncu
+from onelaunch.workbench.measure.count import find_ncu
 from onelaunch.workbench.report.tables import Table, columns
 
 LONGEST = 300

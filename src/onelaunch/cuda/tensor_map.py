@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from onelaunch.cuda.driver import library, make_context_current
-from onelaunch.errors import DriverError, listing
+from onelaunch.errors import DriverError
+from onelaunch.wording import listing
 
 MAP_BYTES = 128
 """Size of a tensor map."""

@@ -23,6 +23,12 @@ from onelaunch.errors import DeviceMemoryError, NoDeviceError
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """Folder in which a container sees the limits of its own control group (version 2)."""
 
+INTERPRETED_PROCESSORS = 132
+"""Number of SMs that code which cuts work for a GPU is told where kernels are interpreted: an H200's."""
+
+LEAST_SHARED_BYTES = 64 * 1024
+"""Shared memory of a CTA where a device does not say more: AMD's."""
+
 SLUG = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,79}")
 """Pattern that the whole name of a device's files and folders must match: no separator of folders, and no two dots in a row."""
 
@@ -134,9 +140,21 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of SMs of a GPU."""
+    """Return the number of SMs of a GPU; :data:`INTERPRETED_PROCESSORS` for every other device."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
     pretended = architecture_of(device)
     return torch.cuda.get_device_properties(device).multi_processor_count if pretended is None else pretended.processors
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the bytes of shared memory that a CTA may have on a GPU; :data:`LEAST_SHARED_BYTES` for every other device."""
+    if device.type != "cuda":
+        return LEAST_SHARED_BYTES
+    if (pretended := architecture_of(device)) is not None:
+        return pretended.shared_bytes
+    return max(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0), LEAST_SHARED_BYTES)
 
 
 def free_memory(device: torch.device) -> int:

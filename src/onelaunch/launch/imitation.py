@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.overrides import TorchFunctionMode
 
 from onelaunch.device.architectures import pretended
 
@@ -77,9 +78,41 @@ def record(architecture: str) -> Iterator[tuple[torch.device, list[Any]]]:
     Yields:
         The device on which to make the tensors, inside, and the list of launches in their order.
     """
-    with observe() as notes, imitate(), _no_context(), warnings.catch_warnings(), fake_tensor.FakeTensorMode():
+    with observe() as notes, imitate(), _no_context(), warnings.catch_warnings(), fake_tensor.FakeTensorMode(), _Brackets():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield pretended(architecture), notes
+
+
+class _Brackets(TorchFunctionMode):
+    """Indexing by functions: Python's brackets make the tensor's device the current one, which a pretended device cannot be."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func == torch.Tensor.__setitem__:  # a fake tensor holds no values
+            return None
+        if func == torch.Tensor.__getitem__:
+            tensor, index = args
+            items = index if isinstance(index, tuple) else (index,)
+            if all(each is None or each is Ellipsis or type(each) in (int, slice) for each in items):
+                return _indexed(tensor, items)
+        return func(*args, **(kwargs or {}))
+
+
+def _indexed(tensor: torch.Tensor, items: tuple[Any, ...]) -> torch.Tensor:
+    """Return the view that numbers, slices, ``None`` and one ``...`` in brackets give."""
+    named = sum(each is not None and each is not Ellipsis for each in items)
+    dimension = 0
+    for item in items:
+        if item is Ellipsis:
+            dimension = tensor.dim() - named
+        elif item is None:
+            tensor = tensor.unsqueeze(dimension)
+            dimension += 1
+        elif isinstance(item, slice):
+            tensor = torch.ops.aten.slice.Tensor(tensor, dimension, item.start, item.stop, item.step or 1)
+            dimension, named = dimension + 1, named - 1
+        else:
+            tensor, named = tensor.select(dimension, item), named - 1
+    return tensor
 
 
 @contextmanager

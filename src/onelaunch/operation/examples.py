@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -26,10 +27,9 @@ def recorded_builds(variant: Variant, examples: Iterable[Example], architecture:
 def recorded_launches(variant: Variant, example: Example, architecture: str) -> list[Launch | CudaLaunch]:
     """Return the launches of a call by a variant, and of its backward pass where the example has one, in their order."""
     operation, grad = variant.operation, example.direction == "forward_backward"
-    with record(architecture) as (device, launches), torch.set_grad_enabled(grad):
+    # PyTorch makes no graph of tensors on a device that is not here, so the query alone says that gradients are wanted
+    with record(architecture) as (device, launches), torch.no_grad():
         reading = operation.make_inputs(example.case, device, 0)
-        if grad:
-            for name in reading.differentiable:
-                reading.arguments[name].requires_grad_()
-        variant.run(operation.bind(**reading.arguments))
+        call: Any = operation.bind(**reading.arguments)
+        variant.run(call._replace(key=call.query()._replace(grad=True)) if grad else call)
     return launches

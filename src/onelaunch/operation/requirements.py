@@ -7,7 +7,12 @@ import importlib.util
 
 import torch
 
+from onelaunch import cuda
+from onelaunch.device.hardware import is_hopper
 from onelaunch.operation.query import Query
+
+LARGEST_GRID_X = 2**31 - 1
+"""CTAs along the first dimension of a launch, on CUDA and ROCm."""
 
 
 def cannot_launch(query: Query) -> str | None:
@@ -21,7 +26,7 @@ def cannot_launch(query: Query) -> str | None:
     return None
 
 
-LARGEST_GRID = 65535
+LARGEST_GRID_Y = 65535
 """CTAs along the second dimension of a launch, on CUDA and ROCm."""
 
 FEWEST_CHANNELS = 16
@@ -30,13 +35,11 @@ FEWEST_CHANNELS = 16
 
 def cannot_scan(query: Query) -> str | None:
     """Return why Triton kernels that scan along time cannot run a call of sizes (batch, ..., channels)."""
-    if (reason := cannot_launch(query)) is not None:
+    if (reason := cannot_launch(query) or interprets_bfloat16_wrongly(query)) is not None:
         return reason
-    if query.device_type != "cuda" and query.dtype is torch.bfloat16:
-        return "needs a GPU for bfloat16: Triton's interpreter computes wrong bfloat16 products"
     slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
-    if slices > LARGEST_GRID:
-        return f"takes at most {LARGEST_GRID} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
+    if slices > LARGEST_GRID_Y:
+        return f"takes at most {LARGEST_GRID_Y} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
     return None
 
 
@@ -54,6 +57,25 @@ def interpreting() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
+
+
+def interprets_bfloat16_wrongly(query: Query) -> str | None:
+    """Return why matrix products in bfloat16 need a GPU."""
+    if query.device_type != "cuda" and query.dtype is torch.bfloat16:
+        return "needs a GPU for bfloat16: Triton's interpreter computes wrong bfloat16 products"
+    return None
+
+
+def needs_hopper(query: Query) -> str | None:
+    """Return why CUDA C++ of Hopper's instructions cannot run a call."""
+    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
+        return "needs an NVIDIA GPU of compute capability 9.0"
+    return cuda.missing()
+
+
+def not_installed(package: str) -> str | None:
+    """Return why a variant that calls this package cannot run, or ``None`` where the package is installed."""
+    return None if importlib.util.find_spec(package) else f"needs {package}, which is not installed"
 
 
 def no_steps(query: Query) -> str | None:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from onelaunch.errors import (
-    ArgumentError,
-    in_a_line,
-)
+from onelaunch.errors import ArgumentError
 from onelaunch.launch.build import Build
+from onelaunch.wording import in_a_line
 
 if TYPE_CHECKING:
     from onelaunch.operation.definition import Operation
@@ -153,6 +151,10 @@ class Variant:
         """
         self._examples = function
         return function
+
+    def listed_examples(self) -> list[Example]:
+        """Return the example calls of this variant; none for one that launches no kernels of its own."""
+        return list(self._examples()) if self._examples else []
 
     def kernels(self, builds: Callable[[str], Iterable[Build]]) -> Callable[[str], Iterable[Build]]:
         """Decorator: register the function that lists this variant's kernels, as it would launch them on an architecture.

@@ -36,10 +36,73 @@ def bind(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> ScanCall:
-    """The checked call; raises as :func:`gated_scan` says."""
+    """Return the checked call; raises as :func:`gated_scan` says."""
     checks.flag("output_final_state", output_final_state)
-    key = _key(
-        checks.facts("v", v),
+    key = _key(checks.facts("v", v), scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state))
+    check_scan_values(log_decay, cu_seqlens)
+    return ScanCall(v, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
+
+
+@remembered
+def _key(v: Facts, scan: ScanFacts) -> Query:
+    """Make all checks that need no values, and return the dispatch key."""
+    checks.rank("v", v, "[B, T, V]")
+    checks.dtype("v", v, checks.FLOATS)
+    batch, length, channels = v.shape
+    scan.check("v", v, (batch, length, channels))
+    return scan.query("gated_scan", v, (batch, length, channels))
+
+
+class ScanFacts(NamedTuple):
+    """Facts about the arguments that all operations with a gated scan share: hashable, and read without the tensors' values."""
+
+    log_decay: Facts
+    gate: Facts
+    initial_state: Facts | None
+    cu_seqlens: Facts | None
+    output_final_state: bool
+    grad_enabled: bool
+
+    def check(self, first_name: str, first: Facts, extent: tuple[int, int, int]) -> None:
+        """Raise unless the arguments fit the operation's first one; ``extent`` is ``(B, T, V)``."""
+        batch, _, channels = extent
+        because = f"{first_name} {list(first.shape)}"
+        like_first = f", the dtype of {first_name}"
+        for name, value, dtypes in (
+            ("log_decay", self.log_decay, (first.dtype, torch.float32)),
+            ("gate", self.gate, (first.dtype,)),
+        ):
+            checks.rank(name, value, "[B, T, V]")
+            checks.shape(name, value, extent, "[B, T, V]", because)
+            checks.dtype(name, value, tuple(dict.fromkeys(dtypes)), like_first if len(dtypes) == 1 else "")
+            checks.device(name, value, first.device)
+        sequences, offsets, initial = batch, self.cu_seqlens, self.initial_state
+        if offsets is not None:
+            checks.device("cu_seqlens", offsets, first.device)
+            checks.packing(offsets, batch)
+            sequences = offsets.shape[0] - 1
+        if initial is not None:
+            checks.rank("initial_state", initial, "[N, V]")
+            checks.shape("initial_state", initial, (sequences, channels), "[N, V]", f"{sequences} sequences and {because}")
+            checks.dtype("initial_state", initial, (torch.float32,))
+            checks.device("initial_state", initial, first.device)
+
+    def query(self, operation: str, first: Facts, sizes: tuple[int, ...], *others: Facts) -> Query:
+        """Return the dispatch key of a call of these, its first argument and ``others``."""
+        grad = self.grad_enabled and checks.grad_wanted(first, *others, self.log_decay, self.gate, self.initial_state)
+        flags = state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state)
+        return Query(operation, str(first.device), first.dtype, fixed(*sizes), grad, flags)
+
+
+def scan_facts(
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    output_final_state: bool,
+) -> ScanFacts:
+    """Return the facts about the arguments of a call of an operation with a gated scan."""
+    return ScanFacts(
         checks.facts("log_decay", log_decay),
         checks.facts("gate", gate),
         checks.optional_facts("initial_state", initial_state),
@@ -47,70 +110,10 @@ def bind(
         output_final_state,
         torch.is_grad_enabled(),
     )
-    check_scan_values(log_decay, cu_seqlens)
-    return ScanCall(v, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
-
-
-@remembered
-def _key(
-    v: Facts,
-    log_decay: Facts,
-    gate: Facts,
-    initial_state: Facts | None,
-    cu_seqlens: Facts | None,
-    output_final_state: bool,
-    grad_enabled: bool,
-) -> Query:
-    """All checks that need no values, and the dispatch key."""
-    checks.rank("v", v, "[B, T, V]")
-    checks.dtype("v", v, checks.FLOATS)
-    batch, length, channels = v.shape
-    check_scan_facts(log_decay, gate, initial_state, cu_seqlens, v, "v", (batch, length, channels))
-    return Query(
-        "gated_scan",
-        str(v.device),
-        v.dtype,
-        fixed(batch, length, channels),
-        grad_enabled and checks.grad_wanted(v, log_decay, gate, initial_state),
-        state_flags(cu_seqlens is not None, initial_state is not None, output_final_state),
-    )
-
-
-def check_scan_facts(
-    log_decay: Facts,
-    gate: Facts,
-    initial_state: Facts | None,
-    cu_seqlens: Facts | None,
-    first: Facts,
-    first_name: str,
-    extent: tuple[int, int, int],
-) -> None:
-    """What every operation with a gated scan inside checks without reading values; ``extent`` is ``(B, T, V)``."""
-    batch, _, channels = extent
-    because = f"{first_name} {list(first.shape)}"
-    like_first = f", the dtype of {first_name}"
-    for name, value, dtypes in (
-        ("log_decay", log_decay, (first.dtype, torch.float32)),
-        ("gate", gate, (first.dtype,)),
-    ):
-        checks.rank(name, value, "[B, T, V]")
-        checks.shape(name, value, extent, "[B, T, V]", because)
-        checks.dtype(name, value, tuple(dict.fromkeys(dtypes)), like_first if len(dtypes) == 1 else "")
-        checks.device(name, value, first.device)
-    sequences = batch
-    if cu_seqlens is not None:
-        checks.device("cu_seqlens", cu_seqlens, first.device)
-        checks.packing(cu_seqlens, batch)
-        sequences = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        checks.rank("initial_state", initial_state, "[N, V]")
-        checks.shape("initial_state", initial_state, (sequences, channels), "[N, V]", f"{sequences} sequences and {because}")
-        checks.dtype("initial_state", initial_state, (torch.float32,))
-        checks.device("initial_state", initial_state, first.device)
 
 
 def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
-    """The rest of their checks, at every call."""
+    """Raise unless values that are checked at every call are right: those of the log-decay and of the offsets."""
     if cu_seqlens is not None:
         checks.offsets(cu_seqlens, log_decay.shape[1])
     checks.log_decay(log_decay)

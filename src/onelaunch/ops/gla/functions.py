@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from onelaunch import checks, dispatch
-from onelaunch.errors import ArgumentError, ValueRangeError, did_you_mean, listing
+from onelaunch.errors import ArgumentError, ValueRangeError
 from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind_under_autocast, run
+from onelaunch.wording import did_you_mean, listing
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -24,7 +24,7 @@ from onelaunch.operation import Query, find_operation
 from onelaunch.ops.gla_layer.composition import Results, decay_segments_of, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes
 from onelaunch.ops.output_chain import forward as chain
-from onelaunch.ops.projections import forward as way_in
+from onelaunch.ops.projections import autograd as way_in
 from onelaunch.ops.projections.layout import ALIGNMENT, Layout, layout_of
 
 CHUNK = 64

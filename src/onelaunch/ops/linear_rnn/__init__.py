@@ -1,7 +1,7 @@
-"""``linear_rnn``: v = x @ weight, then the gated scan, in one launch, two, three or many."""
+"""``linear_rnn``: v = x @ weight, then the gated scan, in one launch, two or three."""
 
 from onelaunch.ops.linear_rnn.contract import linear_rnn
 
-from onelaunch.ops.linear_rnn import cost, fla, reference, torch_variants, triton_variants, hopper  # isort: skip  (register into linear_rnn)
+from onelaunch.ops.linear_rnn import cost, reference, variants  # isort: skip  (register into linear_rnn)
 
-__all__ = ["cost", "fla", "hopper", "linear_rnn", "reference", "torch_variants", "triton_variants"]
+__all__ = ["cost", "linear_rnn", "reference", "variants"]

@@ -8,9 +8,9 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.checks import Facts
-from onelaunch.operation import Query, Shapes, fixed, operation, remembered, state_flags
+from onelaunch.operation import Query, Shapes, operation, remembered
 from onelaunch.operation.autocast import autocast
-from onelaunch.ops.gated_scan.contract import ScanCall, check_scan_facts, check_scan_values
+from onelaunch.ops.gated_scan.contract import ScanCall, ScanFacts, check_scan_values, scan_facts
 
 
 class LinearRNNCall(NamedTuple):
@@ -49,34 +49,17 @@ def bind(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> LinearRNNCall:
-    """The checked call; raises as :func:`linear_rnn` says."""
+    """Return the checked call; raises as :func:`linear_rnn` says."""
     checks.flag("output_final_state", output_final_state)
-    key = _key(
-        checks.facts("x", x),
-        checks.facts("weight", weight),
-        checks.facts("log_decay", log_decay),
-        checks.facts("gate", gate),
-        checks.optional_facts("initial_state", initial_state),
-        checks.optional_facts("cu_seqlens", cu_seqlens),
-        output_final_state,
-        torch.is_grad_enabled(),
-    )
+    first = checks.facts("x", x), checks.facts("weight", weight)
+    key = _key(*first, scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state))
     check_scan_values(log_decay, cu_seqlens)
     return LinearRNNCall(x, weight, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
 
 
 @remembered
-def _key(
-    x: Facts,
-    weight: Facts,
-    log_decay: Facts,
-    gate: Facts,
-    initial_state: Facts | None,
-    cu_seqlens: Facts | None,
-    output_final_state: bool,
-    grad_enabled: bool,
-) -> Query:
-    """All checks that need no values, and the dispatch key."""
+def _key(x: Facts, weight: Facts, scan: ScanFacts) -> Query:
+    """Make all checks that need no values, and return the dispatch key."""
     checks.rank("x", x, "[B, T, D]")
     checks.dtype("x", x, checks.FLOATS)
     checks.rank("weight", weight, "[D, V]")
@@ -85,15 +68,8 @@ def _key(
     checks.shape("weight", weight, (width, channels), "[D, V]", f"x {list(x.shape)}")
     checks.dtype("weight", weight, (x.dtype,), ", the dtype of x")
     checks.device("weight", weight, x.device)
-    check_scan_facts(log_decay, gate, initial_state, cu_seqlens, x, "x", (batch, length, channels))
-    return Query(
-        "linear_rnn",
-        str(x.device),
-        x.dtype,
-        fixed(batch, length, width, channels),
-        grad_enabled and checks.grad_wanted(x, weight, log_decay, gate, initial_state),
-        state_flags(cu_seqlens is not None, initial_state is not None, output_final_state),
-    )
+    scan.check("x", x, (batch, length, channels))
+    return scan.query("linear_rnn", x, (batch, length, width, channels), weight)
 
 
 @operation(

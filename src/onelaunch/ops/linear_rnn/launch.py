@@ -6,16 +6,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import triton
 
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.common.sequences import Sequences
 from onelaunch.kernels.scan.launch import ScanTiles, empty_states, scan_tiles
+from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.workspace import workspace
-from onelaunch.ops.linear_rnn import kernels
-
-STEPWISE_WIDTH = 2048
-"""Widest x that the stepwise kernel holds the weights for in registers."""
+from onelaunch.ops.linear_rnn.kernels.matmul import matmul_kernel
+from onelaunch.ops.linear_rnn.kernels.project_scan_gate import project_scan_gate_kernel
 
 
 class Results(NamedTuple):
@@ -94,8 +92,13 @@ def project_tiles(batch: int, length: int, width: int, channels: int, element_si
     scan = scan_tiles(length, channels)
     if channels >= 64 and batch * cdiv(length, scan.steps) * cdiv(channels, scan.channels) > MANY:
         scan = replace(scan, channels=64, warps=8)
-    inner = min(64 if element_size == 2 else 32, max(16, triton.next_power_of_2(width)))
+    inner = next((size for size in (16, 32) if width <= size), 64 if element_size == 2 else 32)
     return ProjectTiles(scan, inner=inner)
+
+
+def products(operand: torch.Tensor) -> Mma:
+    """Return the matrix instructions that products of an operand must become; float32 is multiplied without any."""
+    return Mma.NONE if operand.dtype is torch.float32 else Mma.WIDEST
 
 
 def chunked(layer: Layer) -> Results:
@@ -104,38 +107,16 @@ def chunked(layer: Layer) -> Results:
     batch, length, width, channels = layer.sizes
     tiles = project_tiles(batch, length, width, channels, layer.x.element_size())
     words = workspace(layer.x.device, tiles.scan.words(batch, length, channels))
-    kernels.project_scan_gate_kernel[tiles.scan.grid(batch, length, channels)](
+    Launch(
+        project_scan_gate_kernel, tiles.scan.grid(batch, length, channels),
         *layer[:4], *sequences, results.y, results.v, results.final, results.carries, words,
         length, width, channels, sequences.count(batch), *layer.strides(),
         BT=tiles.scan.steps, BV=tiles.scan.channels, BD=tiles.inner, EVEN_D=width % tiles.inner == 0,
         GROUP=tiles.scan.group, EVEN=tiles.scan.even(length, channels),
         PACKED=sequences.offsets is not None, STEPS=sequences.bisection_steps(),
-        num_stages=tiles.stages, **tiles.scan.options(layer.x.device), **layer.flags(),
-    )  # fmt: skip
+        num_stages=tiles.stages, **tiles.scan.options(layer.x.device), **layer.flags(), mma=products(layer.x),
+    ).run()  # fmt: skip
     return results
-
-
-def stepwise(layer: Layer) -> Results:
-    """The same step by step, a program per sequence and :data:`STEPWISE_CHANNELS` channels."""
-    layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
-    batch, length, width, channels = layer.sizes
-    count = sequences.count(batch)
-    kernels.stepwise_kernel[count, cdiv(channels, STEPWISE_CHANNELS)](
-        *layer[:4], *sequences, results.y, results.v, results.final, results.carries,
-        length, width, channels, count, *layer.strides(),
-        BT=scan_tiles(length, channels).steps, BV=STEPWISE_CHANNELS, BD=triton.next_power_of_2(width),
-        PACKED=sequences.offsets is not None, num_warps=stepwise_warps(width), **layer.flags(),
-    )  # fmt: skip
-    return results
-
-
-STEPWISE_CHANNELS = 16
-"""Channels a program of the stepwise kernel walks: its weights [D, 16] stay in registers."""
-
-
-def stepwise_warps(width: int) -> int:
-    """Enough threads that each holds at most 64 weights."""
-    return min(16, max(4, triton.next_power_of_2(width) * STEPWISE_CHANNELS // (32 * 64)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +143,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[1]
     tiles = matmul_tiles(m, n, a.element_size())
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
-    kernels.matmul_kernel[(cdiv(m, tiles.m) * cdiv(n, tiles.n),)](
+    Launch(
+        matmul_kernel, (cdiv(m, tiles.m) * cdiv(n, tiles.n),),
         a, b, out, m, n, k, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
         BM=tiles.m, BN=tiles.n, BK=tiles.k, GROUP_M=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
+        mma=products(a),
+    ).run()  # fmt: skip
     return out

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from onelaunch.device.architectures import pretended
+from onelaunch.device.hardware import processors, shared_bytes
 from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Query
 from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
 from onelaunch.ops.output_chain.forward import Made, Operands, compute, launches
 from onelaunch.ops.output_chain.torch_variants import Results
 from onelaunch.ops.output_chain.triton_variants import build, gradient_builds, needs_triton
-from onelaunch.ops.swiglu.fused_variants import FACTS, FEW, MANY, WARPGROUP_ROWS
+
+FEW, MANY, WARPGROUP_ROWS = 1, 8192, 64
 
 LARGEST_HEAD = 256
 """Channels of a head, of which a program holds those of at least 16 rows."""
@@ -51,9 +54,8 @@ def fits(query: Query) -> str | None:
 def product_build(architecture: str, values: int, rows: int, element: str, *, keep: bool = False, said: str = "") -> KernelBuild:
     """The kernel as a call of so many rows launches it."""
     from onelaunch.ops.output_chain import prologue_kernels, prologue_launch
-    from onelaunch.ops.swiglu import fused_launch
 
-    count, shared, _ = FACTS.get(architecture, (fused_launch.PROCESSORS, fused_launch.LEAST_SHARED, False))
+    count, shared = processors(pretended(architecture)), shared_bytes(pretended(architecture))
     size = 4 if element == "*fp32" else 2
     tiles = prologue_launch.prologue_tiles(rows, 2048, values, size, count, shared)
     options = tiles.options()

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.ops.output_chain.kernels import activate, reciprocal_rms
-from onelaunch.ops.swiglu.product_kernels import load_channels, rows_from, store, tile_of
+from onelaunch.ops.swiglu.kernels.product import load_channels, rows_from, store, tile_of
 
 
 @triton.jit

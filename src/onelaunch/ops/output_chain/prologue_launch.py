@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import triton
 
+from onelaunch.device.hardware import processors, shared_bytes
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.ops.output_chain import prologue_kernels
 from onelaunch.ops.output_chain.forward import Made, Operands
-from onelaunch.ops.swiglu.fused_launch import FEW_ROWS, device_facts
+from onelaunch.ops.swiglu.launch import FEW_ROWS
 
 HEAD = 4096
 """Elements of a head's tile, of h and of the gate each: 32 a thread with four warps."""
@@ -80,8 +81,7 @@ def prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, ep
     h, w_out = inner_contiguous(given.h), inner_contiguous(w_out)
     gate = None if given.gate is None else inner_contiguous(given.gate)
     rows, columns = h.shape[0], w_out.shape[0]
-    count, shared, _ = device_facts(h.device)
-    tiles = prologue_tiles(rows, columns, given.values, h.element_size(), count, shared)
+    tiles = prologue_tiles(rows, columns, given.values, h.element_size(), processors(h.device), shared_bytes(h.device))
     out = h.new_empty(rows, columns)
     rstd = h.new_empty(rows, given.heads, dtype=torch.float32) if keep else None
     flags: dict[str, Any] = {"V": given.values, "ACTIVATED": given.activated}

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from onelaunch.operation import Direction
 from onelaunch.workbench import quantities as q
+from onelaunch.workbench.decide.measured import counted_measures
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,
@@ -171,8 +172,9 @@ def _traffic(result: Result, direction: Direction) -> Section:
 def _traffic_row(cell: Cell) -> tuple[str, ...]:
     plan, traffic = cell.plan, cell.traffic
     launches = f"{cell.launches} counted" if cell.launches is not None else q.launches(plan.launches) if plan else q.NONE
-    if cell.barriers is not None:
-        launches += f", {q.plural(cell.barriers, 'barrier')}"
+    for measure in counted_measures():
+        if measure.name != "launches" and (count := cell.count(measure.name)) is not None:
+            launches += f", {q.plural(count, measure.noun)}"
     planned = (launches, q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
     moved = (q.NONE, q.NONE, q.NONE, "not counted")
     if traffic:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from onelaunch.errors import OneLaunchError
 from onelaunch.operation import DIRECTIONS, Direction, find_operation
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decision import excluded
+from onelaunch.workbench.decide.decision import excluded
+from onelaunch.workbench.decide.measured import judged
+from onelaunch.workbench.decide.words import per, selector_words
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio
-from onelaunch.workbench.study import LOOPS, TIMES, Criterion, Selector, Shape, Study
+from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """In the order of preference for comparing variants."""
@@ -161,8 +163,8 @@ def fastest(result: Result, shape: str, direction: Direction) -> Cell | None:
 
 def noise_floor(result: Result, cell: Cell, regime: Regime | None) -> float:
     """Return the smallest factor that may be claimed at a cell's shape, 1 where no A/A run tells it."""
-    wanted = (cell.shape, cell.direction, regime)
-    return next((noise.floor for noise in result.noise if (noise.shape, noise.direction, noise.regime) == wanted), 1.0)
+    noise = result.noise_at(cell.shape, cell.direction, regime) if regime is not None else None
+    return noise.floor if noise is not None else 1.0
 
 
 def peer_names(result: Result) -> tuple[str, ...]:
@@ -188,31 +190,17 @@ def sizes(shape: Shape) -> str:
 
 def selector(chosen: Selector) -> str:
     """``fused_chunked``, or ``the fastest with launches 1 or 2``."""
-    if isinstance(chosen, str):
-        return chosen
-    tags = (f"{key} {' or '.join(map(str, value)) if isinstance(value, list) else value}" for key, value in chosen.items())
-    return f"the fastest with {', '.join(tags)}" if chosen else "the fastest variant"
+    return selector_words(chosen, "the fastest", "the fastest variant")
 
 
 def asked(criterion: Criterion, study: Study) -> str:
     """What a criterion demands, in words."""
     of, over = selector(criterion.of), selector(study.over(criterion))
     if criterion.over_at is not None:
-        over += f" at {criterion.over_at}" + (f" per {'*'.join(criterion.per)}" if criterion.per else "")
-    bound = criterion.bound
-    what = {
-        "speedup": f"{of} {bound}x as fast as {over}",
-        "time_ratio": f"{of} takes {bound}x the time of {over}",
-        "time": f"{of} takes {bound} µs",
-        "time_over_floor": f"{of} takes {bound}x its roofline bound",
-        "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
-        "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
-        "peak_memory_ratio": f"{of} takes {bound}x the peak memory of {over}",
-        "launches": f"{of} launches {bound} times a call",
-        "barriers": f"{of} meets {bound} barriers over the grid a call",
-        "error": f"norm-wise error of {of} {bound}",
-    }[criterion.measure]
-    regime = f", {criterion.regime}" if criterion.measure in TIMES else ""
+        over += f" at {criterion.over_at}{per(criterion)}"
+    measure = judged(criterion)
+    what = measure.demand.format(of=of, over=over, bound=f"{criterion.bound}{measure.unit}")
+    regime = f", {criterion.regime}" if measure.timed else ""
     regime += f" over {criterion.over_regime}" if criterion.over_regime else ""
     aside = "" if criterion.decides else "; decides nothing"
     return f"{what} {_asked_at(criterion, study)} ({way(criterion.direction)}{regime}{aside})"

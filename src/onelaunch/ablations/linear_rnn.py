@@ -1,0 +1,77 @@
+"""The variant ``fused_stepwise`` of ``linear_rnn``: one launch, with a vector-matrix product per time step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from onelaunch.launch.launch import Launch, Mma
+from onelaunch.operation import Example, Query
+from onelaunch.operation.requirements import cannot_scan
+from onelaunch.ops.linear_rnn.autograd import launches, one_launch
+from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
+
+if TYPE_CHECKING:
+    from onelaunch.ops.linear_rnn.launch import Layer, Results
+
+WIDEST = 2048
+"""Widest x whose weights the kernel holds in registers."""
+
+CHANNELS = 16
+"""Channels of a CTA: its weights [D, 16] stay in registers."""
+
+
+def warps_for(width: int) -> int:
+    """Return so many warps that each thread holds at most 64 weights."""
+    return min(16, max(4, _power_of_2(width) * CHANNELS // (32 * 64)))
+
+
+def _power_of_2(width: int) -> int:
+    """Return the least power of 2 that is no less."""
+    return 1 << (int(width) - 1).bit_length()
+
+
+@launches("stepwise")
+def run_stepwise(layer: Layer) -> Results:
+    """Project, scan and gate step by step, by a CTA for each sequence and :data:`CHANNELS` channels."""
+    from onelaunch.ablations.kernels.linear_rnn import stepwise_kernel
+    from onelaunch.kernels.common.layout import cdiv
+    from onelaunch.kernels.scan.launch import scan_tiles
+
+    layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
+    batch, length, width, channels = layer.sizes
+    count = sequences.count(batch)
+    Launch(
+        stepwise_kernel, (count, cdiv(channels, CHANNELS)),
+        *layer[:4], *sequences, results.y, results.v, results.final, results.carries,
+        length, width, channels, count, *layer.strides(),
+        BT=scan_tiles(length, channels).steps, BV=CHANNELS, BD=_power_of_2(width),
+        PACKED=sequences.offsets is not None, num_warps=warps_for(width), mma=Mma.NONE, **layer.flags(),
+    ).run()  # fmt: skip
+    return results
+
+
+@linear_rnn.variant(
+    "fused_stepwise", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="vector", by_name_only=True
+)
+def fused_stepwise(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch, a vector-matrix product per time step: the write-up's loser, kept as the lesson it is."""
+    return one_launch(call, "stepwise")
+
+
+fused_stepwise.supports(cannot_scan)
+
+
+@fused_stepwise.supports
+def fits_registers(query: Query) -> str | None:
+    """Return why the weights do not fit into registers, or ``None``."""
+    if query.sizes[2] > WIDEST:
+        return f"needs D of at most {WIDEST}: it holds the weights of 16 channels in registers"
+    return None
+
+
+@fused_stepwise.examples
+def training() -> list[Example]:
+    """Return a training call without packing or states."""
+    return [Example(linear_rnn.case("float16", B=4, T=2048, D=256, V=64), "forward_backward")]

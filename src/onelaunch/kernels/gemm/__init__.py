@@ -1,0 +1,1 @@
+"""Matrix products: device functions that kernels of several operations share."""

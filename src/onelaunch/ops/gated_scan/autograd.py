@@ -1,0 +1,88 @@
+"""The operators of ``gated_scan``'s Triton kernels, as PyTorch sees them, and their gradients.
+
+One pair of operators carries all variants: ``onelaunch::gated_scan_forward`` and ``onelaunch::gated_scan_backward``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onelaunch.launch.operator import Operator
+from onelaunch.ops.gated_scan.contract import ScanCall
+
+
+def run_forward(
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    want_final: bool,
+    keep: bool,
+    separate: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return y, the final state, and for the backward pass the carries and (where gate and scan are separate) the states."""
+    from onelaunch.kernels.scan import launch
+
+    sequences = launch.Sequences.of(initial, offsets)
+    if not separate:
+        y, final, carries = launch.forward(v, log_decay, gate, sequences, want_final=want_final, want_carries=keep)
+        return y, final, carries, v.new_empty(0)
+    s, final, carries = launch.forward(v, log_decay, None, sequences, want_final=want_final, want_carries=keep)
+    return launch.gate_states(s, gate), final, carries, s
+
+
+def run_backward(
+    dy: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    carries: torch.Tensor,
+    states: torch.Tensor,
+    separate: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of v, log_decay, gate and the initial state (no elements where there is none)."""
+    from onelaunch.kernels.scan import launch
+
+    sequences = launch.Sequences.of(initial, offsets)
+    if separate:
+        ds, dgate = launch.gate_states_backward(dy, states, gate)
+        dv, dlog_decay, _, dinitial = launch.backward(ds, dfinal, v, log_decay, None, sequences, carries)
+    else:
+        dv, dlog_decay, dgate, dinitial = launch.backward(dy, dfinal, v, log_decay, gate, sequences, carries)
+    return dv, dlog_decay, dgate, dinitial
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Save the tensors among the inputs, the carries and the states."""
+    v, log_decay, gate, initial, offsets, ctx.want_final, _, ctx.separate = inputs
+    ctx.save_for_backward(v, log_decay, gate, initial, offsets, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of every input of :func:`run_forward`."""
+    v, log_decay, gate, initial, offsets, carries, states = ctx.saved_tensors
+    dy = torch.zeros_like(v) if dy is None else dy
+    dfinal = dfinal if ctx.want_final else None
+    dv, dlog_decay, dgate, dinitial = backward(dy, dfinal, v, log_decay, gate, initial, offsets, carries, states, ctx.separate)
+    return dv, dlog_decay, dgate, None if initial is None else dinitial, None, None, None, None
+
+
+backward = Operator("gated_scan_backward", run_backward)
+forward = Operator("gated_scan_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
+
+
+def scan_and_gate(call: ScanCall, *, separate: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y and the final state by the Triton kernels, differentiable."""
+    grad = call.query().grad
+    y, final, *_ = forward(
+        call.v, call.log_decay, call.gate, call.initial_state, call.cu_seqlens, call.output_final_state, grad, separate,
+        grad=grad,
+    )  # fmt: skip
+    return y, final

@@ -1,0 +1,116 @@
+"""The operators of ``linear_rnn``'s kernels, as PyTorch sees them, and their gradients.
+
+``onelaunch::linear_rnn_forward`` makes the whole layer in one launch, by the kernel of a name; ``onelaunch::linear_rnn_backward``
+is the backward pass of all of them. ``onelaunch::matmul`` is the matrix product of the variant of three launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from onelaunch.launch.by_variant import Launches
+from onelaunch.launch.operator import Operator
+from onelaunch.ops.linear_rnn.contract import LinearRNNCall
+
+if TYPE_CHECKING:
+    from onelaunch.ops.linear_rnn.launch import Layer, Results  # it needs Triton
+
+Run: TypeAlias = "Callable[[Layer], Results]"
+"""Launch of the whole layer."""
+
+launches: Launches[Run] = Launches()
+"""Launches of the whole layer, by the names of kernels."""
+
+
+def run_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a [M, K] @ b [K, N]`` by the Triton kernel."""
+    from onelaunch.ops.linear_rnn import launch
+
+    return launch.matmul(a, b)
+
+
+def _matmul_gradients(ctx: Any, product: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    a, b = ctx.saved_tensors
+    da = product(dout, b.t()) if ctx.needs_input_grad[0] else None
+    db = product(a.t(), dout) if ctx.needs_input_grad[1] else None
+    return da, db
+
+
+matmul = Operator(
+    "matmul",
+    run_matmul,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    gradients=_matmul_gradients,
+)
+
+
+def run_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    want_final: bool,
+    keep: bool,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return y, the final state, and for the backward pass v and the carries, by the kernel of this name."""
+    from onelaunch.ops.linear_rnn.launch import Layer, Sequences
+
+    return launches[kernel](Layer(x, weight, log_decay, gate, Sequences.of(initial, offsets), want_final, keep))
+
+
+def run_backward(
+    dy: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    v: torch.Tensor,
+    carries: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x, weight, log_decay, gate and the initial state (no elements where there is none)."""
+    from onelaunch.kernels.scan import launch
+
+    sequences = launch.Sequences.of(initial, offsets)
+    dv, dlog_decay, dgate, dinitial = launch.backward(dy, dfinal, v, log_decay, gate, sequences, carries)
+    dx = dv @ weight.t()
+    dweight = x.flatten(0, 1).t() @ dv.flatten(0, 1)
+    return dx, dweight, dlog_decay, dgate, dinitial
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Save the tensors among the inputs, v and the carries."""
+    *tensors, ctx.want_final, _, _ = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def gradients(ctx: Any, backward: Any, dy: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of every input of :func:`run_forward`."""
+    x, weight, log_decay, gate, initial, offsets, v, carries = ctx.saved_tensors
+    dy = torch.zeros_like(v) if dy is None else dy
+    dfinal = dfinal if ctx.want_final else None
+    *found, dinitial = backward(dy, dfinal, x, weight, log_decay, gate, initial, offsets, v, carries)
+    return *found, None if initial is None else dinitial, None, None, None, None
+
+
+backward = Operator("linear_rnn_backward", run_backward)
+forward = Operator("linear_rnn_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
+
+
+def one_launch(call: LinearRNNCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y and the final state by the kernel of this name, differentiable."""
+    grad = call.query().grad
+    y, final, *_ = forward(
+        call.x, call.weight, call.log_decay, call.gate, call.initial_state, call.cu_seqlens,
+        call.output_final_state, grad, kernel, grad=grad,
+    )  # fmt: skip
+    return y, final

@@ -1,0 +1,37 @@
+"""A plain matrix product of any strides.
+
+Computes   out [M, N] = a [M, K] b [K, N]
+Grid       tiles of out, one a CTA; GROUP tiles of rows come before the next columns, so that CTAs of one time share columns of b
+On chip    [BM, BN] sums in float32; products of float32 are without tf32
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def matmul_kernel(
+    a, b, out, M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = a b, out contiguous: the first launch of three. Grid: tiles of out, neighbours share columns of b."""
+    pid = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    per_group = GROUP_M * tiles_n
+    first = (pid // per_group) * GROUP_M
+    high = min(tiles_m - first, GROUP_M)
+    m = (first + pid % per_group % high) * BM + tl.arange(0, BM)
+    n = (pid % per_group // high) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    p_a = a + m.to(tl.int64)[:, None] * a_stride_m + k.to(tl.int64)[None, :] * a_stride_k  # [BM, BK]
+    p_b = b + k.to(tl.int64)[:, None] * b_stride_k + n.to(tl.int64)[None, :] * b_stride_n  # [BK, BN]
+    total = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, K, BK):
+        inside = start + k < K
+        b_a = tl.load(p_a, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        b_b = tl.load(p_b, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        total = tl.dot(b_a, b_b, total, input_precision="ieee")
+        p_a += BK * a_stride_k
+        p_b += BK * b_stride_k
+    p_out = out + m.to(tl.int64)[:, None] * N + n.to(tl.int64)[None, :]
+    tl.store(p_out, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

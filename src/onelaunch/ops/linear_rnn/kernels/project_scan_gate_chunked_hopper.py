@@ -1,0 +1,195 @@
+"""The whole linear-RNN layer in one launch on Hopper, for layers that do not keep the tensor cores busy.
+
+Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
+Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, as in project_scan_gate.py.
+Order      everything is asked for at once: log_decay and gate into registers, x and W by copies (TMA) where D fits the stages;
+           the decays and silu(gate) are computed while x is on its way. What is left behind the product (WGMMA) is short: one
+           trip through shared memory to [SEGS, ROWS, BV], a walk of ROWS steps, the carry, a multiply-add and a product.
+Threads    a warp holds ROWS consecutive steps of all BV channels, two channels a thread: its loads and stores are whole rows, and
+           a segment is walked in one thread. Segments and tiles are put together by look_back_gluon.py of the scan.
+Memory     reads x once per BV channels, W once per tile (from the cache), log_decay and gate once; writes y once; for a
+           backward pass also v and one row of states a tile.
+Constants  D, V and the strides along time are constants of the code: a row's address is then an immediate of the access.
+"""
+
+from onelaunch.kernels.gluon.compat import (
+    block_barrier,
+    gl,
+    gluon,
+    keep_barriers,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from onelaunch.kernels.scan.look_back_gluon import (
+    combine,
+    earlier_tiles,
+    in_order,
+    launch_phase,
+    publish,
+    unpack,
+    until_published,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+ROWS = gl.constexpr(8)
+"""Steps of a segment."""
+
+
+@gluon.jit
+def last(before, after):
+    """Of a row of values the last, by reduction."""
+    return after
+
+
+@gluon.jit
+def silu(gate):
+    """gate * sigmoid(gate), float32; a squared reciprocal root is two instructions, a division eight."""
+    root = gl.rsqrt(1.0 + gl.exp2(gate * -LOG2E))
+    return gate * (root * root)
+
+
+@gluon.jit
+def fetch(x, weight, x_tiles, w_tiles, full, row, c, k):
+    """Copy the k-th columns of x and rows of W into their stage."""
+    stage = k % x_tiles.shape[0]
+    tma_load(x, [row, k * x.block_type.shape[1]], full.index(stage), x_tiles.index(stage))
+    tma_load(weight, [k * x.block_type.shape[1], c], full.index(stage), w_tiles.index(stage))
+
+
+@gluon.jit
+def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr, product: gl.constexpr):
+    """v = x W for one tile, float32 [BT, BV]; the first stages are on their way."""
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    BT: gl.constexpr = x_tiles.shape[1]
+    BV: gl.constexpr = w_tiles.shape[2]
+    nbytes: gl.constexpr = x.block_type.nbytes + weight.block_type.nbytes
+    total = gl.zeros([BT, BV], gl.float32, layout=product)
+    if STEPS == STAGES:
+        for k in gl.static_range(STEPS):
+            mbarrier.wait(full.index(k), 0)
+            total = warpgroup_mma(x_tiles.index(k), w_tiles.index(k), total, use_acc=k > 0, is_async=True)
+    else:
+        for k in range(STEPS):
+            stage = k % STAGES
+            mbarrier.wait(full.index(stage), (k // STAGES) & 1)
+            started = warpgroup_mma(x_tiles.index(stage), w_tiles.index(stage), total, use_acc=k > 0, is_async=True)
+            total = warpgroup_mma_wait(num_outstanding=1, deps=(started,))
+            block_barrier()  # all warps are done with the product before this one: its stage is free
+            after = k + STAGES - 1
+            if (k > 0) & (after < STEPS):
+                mbarrier.expect(full.index(after % STAGES), nbytes)
+                fetch(x, weight, x_tiles, w_tiles, full, row, c, after)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+
+
+@gluon.jit(do_not_specialize=["T"])
+def project_scan_gate_chunked_hopper_kernel(
+    x, weight, log_decay, gate, initial, y, v, final, carries, words, T, decay_stride_b, gate_stride_b,
+    WIDTH: gl.constexpr, CHANNELS: gl.constexpr, DECAY_STRIDE: gl.constexpr, GATE_STRIDE: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
+    """See the top of the file. x and weight are descriptors of [rows, columns]; their boxes are the tiles, of which no more
+    stages are asked for than D has.
+
+    KEEP: also write v and the carries, which the backward pass reads.
+    """
+    BT: gl.constexpr = x.block_type.shape[0]
+    BD: gl.constexpr = x.block_type.shape[1]
+    BV: gl.constexpr = weight.block_type.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    SEGS: gl.constexpr = BT // ROWS
+    STEPS: gl.constexpr = (WIDTH + BD - 1) // BD
+    SLICES: gl.constexpr = (CHANNELS + BV - 1) // BV
+    slab: gl.constexpr = gl.BlockedLayout([1, ROWS, 2], [64 // BV, 1, BV // 2], [WARPS, 1, 1], [2, 1, 0])
+    maps: gl.constexpr = gl.SliceLayout(1, slab)
+    # 64 steps are one warpgroup's rows; a second one takes the other half of the channels
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BV * 4 // WARPS, 16])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+    tile, tiles = gl.program_id(0), gl.num_programs(0)
+    b = gl.program_id(1) // SLICES
+    c = (gl.program_id(1) % SLICES) * BV
+    batches = gl.num_programs(1) // SLICES
+    groups = (tiles + GROUP - 1) // GROUP
+    start = tile * BT
+    group = tile // GROUP
+    first = group * GROUP
+    b_long, tile_long = b.to(gl.int64), tile.to(gl.int64)
+    sequence_words = words + b_long * tiles * CHANNELS + c
+    group_words = words + (batches.to(gl.int64) * tiles + b_long * groups) * CHANNELS + c
+    part = gl.arange(0, SEGS, layout=gl.SliceLayout(1, maps))
+    lane = gl.arange(0, BV, layout=gl.SliceLayout(0, maps))[None, :]
+    in_range = lane < CHANNELS - c
+    # read long before `publish` overwrites them, with barriers between; it also brings them into the cache
+    own_words = sequence_words + tile_long * CHANNELS + lane
+    phase = launch_phase(gl.load(own_words, mask=in_range, other=0, volatile=True))
+    segment = gl.arange(0, SEGS, layout=gl.SliceLayout(1, gl.SliceLayout(2, slab)))[:, None]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, slab)))[None, :]
+    t = gl.expand_dims(segment * ROWS + row, 2)
+    channel = gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(0, gl.SliceLayout(1, slab)))[None, :], 1)
+    in_time = t < T - start
+    inside = None if EVEN else in_time & (channel < CHANNELS - c)
+    p_decay = log_decay + (b_long * decay_stride_b + start.to(gl.int64) * DECAY_STRIDE + c)
+    p_gate = gate + (b_long * gate_stride_b + start.to(gl.int64) * GATE_STRIDE + c)
+    log_decays = gl.load(p_decay + (t * DECAY_STRIDE + channel), mask=inside)
+    gates = gl.load(p_gate + (t * GATE_STRIDE + channel), mask=inside)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BT, BD], x.layout)
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BD, BV], weight.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    segment_decays = gl.allocate_shared_memory(gl.float32, [SEGS, BV], shared)
+    segment_states = gl.allocate_shared_memory(gl.float32, [SEGS, BV], shared)
+    tile_decays = gl.allocate_shared_memory(gl.float32, [SEGS, BV], shared)
+    tile_states = gl.allocate_shared_memory(gl.float32, [SEGS, BV], shared)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(full.index(i), x.block_type.nbytes + weight.block_type.nbytes)
+    for i in gl.static_range(STAGES):
+        fetch(x, weight, x_tiles, w_tiles, full, b * T + start, c, i)
+
+    decays = gl.exp2(log_decays.to(gl.float32) * LOG2E)
+    gates = silu(gates.to(gl.float32))
+
+    total = project_tile(x, weight, x_tiles, w_tiles, full, b * T + start, c, STEPS, product)
+    values = gl.convert_layout(gl.reshape(total, [SEGS, ROWS, BV]), slab)
+    if not EVEN:
+        # what lies behind the end may be the next batch entry's: the state passes it unchanged
+        values = gl.where(in_time, values, 0.0)
+        decays = gl.where(in_time, decays, 1.0)
+    out = (b_long * T + start) * CHANNELS + c
+    if KEEP:
+        gl.store(v + out + (t * CHANNELS + channel), values.to(v.dtype.element_ty), mask=inside)
+
+    # of every step the map from its segment's beginning, of every segment the map from the tile's, of the tile the carry
+    decays, states = gl.associative_scan((decays, values), 1, combine)
+    decay_before, state_before, tile_decay, tile_state = in_order(
+        segment_decays, segment_states, gl.reduce(decays, 1, last), gl.reduce(states, 1, last), part
+    )
+    publish(own_words, tile_decay, tile_state, in_range, phase)
+    carry = gl.zeros([1, BV], gl.float32, layout=maps)
+    if group > 0:
+        pointers = group_words + (group - 1).to(gl.int64) * CHANNELS + lane
+        found = gl.where(in_range, gl.load(pointers, mask=in_range, other=0, volatile=True), phase)
+        carry = unpack(until_published(found, pointers, phase))[1]
+    elif INITIAL:
+        carry = gl.load(initial + b_long * CHANNELS + c + lane, mask=in_range, other=0.0)
+    decay, state = earlier_tiles(
+        sequence_words + first.to(gl.int64) * CHANNELS, CHANNELS, part, lane, tile - first, in_range, phase, GROUP // SEGS
+    )
+    _, _, decay, state = in_order(tile_decays, tile_states, decay, state, part)
+    carry = decay * carry + state
+    leaving = tile_decay * carry + tile_state
+    if (tile == first + GROUP - 1) | (tile == tiles - 1):
+        publish(group_words + group.to(gl.int64) * CHANNELS + lane, gl.zeros_like(leaving), leaving, in_range, phase)
+    if KEEP:
+        gl.store(carries + (b_long * tiles + tile) * CHANNELS + c + lane, carry, mask=in_range)
+    if FINAL:
+        gl.store(final + b_long * CHANNELS + c + lane, leaving, mask=in_range & (tile == tiles - 1))
+
+    entering = gl.expand_dims(decay_before * carry + state_before, 1)
+    states = decays * entering + states
+    gl.store(y + out + (t * CHANNELS + channel), (states * gates).to(y.dtype.element_ty), mask=inside)
+    keep_barriers((full,))

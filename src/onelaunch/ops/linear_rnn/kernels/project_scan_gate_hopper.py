@@ -1,0 +1,290 @@
+"""The whole linear-RNN layer in one launch for wide layers on Hopper: its matrix product never stops for the scan.
+
+Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
+Grid       one program per processor; each takes tile after tile from a counter, all channels and batch entries of a time tile
+           before those of the next: the tile before in time is long done when a tile's scan begins, so one serial pass is enough.
+Warps      a producer warp copies tiles of x and W (TMA); two warpgroups multiply half the steps of a tile each (WGMMA); a third
+           one scans and gates the tile before under the product of this one, a thread per channel.
+On chip    STAGES tiles of x and W; two short pieces of log_decay and gate; one tile of v, rounded to the dtype of x as a matrix
+           product of its own would round it.
+Memory     reads x once per tile of channels and W once per tile of time (mostly from the cache), log_decay and gate once;
+           writes y once; for a backward pass also v and a row of states every CARRY steps.
+Carry      the state that leaves a tile, one word per tile and channel: float32 and a phase bit (see look_back.py of the scan).
+Progress   tiles are taken in order by programs that run, and wait for tiles of lower index only: the lowest unfinished tile
+           always advances, whatever else runs on the device.
+"""
+
+from onelaunch.kernels.gluon.compat import gl, gluon, keep_barriers, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+CARRY = gl.constexpr(64)
+"""Steps between the states that a backward pass reads."""
+
+
+@gluon.jit
+def first_then_second(decay_1, state_1, decay_2, state_2):
+    """The map (decay_1, state_1), then (decay_2, state_2)."""
+    return decay_1 * decay_2, decay_2 * state_1 + state_2
+
+
+@gluon.jit
+def second(first, last):
+    """Of a row of values the last, by reduction."""
+    return last
+
+
+@gluon.jit
+def tile_place(tile, pairs, slices):
+    """Time tile, batch entry and slice of channels."""
+    pair = tile % pairs
+    return tile // pairs, pair // slices, pair % slices
+
+
+@gluon.jit
+def read_scalar(memory, layout: gl.constexpr):
+    """The one element of [1] in shared memory."""
+    return gl.max(memory.load(layout), 0)
+
+
+@gluon.jit
+def write_scalar(memory, value, layout: gl.constexpr):
+    """Set the one element of [1] in shared memory."""
+    memory.store(gl.full([1], value, gl.int32, layout=layout))
+
+
+@gluon.jit
+def produce(x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter, sizes):
+    """Take tiles from the counter and copy their operands into the stages; -1 after the last."""
+    stages: gl.constexpr = w_tiles.shape[0]
+    half: gl.constexpr = x.block_type.shape[0]
+    BD: gl.constexpr = weight.block_type.shape[0]
+    BV: gl.constexpr = weight.block_type.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    T, width, tiles, pairs, slices, programs = sizes
+    steps = gl.cdiv(width, BD)
+    stage = 0
+    phase = 1
+    tile = gl.atomic_add(counter, 1, sem="relaxed").to(gl.int32)
+    while tile < tiles:
+        time, b, column = tile_place(tile, pairs, slices)
+        row = b * T + time * (2 * half)
+        mbarrier.wait(empty.index(stage), phase)
+        write_scalar(tile_ids.index(stage), tile, layout)
+        tile = gl.atomic_add(counter, 1, sem="relaxed").to(gl.int32)
+        for k in range(steps):
+            mbarrier.wait(empty.index(stage), phase)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, 2 * x.block_type.nbytes + weight.block_type.nbytes)
+            tma_load(weight, [k * BD, column * BV], arrived, w_tiles.index(stage))
+            tma_load(x, [row, k * BD], arrived, x_tiles.index(2 * stage))
+            tma_load(x, [row + half, k * BD], arrived, x_tiles.index(2 * stage + 1))
+            stage += 1
+            if stage == stages:
+                stage = 0
+                phase ^= 1
+    if tile == tiles + programs - 1:
+        gl.atomic_xchg(counter, 0, sem="relaxed")  # nobody takes any more: ready for the next launch
+    mbarrier.wait(empty.index(stage), phase)
+    write_scalar(tile_ids.index(stage), -1, layout)
+    mbarrier.arrive(full.index(stage), count=1)
+
+
+@gluon.jit
+def multiply(
+    x_tiles, w_tiles, tile_ids, full, empty, v_tile, v_ids, id_ready, v_ready, v_free, width,
+    BD: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Half the steps of each tile of v (the GROUP-th half), into shared memory for the scan."""
+    stages: gl.constexpr = w_tiles.shape[0]
+    half: gl.constexpr = x_tiles.shape[1]
+    channels: gl.constexpr = w_tiles.shape[2]
+    product: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, channels, 16])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    steps = gl.cdiv(width, BD)
+    stage = 0
+    phase = 0
+    parity = 0
+    mbarrier.wait(full.index(0), 0)
+    tile = read_scalar(tile_ids.index(0), layout)
+    while tile >= 0:
+        if GROUP == 0:
+            # the scan has read what this slot held: it freed the tile of v that followed
+            write_scalar(v_ids.index(parity), tile, layout)
+            mbarrier.arrive(id_ready.index(parity), count=1)
+        total = gl.zeros([half, channels], gl.float32, layout=product)
+        for k in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            started = warpgroup_mma(x_tiles.index(2 * stage + GROUP), w_tiles.index(stage), total, use_acc=k > 0, is_async=True)
+            total = warpgroup_mma_wait(num_outstanding=1, deps=(started,))
+            mbarrier.arrive(empty.index((stage + stages - 1) % stages), count=1, pred=k > 0)
+            stage += 1
+            if stage == stages:
+                stage = 0
+                phase ^= 1
+        total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
+        mbarrier.arrive(empty.index((stage + stages - 1) % stages), count=1)
+        mbarrier.wait(v_free.index(GROUP), parity ^ 1)
+        v_tile.index(GROUP).store(total.to(v_tile.dtype))
+        mbarrier.arrive(v_ready.index(GROUP), count=1)
+        parity ^= 1
+        mbarrier.wait(full.index(stage), phase)
+        tile = read_scalar(tile_ids.index(stage), layout)
+    if GROUP == 0:
+        write_scalar(v_ids.index(parity), -1, layout)
+        mbarrier.arrive(id_ready.index(parity), count=1)
+
+
+@gluon.jit
+def fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, row, c, n, wanted):
+    """Copy the n-th ROWS steps of a tile's decay and gate into their place of two."""
+    place = n % 2
+    arrived = fetched.index(place)
+    mbarrier.expect(arrived, log_decay.block_type.nbytes + gate.block_type.nbytes, pred=wanted)
+    at = row + n * log_decay.block_type.shape[0]
+    tma_load(log_decay, [at, c], arrived, decay_rows.index(place), pred=wanted)
+    tma_load(gate, [at, c], arrived, gate_rows.index(place), pred=wanted)
+
+
+@gluon.jit
+def scan_gate(
+    v_tile, v_ids, id_ready, v_ready, v_free, log_decay, gate, decay_rows, gate_rows, fetched,
+    initial, y, v, final, carries, words, sizes,
+    EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
+    """Walk through each tile of v with a thread per channel, from the state that left the tile before in time."""
+    ROWS: gl.constexpr = decay_rows.shape[1]
+    BV: gl.constexpr = decay_rows.shape[2]
+    BT: gl.constexpr = 2 * v_tile.shape[1]
+    chunks: gl.constexpr = BT // ROWS
+    rows_layout: gl.constexpr = gl.BlockedLayout([ROWS, 1], [1, 32], [1, 4], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(0, rows_layout)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    T, channels, pairs, slices = sizes
+    v_rows = v_tile._reinterpret(v_tile.dtype, [chunks, ROWS, BV], v_tile.layout)  # noqa: SLF001 - its public name
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout))
+    lane = gl.arange(0, BV, layout=row_layout)
+    tiles_t = gl.cdiv(T, BT)
+    parity = 0
+    turn = 0
+    mbarrier.wait(id_ready.index(0), 0)
+    tile = read_scalar(v_ids.index(0), layout)
+    while tile >= 0:
+        time, b, column = tile_place(tile, pairs, slices)
+        start = time * BT
+        left = T - start
+        c = column * BV
+        b_long = b.to(gl.int64)
+        first_row = b * T + start
+        fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, 0, True)
+        fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, 1, True)
+        in_range = lane < channels - c
+        own = words + (b_long * tiles_t + time) * channels + c
+        old = gl.load(own + lane, mask=in_range, other=0)
+        s = gl.zeros([BV], gl.float32, layout=row_layout)
+        if time == 0:
+            if INITIAL:
+                s = gl.load(initial + b_long * channels + c + lane, mask=in_range, other=0.0)
+        else:
+            found = gl.load(own - channels + lane, mask=in_range, other=0, volatile=True)
+            missing = ((found < 0) == (old < 0)) & in_range
+            while gl.max(missing.to(gl.int32), 0) > 0:
+                found = gl.load(own - channels + lane, mask=in_range, other=0, volatile=True)
+                missing = ((found < 0) == (old < 0)) & in_range
+            s = found.to(gl.int32).to(gl.float32, bitcast=True)
+        out = (b_long * T + start) * channels + c
+        mbarrier.wait(v_ready.index(0), parity)
+        for n in range(chunks):
+            mbarrier.wait(v_ready.index(1), parity, pred=n == chunks // 2)
+            mbarrier.wait(fetched.index(n % 2), (n // 2) & 1)
+            b_v = v_rows.index(n).load(rows_layout)
+            b_decay = decay_rows.index(n % 2).load(rows_layout)
+            b_gate = gate_rows.index(n % 2).load(rows_layout)
+            mbarrier.arrive(v_free.index(0), count=1, pred=n == chunks // 2 - 1)
+            mbarrier.arrive(v_free.index(1), count=1, pred=n == chunks - 1)
+            fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, first_row, c, n + 2, n + 2 < chunks)
+            b_decay = gl.exp2(b_decay.to(gl.float32) * LOG2E)
+            b_gate = b_gate.to(gl.float32)
+            if EVEN:
+                inside = gl.full([ROWS, BV], 1, gl.int1, layout=rows_layout)
+            else:
+                # the copies run into the next batch entry: past the end the state stays as it is
+                in_time = (r < left - n * ROWS)[:, None]
+                inside = in_time & in_range[None, :]
+                b_v = gl.where(in_time, b_v, 0.0)
+                b_decay = gl.where(in_time, b_decay, 1.0)
+            target = ((n * ROWS + r) * channels)[:, None] + lane[None, :]
+            if KEEP:
+                gl.store(v + out + target, b_v, mask=inside)
+                step = n * ROWS
+                row = carries + (b_long * gl.cdiv(T, CARRY) + (start + step) // CARRY) * channels + c
+                gl.store(row + lane, s, mask=in_range & (step % CARRY == 0) & (step < left))
+            # the state enters with the first row, so that what is left is a scan from zero; its products of decays are dead code
+            b_v = b_v.to(gl.float32)
+            b_v += gl.where((r == 0)[:, None], b_decay * s[None, :], 0.0)
+            b_s = gl.associative_scan((b_decay, b_v), 0, first_then_second)[1]  # [ROWS, BV]
+            s = gl.reduce(b_s, 0, second)
+            root = gl.rsqrt(1.0 + gl.exp2(b_gate * -LOG2E))
+            gl.store(y + out + target, (b_s * b_gate * root * root).to(y.dtype.element_ty), mask=inside)
+        bits = s.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
+        word = gl.where(old < 0, bits, bits | (-9223372036854775807 - 1))
+        gl.atomic_xchg(own + lane, word, mask=in_range, sem="relaxed")
+        if FINAL:
+            gl.store(final + b_long * channels + c + lane, s, mask=in_range & (time == tiles_t - 1))
+        parity ^= 1
+        turn += 1
+        mbarrier.wait(id_ready.index(parity), (turn // 2) & 1)
+        tile = read_scalar(v_ids.index(parity), layout)
+
+
+@gluon.jit(do_not_specialize=["T", "tiles", "pairs"])
+def project_scan_gate_hopper_kernel(
+    x, weight, log_decay, gate, initial, y, v, final, carries, words, counter, T, width, channels, tiles, pairs,
+    STAGES: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, SCAN_REGISTERS: gl.constexpr,
+    EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
+    """See the top of the file. x, weight, log_decay and gate are descriptors of [rows, columns]; their boxes are the tiles.
+
+    KEEP: also write v and the carries, which the backward pass reads.
+    """
+    HALF: gl.constexpr = x.block_type.shape[0]
+    BD: gl.constexpr = x.block_type.shape[1]
+    BV: gl.constexpr = weight.block_type.shape[1]
+    ROWS: gl.constexpr = gate.block_type.shape[0]
+    scalars: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    v_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    x_tiles = gl.allocate_shared_memory(x.dtype, [2 * STAGES, HALF, BD], x.layout)
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BD, BV], weight.layout)
+    decay_rows = gl.allocate_shared_memory(log_decay.dtype, [2, ROWS, BV], log_decay.layout)
+    gate_rows = gl.allocate_shared_memory(gate.dtype, [2, ROWS, BV], gate.layout)
+    v_tile = gl.allocate_shared_memory(x.dtype, [2, HALF, BV], v_layout)
+    tile_ids = gl.allocate_shared_memory(gl.int32, [STAGES, 1], scalars)
+    v_ids = gl.allocate_shared_memory(gl.int32, [2, 1], scalars)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    id_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    fetched = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(id_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=1)
+        mbarrier.init(fetched.index(i), count=1)
+    slices = gl.cdiv(channels, BV)
+    gl.warp_specialize(
+        [
+            (multiply, (x_tiles, w_tiles, tile_ids, full, empty, v_tile, v_ids, id_ready, v_ready, v_free, width, BD, 0)),
+            (multiply, (x_tiles, w_tiles, tile_ids, full, empty, v_tile, v_ids, id_ready, v_ready, v_free, width, BD, 1)),
+            (scan_gate, (v_tile, v_ids, id_ready, v_ready, v_free, log_decay, gate, decay_rows, gate_rows, fetched,
+                         initial, y, v, final, carries, words, (T, channels, pairs, slices), EVEN, INITIAL, FINAL, KEEP)),
+            (produce, (x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter,
+                       (T, width, tiles, pairs, slices, gl.num_programs(0)))),
+        ],
+        [4, 4, 1],
+        [MULTIPLY_REGISTERS, SCAN_REGISTERS, 24],
+    )  # fmt: skip
+    keep_barriers((full, empty, id_ready, v_ready, v_free, fetched))

@@ -1,0 +1,43 @@
+"""Variants of ``linear_rnn`` in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from onelaunch.ops.gated_scan.variants import torch as scan
+from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
+
+
+@linear_rnn.variant("eager", launches=None, fuses=(), yardstick=True)
+def eager(call: LinearRNNCall) -> scan.Results:
+    """A matrix product, then the loop over time: what the other variants are measured against for accuracy."""
+    return scan.eager(call.scan_call(call.project()))
+
+
+@linear_rnn.variant("chunked", launches=None, fuses=())
+def chunked(call: LinearRNNCall) -> scan.Results:
+    """Pure PyTorch, parallel over time: the default on a CPU."""
+    return scan.chunked(call.scan_call(call.project()))
+
+
+@linear_rnn.variant("compiled", launches=None, fuses=("scan", "gate"))
+def compiled(call: LinearRNNCall) -> scan.Results:
+    """torch.compile of the projection and the chunked scan together."""
+    function = scan.compile_static(_project_scan_and_gate)
+    return function(call.x, call.weight, call.log_decay, call.gate, call.initial_state, call.cu_seqlens)
+
+
+def _project_scan_and_gate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    gate: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> scan.Results:
+    return scan.chunked_scan_and_gate(x @ weight, log_decay, gate, initial_state, cu_seqlens)
+
+
+compiled.supports(scan.compiler_missing)
+compiled.supports(scan.no_steps)
+chunked.supports(scan.no_steps)
