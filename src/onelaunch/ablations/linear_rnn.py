@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onelaunch.kernels.common.layout import cdiv, power_of_2
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_scan
@@ -24,19 +25,13 @@ CHANNELS = 16
 
 def warps_for(width: int) -> int:
     """Return so many warps that each thread holds at most 64 weights."""
-    return min(16, max(4, _power_of_2(width) * CHANNELS // (32 * 64)))
-
-
-def _power_of_2(width: int) -> int:
-    """Return the least power of 2 that is no less."""
-    return 1 << (int(width) - 1).bit_length()
+    return min(16, max(4, power_of_2(width) * CHANNELS // (32 * 64)))
 
 
 @launches("stepwise")
 def run_stepwise(layer: Layer) -> Results:
     """Project, scan and gate step by step, by a CTA for each sequence and :data:`CHANNELS` channels."""
     from onelaunch.ablations.kernels.linear_rnn import stepwise_kernel
-    from onelaunch.kernels.common.layout import cdiv
     from onelaunch.kernels.scan.launch import scan_tiles
 
     layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
@@ -46,7 +41,7 @@ def run_stepwise(layer: Layer) -> Results:
         stepwise_kernel, (count, cdiv(channels, CHANNELS)),
         *layer[:4], *sequences, results.y, results.v, results.final, results.carries,
         length, width, channels, count, *layer.strides(),
-        BT=scan_tiles(length, channels).steps, BV=CHANNELS, BD=_power_of_2(width),
+        BT=scan_tiles(length, channels).steps, BV=CHANNELS, BD=power_of_2(width),
         PACKED=sequences.offsets is not None, num_warps=warps_for(width), mma=Mma.NONE, **layer.flags(),
     ).run()  # fmt: skip
     return results

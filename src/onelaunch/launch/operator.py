@@ -134,10 +134,12 @@ def _imitated(run: Callable[..., Any], *inputs: Any) -> Any:
 
 
 class _Context:
-    """Context of an autograd function for a pass that is recorded: all tensors take gradients."""
+    """Context of an autograd function for a pass that is recorded: tensors that require gradients take them, or all."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
-        self.needs_input_grad = tuple(isinstance(each, torch.Tensor) and each.is_floating_point() for each in inputs)
+        required = tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
+        floating = tuple(isinstance(each, torch.Tensor) and each.is_floating_point() for each in inputs)
+        self.needs_input_grad = required if any(required) else floating
         self.saved_tensors: tuple[Any, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:

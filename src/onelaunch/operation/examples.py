@@ -30,6 +30,8 @@ def recorded_launches(variant: Variant, example: Example, architecture: str) -> 
     # PyTorch makes no graph of tensors on a device that is not here, so the query alone says that gradients are wanted
     with record(architecture) as (device, launches), torch.no_grad():
         reading = operation.make_inputs(example.case, device, 0)
+        for name in example.wants:
+            reading.arguments[name].requires_grad_()
         call: Any = operation.bind(**reading.arguments)
         variant.run(call._replace(key=call.query()._replace(grad=True)) if grad else call)
     return launches

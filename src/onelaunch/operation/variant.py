@@ -99,6 +99,8 @@ class Example:
     """Architectures that the call can run on; ``None`` for all that the variant's kernels are made for."""
     name: str = ""
     """Name in reports, where several calls launch the same kernel; by default the case's."""
+    wants: tuple[str, ...] = ()
+    """Arguments whose gradients the call asks for; all where there are none, and only ``forward_backward`` asks for any."""
 
 
 class Variant:

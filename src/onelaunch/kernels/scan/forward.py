@@ -2,7 +2,7 @@
 
 Computes   s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
 Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, BT = SEGS * ROWS.
-On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see lookback_kernels.py); per segment the pair (product of decays,
+On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see look_back.py); per segment the pair (product of decays,
 state).
 Memory     reads v, log_decay, gate once, writes y once; one word per tile and channel for the carry, one float where it is kept.
 Packing    sequences packed into one batch entry are one scan that forgets where a sequence starts; each step finds its

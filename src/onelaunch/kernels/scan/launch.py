@@ -18,7 +18,7 @@ from onelaunch.launch.workspace import workspace
 
 @dataclass(frozen=True, slots=True)
 class ScanTiles:
-    """How a scan is cut: BT steps by BV channels a program."""
+    """Tiles of a scan: BT steps by BV channels a CTA."""
 
     steps: int = 64
     channels: int = 64
@@ -27,9 +27,9 @@ class ScanTiles:
     warps: int = 4
     backward_warps: int = 4
     stages: int = 1
-    """Tiles in flight, where a program walks along time."""
+    """Tiles in flight, where a CTA walks along time."""
     registers: int | None = None
-    """Most registers per thread, so that enough programs fit on a processor; NVIDIA only."""
+    """Most registers per thread, so that enough CTAs fit on an SM; NVIDIA only."""
 
     def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
         return cdiv(length, self.steps), batch * cdiv(width, self.channels)
@@ -40,17 +40,19 @@ class ScanTiles:
         return {"num_warps": self.warps, **limit}
 
     def even(self, length: int, width: int) -> bool:
-        """Whether all tiles lie inside the tensor: then no access needs a mask."""
+        """Return whether all tiles lie inside the tensor: then no access needs a mask."""
         return length % self.steps == 0 and width % self.channels == 0
 
     def words(self, batch: int, length: int, width: int) -> int:
-        """Words of the look-back: one per tile and channel, one per group and channel."""
+        """Return the number of words of the look-back: one per tile and channel, one per group and channel."""
         tiles = cdiv(length, self.steps)
         return batch * width * (tiles + cdiv(tiles, self.group))
 
 
 def scan_tiles(length: int, width: int) -> ScanTiles:
-    """Tiles for a scan over ``length`` steps of ``width`` channels; the backward pass uses the same, since it reads the carries.
+    """Return the tiles of a scan over ``length`` steps of ``width`` channels.
+
+    The backward pass uses the same, since it reads the carries.
 
     64 x 32 by 4 warps was fastest or within 3 % of it at all seven sizes of experiment 040 on an H200 (9.2 us with its product at
     B=4 T=2048 V=64, where 64 x 64 took 10.4 and 128 x 32 10.9); two warps or eight are slower by 5 to 20 %. Groups of 8 tiles are
@@ -61,7 +63,7 @@ def scan_tiles(length: int, width: int) -> ScanTiles:
 
 
 def walk_tiles(device: torch.device, batch: int, width: int) -> ScanTiles | None:
-    """Tiles for walking along time where channels alone keep the device busy, else ``None``: then time is split as well.
+    """Return tiles for walking along time where channels alone keep the device busy, else ``None``: then time is split as well.
 
     One warp per program needs no barrier between its threads: 152 us for 8 x 4096 x 2048 on an H200, where 64 x 64 by 4
     warps took 171, the look-back 290, and a plain copy with the same accesses 134.
@@ -82,8 +84,9 @@ def forward(
     want_final: bool,
     want_carries: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scan, and gate unless ``gate`` is ``None``: y or the states ``[B, T, V]``, final state ``[N, V]``, carries ``[B,
-    tiles, V]``.
+    """Scan, and gate unless ``gate`` is ``None``.
+
+    Returns y or the states ``[B, T, V]``, the final state ``[N, V]`` and the carries ``[B, tiles, V]``.
 
     What is not wanted comes back with no elements.
     """
@@ -127,7 +130,7 @@ def forward(
 def empty_states(
     v: torch.Tensor, sequences: Sequences, tiles: ScanTiles, want_final: bool, want_carries: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the final state and the carries; no elements where not wanted."""
+    """Return empty tensors for the final state and the carries, of no elements where they are not wanted."""
     batch, length, width = v.shape
     final = v.new_empty((sequences.count(batch), width) if want_final else (0,), dtype=torch.float32)
     kept = (batch, cdiv(length, tiles.steps), width) if want_carries else (0,)
@@ -143,7 +146,7 @@ def backward(
     sequences: Sequences,
     carries: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dv, dlog_decay, dgate and dinitial in their inputs' dtypes; no elements without gate or initial state."""
+    """Return dv, dlog_decay, dgate and dinitial in their inputs' dtypes; no elements without gate or initial state."""
     batch, length, width = v.shape
     tiles = scan_tiles(length, width)
     dy, v, log_decay = inner_contiguous(dy), inner_contiguous(v), inner_contiguous(log_decay)
@@ -169,7 +172,7 @@ def backward(
 
 
 def gate_states(s: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """``s * silu(gate)`` in one launch of its own."""
+    """Return ``s * silu(gate)``, by one launch of its own."""
     batch, length, width = s.shape
     tiles = scan_tiles(length, width)
     gate, y = inner_contiguous(gate), torch.empty_like(s)
@@ -181,7 +184,7 @@ def gate_states(s: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def gate_states_backward(dy: torch.Tensor, s: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the states, float32 (the scan behind adds them up), and of the gate."""
+    """Return the gradients of the states, float32 (the scan behind adds them up), and of the gate."""
     batch, length, width = s.shape
     tiles = scan_tiles(length, width)
     dy, gate = inner_contiguous(dy), inner_contiguous(gate)

@@ -1,4 +1,4 @@
-"""The look-back of lookback_kernels.py for kernels in Gluon on NVIDIA, where each thread waits on its own for the words it reads.
+"""The look-back of look_back.py for kernels in Gluon on NVIDIA, where each thread waits on its own for the words it reads.
 
 Words      as there: one per tile and channel, the map s -> A s + S and a phase bit in 64 bits.
 Waiting    a thread reads all its words at once and then, word by word, again until they are of this launch's phase. No thread

@@ -23,7 +23,7 @@ from onelaunch.launch.operator import Operator
 from onelaunch.operation import Query, find_operation
 from onelaunch.ops.gla_layer.composition import Results, decay_segments_of, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes
-from onelaunch.ops.output_chain import forward as chain
+from onelaunch.ops.output_chain import autograd as chain
 from onelaunch.ops.projections import autograd as way_in
 from onelaunch.ops.projections.layout import ALIGNMENT, Layout, layout_of
 
@@ -150,6 +150,7 @@ def run_forward(
     ``rstd [M, H]`` and, if they are kept, states ``[slots, H, V, K]``.
     """
     from onelaunch.ops.gla import launch, launch_hopper
+    from onelaunch.ops.output_chain import launch as chain_launch
 
     plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
     rows = x.reshape(-1, x.shape[-1])
@@ -167,7 +168,7 @@ def run_forward(
         o = launch_hopper.forward(call, states)
     else:
         o, final = launch.forward(call, want_final=want_final)
-    given = chain.Operands.of(o, gate, norm_weight, activated=False)
+    given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
     out, rstd = chain.launches[plan.kernels.way_out](given, w_out, None, eps, KEEP)
     assert rstd is not None  # noqa: S101 - it is kept
     return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
@@ -223,7 +224,7 @@ def run_backward(
     dout, inner = dout.reshape(-1, w_out.shape[0]), heads * plan.sizes.values
     inside = wants_x or wants_packed or wants_gk or wants_bias or wants_initial
     da = dout @ w_out if inside or wants_norm else None
-    given = chain.Operands.of(o, gate, norm_weight, activated=False)
+    given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
     a, do, _, dnorm = chain_launch.norm_gate_gradients(
         da, given, rstd, want_a=wants_out, into=dgate.flatten(0, 1).view(-1, inner)
     )

@@ -17,7 +17,7 @@ from onelaunch.ops.linear_rnn.kernels.project_scan_gate import project_scan_gate
 
 
 class Results(NamedTuple):
-    """What a launch of the layer gives back; what is not wanted has no elements."""
+    """Results of a launch of the layer; what is not wanted has no elements."""
 
     y: torch.Tensor
     """``[B, T, V]``."""
@@ -30,7 +30,7 @@ class Results(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A forward call, as the kernels take it: one launch each."""
+    """Forward call of the layer, as the kernels take it."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -39,32 +39,32 @@ class Layer(NamedTuple):
     sequences: Sequences
     want_final: bool
     keep: bool
-    """Whether to keep what a backward pass reads."""
+    """Flag that what a backward pass reads is kept."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """B, T, D, V."""
+        """Return B, T, D and V."""
         batch, length, width = self.x.shape
         return batch, length, width, self.weight.shape[1]
 
     def flags(self) -> dict[str, bool]:
-        """Constants that all kernels of the layer have."""
+        """Return the constants that all kernels of the layer have."""
         return {"INITIAL": self.sequences.initial is not None, "FINAL": self.want_final, "KEEP": self.keep}
 
     def results(self) -> Results:
-        """Room for the results."""
+        """Return empty tensors for the results."""
         batch, length, _, channels = self.sizes
         y = torch.empty((batch, length, channels), dtype=self.x.dtype, device=self.x.device)
         final, carries = empty_states(y, self.sequences, scan_tiles(length, channels), self.want_final, self.keep)
         return Results(y, final, torch.empty_like(y) if self.keep else y.new_empty(0), carries)
 
     def in_rows(self) -> Layer:
-        """The same with neighbouring channels next to each other in memory, copied where they are not."""
+        """Return the layer with neighbouring channels next to each other in memory, copied where they are not."""
         x, weight, log_decay, gate = (inner_contiguous(t) for t in (self.x, self.weight, self.log_decay, self.gate))
         return self._replace(x=x, weight=weight, log_decay=log_decay, gate=gate)
 
     def strides(self) -> tuple[int, ...]:
-        """Elements between batch entries and steps of x, between rows of the weights, and the same of decay and gate."""
+        """Return the strides of batch entries and steps of x, of the weights' rows, of entries and steps of decay and gate."""
         decay, gate = self.log_decay.stride(), self.gate.stride()
         return *self.x.stride()[:2], self.weight.stride(0), *decay[:2], *gate[:2]
 
@@ -79,11 +79,11 @@ class ProjectTiles:
 
 
 MANY = 400
-"""Programs beyond which wider tiles pay: three on each of an H200's 132 processors."""
+"""CTAs beyond which wider tiles pay: three on each of an H200's 132 SMs."""
 
 
 def project_tiles(batch: int, length: int, width: int, channels: int, element_size: int) -> ProjectTiles:
-    """As many steps as the scan's own tiles have, since the backward pass reads one carry a tile.
+    """Return tiles of as many steps as the scan's own have, since the backward pass reads one carry a tile.
 
     64 x 32 is fastest while it leaves processors free (7.3 against 8.2 us for 64 x 64 at B=4 T=2048 D=256 V=64); with more
     than :data:`MANY` such programs 64 x 64 by 8 warps is (10.0 against 11.0 us at B=16 T=1024), since it reads x once. 128
@@ -132,14 +132,14 @@ class MatmulTiles:
 
 
 def matmul_tiles(m: int, n: int, element_size: int) -> MatmulTiles:
-    """64 x 64 for narrow results, 128 x 128 where that still gives every processor a tile; not tuned further."""
+    """Return 64 x 64 for narrow results, 128 x 128 where that still gives every SM of an H200 a tile; not tuned further."""
     if element_size == 4:
         return MatmulTiles(k=32)
     return MatmulTiles(128, 128, 64, warps=8) if m * n >= 132 * 128 * 128 and n >= 128 else MatmulTiles()
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a [M, K] @ b [K, N]`` in one launch; any strides."""
+    """Return ``a [M, K] @ b [K, N]`` by one launch; any strides."""
     (m, k), n = a.shape, b.shape[1]
     tiles = matmul_tiles(m, n, a.element_size())
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)

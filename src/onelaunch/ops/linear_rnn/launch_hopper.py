@@ -1,4 +1,4 @@
-"""Launches of the kernels for Hopper GPUs: the layer's tensors as the copy engine addresses them."""
+"""Launches of the kernels for Hopper GPUs: the layer's tensors as TMA addresses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
 
 @dataclass(frozen=True, slots=True)
 class PersistentTiles:
-    """How a wide layer is cut: ``steps`` by ``channels`` a tile, ``inner`` columns of x a stage."""
+    """Tiles of a wide layer: ``steps`` by ``channels``, ``inner`` columns of x a stage."""
 
     steps: int = 256
     channels: int = 128
@@ -28,13 +28,13 @@ class PersistentTiles:
     scan_registers: int = 152
 
     def options(self) -> dict[str, int]:
-        """Constants of the kernel."""
+        """Return the constants of the kernel."""
         return {
             "STAGES": self.stages, "MULTIPLY_REGISTERS": self.multiply_registers, "SCAN_REGISTERS": self.scan_registers,
         }  # fmt: skip
 
     def boxes(self, decay_size: int) -> dict[str, list[int]]:
-        """What the copy engine moves at once, by argument; ``decay_size`` in bytes: wide decays come in shorter pieces."""
+        """Return the boxes that TMA moves, by argument; ``decay_size`` is in bytes, and wide decays come in shorter pieces."""
         rows = 16 if decay_size == 2 else 8
         return {
             "x": [self.steps // 2, self.inner],
@@ -44,7 +44,7 @@ class PersistentTiles:
         }
 
     def even(self, length: int, width: int) -> bool:
-        """Whether all tiles lie inside the tensor: then no access needs a mask."""
+        """Return whether all tiles lie inside the tensor: then no access needs a mask."""
         return length % self.steps == 0 and width % self.channels == 0
 
 
@@ -52,12 +52,12 @@ PERSISTENT = PersistentTiles()
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``[B, T, N]`` as the ``[B T, N]`` that the copy engine can address: copied if strides or address do not allow it."""
+    """Return ``[B, T, N]`` as the ``[B T, N]`` that TMA can address, copied if strides or address do not allow it."""
     return addressable(tensor.flatten(0, 1))
 
 
 def persistent(layer: Layer) -> Results:
-    """The kernel for wide layers: a program per processor, the scan of a tile under the matrix product of the next."""
+    """Run the kernel for wide layers: one CTA per SM, the scan of a tile under the matrix product of the next."""
     from onelaunch.ops.linear_rnn.kernels.project_scan_gate_hopper import project_scan_gate_hopper_kernel
 
     results, initial = layer.results(), layer.sequences.initial
@@ -81,7 +81,7 @@ def persistent(layer: Layer) -> Results:
 
 @functools.lru_cache(maxsize=1024)
 def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, channels: int) -> ProjectTiles:
-    """64 x 32 while that leaves processors free, then 64 x 64, which reads x half as often.
+    """Return 64 x 32 while that leaves SMs free, then 64 x 64, which reads x half as often.
 
     64 steps are one warpgroup's rows. On an H200 with D=256 V=64: 3.9 against 4.4 us at B=1 T=512, 6.8 against 6.4 us at
     B=4 T=2048, 9.5 against 8.3 us at B=16 T=1024. 64 x 64 by four warps is 4 % faster at B=16 T=512 and slower from B=4 T=2048
@@ -94,7 +94,7 @@ def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, cha
 
 
 def suits(layer: Layer) -> bool:
-    """Whether :func:`chunked` takes the layer: 16-bit, unpacked, sizes that the copy engine can address, on Hopper."""
+    """Return whether :func:`chunked` takes the layer: 16-bit, unpacked, sizes that TMA can address, on Hopper."""
     batch, length, width, channels = layer.sizes
     return (
         layer.sequences.offsets is None
@@ -106,7 +106,7 @@ def suits(layer: Layer) -> bool:
 
 
 def chunked(layer: Layer) -> Results:
-    """The kernel for layers whose product is short: every copy in flight at once, little left to do behind the product."""
+    """Run the kernel for layers whose product is short: every copy in flight at once, little left to do behind the product."""
     from onelaunch.ops.linear_rnn.kernels.project_scan_gate_chunked_hopper import project_scan_gate_chunked_hopper_kernel
 
     results, initial = layer.results(), layer.sequences.initial

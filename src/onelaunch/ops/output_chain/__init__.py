@@ -2,6 +2,6 @@
 
 from onelaunch.ops.output_chain.contract import output_chain
 
-from onelaunch.ops.output_chain import cost, prologue, reference, torch_variants, triton_variants  # isort: skip  (register into it)
+from onelaunch.ops.output_chain import cost, reference, variants  # isort: skip  (register into output_chain)
 
-__all__ = ["cost", "output_chain", "prologue", "reference", "torch_variants", "triton_variants"]
+__all__ = ["cost", "output_chain", "reference", "variants"]

@@ -3,7 +3,7 @@
 Computes   out = a w_out^T + bias, a = h * rstd * norm_weight * act(gate), rstd = 1 / sqrt(mean(h^2) + eps) of every head
 Grid       tiles of out, one a program, in swaths: programs that run at the same time share weights, and rows of h.
 On chip    [BN, BM] of out^T as sums in float32, and a head [BV, BM] of h and of the gate. Weights are the left operand, as in
-           swiglu's product_kernels.py: few rows of h are then the narrow side of a matrix instruction.
+           kernels/gemm/tiles.py: few rows of h are then the narrow side of a matrix instruction.
 Memory     reads h and the gate once per BN columns of out, the weights once per BM rows, writes out once. Nothing else, but for
            rstd where there is room for it: the programs of the first columns write it.
 Numerics   a is rounded to the dtype of the weights for the product. A float32 result is of float32 products without tf32; since
@@ -15,8 +15,8 @@ Edges      rows beyond the end are the last one again, and are not stored; chann
 import triton
 import triton.language as tl
 
-from onelaunch.ops.output_chain.kernels import activate, reciprocal_rms
-from onelaunch.ops.swiglu.kernels.product import load_channels, rows_from, store, tile_of
+from onelaunch.kernels.gemm.tiles import load_channels, rows_from, store, tile_of
+from onelaunch.ops.output_chain.kernels.norm_gate import activate, reciprocal_rms
 
 
 @triton.jit

@@ -8,50 +8,25 @@ gives the weight's gradient, and from da all other gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from onelaunch.launch.by_variant import Launches
 from onelaunch.launch.operator import Operator
 from onelaunch.ops.output_chain.contract import OutputChainCall
-from onelaunch.ops.output_chain.torch_variants import Results
+
+if TYPE_CHECKING:
+    from onelaunch.ops.output_chain.launch import Made, Operands  # it needs Triton
+
+Results = tuple[torch.Tensor]
 
 
-class Operands(NamedTuple):
-    """What launches take: rows of tokens, of any strides."""
-
-    h: torch.Tensor
-    """``[M, H * V]``"""
-    gate: torch.Tensor | None
-    """``[M, H * V]``"""
-    norm_weight: torch.Tensor | None
-    """``[V]``, contiguous."""
-    heads: int
-    activated: bool
-
-    @classmethod
-    def of(cls, h: torch.Tensor, gate: torch.Tensor | None, norm_weight: torch.Tensor | None, activated: bool) -> Operands:
-        """From the operation's arguments."""
-        heads, values = h.shape[-2:]
-        flat = None if gate is None else gate.reshape(-1, heads * values)
-        weight = None if norm_weight is None else norm_weight.contiguous()
-        return cls(h.reshape(-1, heads * values), flat, weight, heads, activated)
-
-    @property
-    def values(self) -> int:
-        """V."""
-        return self.h.shape[1] // self.heads
-
-
-Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-"""``out [M, D]``, and ``rstd [M, H]`` float32 where it is to be kept."""
-
-Run: TypeAlias = Callable[[Operands, torch.Tensor, torch.Tensor | None, float, bool], Made]
-"""From rows, the output weight, the bias, eps, and whether rstd is kept."""
+Run: TypeAlias = "Callable[[Operands, torch.Tensor, torch.Tensor | None, float, bool], Made]"
+"""Launches of a variant, from rows, the output weight, the bias, eps, and whether rstd is kept."""
 
 launches: Launches[Run] = Launches()
-"""By the names of variants."""
+"""Launches by the names of variants."""
 
 
 def run_forward(
@@ -65,17 +40,11 @@ def run_forward(
     keep: bool,
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out [..., D]`` by the variant of this name; ``rstd [M, H]``, of no elements where it is not kept."""
+    """Return ``out [..., D]`` by the variant of this name, and ``rstd [M, H]``, of no elements where it is not kept."""
+    from onelaunch.ops.output_chain.launch import Operands
+
     out, rstd = launches[variant](Operands.of(h, gate, norm_weight, activated), w_out, bias, eps, keep)
     return out.view(*h.shape[:-2], w_out.shape[0]), h.new_empty(0, dtype=torch.float32) if rstd is None else rstd
-
-
-def fake_forward(
-    h: Any, gate: Any, norm_weight: Any, w_out: Any, bias: Any, activated: bool, eps: float, keep: bool, variant: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the results of :func:`run_forward`."""
-    lead, heads = h.shape[:-2], h.shape[-2]
-    return h.new_empty(*lead, w_out.shape[0]), h.new_empty((lead.numel(), heads) if keep else (0,), dtype=torch.float32)
 
 
 def run_gradients(
@@ -87,13 +56,14 @@ def run_gradients(
     activated: bool,
     want_a: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """a ``[M, H * V]``; dh and dgate ``[..., H, V]``; dnorm_weight ``[V]`` float32; of no elements where not asked for.
+    """Return a ``[M, H * V]``, dh and dgate ``[..., H, V]``, dnorm_weight ``[V]`` float32; of no elements where not asked for.
 
     ``da`` is ``[M, H * V]`` of any strides; without it there is ``a`` alone.
     """
     from onelaunch.ops.output_chain import launch
 
-    a, dh, dgate, dweight = launch.norm_gate_gradients(da, Operands.of(h, gate, norm_weight, activated), rstd, want_a=want_a)
+    given = launch.Operands.of(h, gate, norm_weight, activated)
+    a, dh, dgate, dweight = launch.norm_gate_gradients(da, given, rstd, want_a=want_a)
     empty = h.new_empty
     return (
         empty(0) if a is None else a,
@@ -103,27 +73,14 @@ def run_gradients(
     )
 
 
-def fake_gradients(
-    da: Any, h: Any, gate: Any, norm_weight: Any, rstd: Any, activated: bool, want_a: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for the results of :func:`run_gradients`."""
-    heads, values = h.shape[-2:]
-    return (
-        h.new_empty((h.shape[:-2].numel(), heads * values) if want_a else (0,)),
-        h.new_empty((0,) if da is None else h.shape),
-        h.new_empty((0,) if da is None or gate is None else h.shape),
-        h.new_empty((0,) if da is None or norm_weight is None else (values,), dtype=torch.float32),
-    )
-
-
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """All tensors that come in but the bias, and rstd."""
+    """Save all tensors that come in but the bias, and rstd."""
     h, gate, norm_weight, w_out, _, ctx.activated, *_ = inputs
     ctx.save_for_backward(h, gate, norm_weight, w_out, output[1])
 
 
 def gradients(ctx: Any, backward: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Of h, the gate, the norm's weight, the output weight and the bias."""
+    """Return the gradients of h, the gate, the norm's weight, the output weight and the bias."""
     h, gate, norm_weight, w_out, rstd = ctx.saved_tensors
     wants_h, wants_gate, wants_norm, wants_w, wants_bias = ctx.needs_input_grad[:5]
     dout = dout.reshape(-1, w_out.shape[0])
@@ -138,14 +95,12 @@ def gradients(ctx: Any, backward: Any, dout: torch.Tensor) -> tuple[torch.Tensor
     return dh if wants_h else None, dgate if wants_gate else None, dnorm, dw, dbias, None, None, None, None
 
 
-norm_gate_gradients = Operator("output_chain_gradients", run_gradients, fake=fake_gradients)
-forward = Operator(
-    "output_chain_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=norm_gate_gradients
-)
+norm_gate_gradients = Operator("output_chain_gradients", run_gradients)
+forward = Operator("output_chain_forward", run_forward, save=save, gradients=gradients, backward=norm_gate_gradients)
 
 
 def compute(call: OutputChainCall, variant: str) -> Results:
-    """The result by the variant of this name, differentiable."""
+    """Return the result by the variant of this name, differentiable."""
     grad = call.query().grad
     out, _ = forward(
         call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps, grad, variant, grad=grad

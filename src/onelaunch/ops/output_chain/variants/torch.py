@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
 
-Optional = torch.Tensor | None
 Results = tuple[torch.Tensor]
 
 
@@ -36,7 +35,13 @@ compiled.supports(compiler_missing)
 
 
 def _chain(
-    h: torch.Tensor, gate: Optional, norm_weight: Optional, w_out: torch.Tensor, bias: Optional, activated: bool, eps: float
+    h: torch.Tensor,
+    gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    w_out: torch.Tensor,
+    bias: torch.Tensor | None,
+    activated: bool,
+    eps: float,
 ) -> Results:
     a = _normalize(h, norm_weight, eps)
     if gate is not None:
@@ -44,7 +49,7 @@ def _chain(
     return (F.linear(a.flatten(-2), w_out, bias),)
 
 
-def _normalize(h: torch.Tensor, weight: Optional, eps: float) -> torch.Tensor:
+def _normalize(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """RMSNorm of every head; PyTorch's own takes weights of the dtype of ``h`` alone."""
     if weight is None or weight.dtype is h.dtype:
         return F.rms_norm(h, h.shape[-1:], weight, eps)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from onelaunch.device.hardware import processors, shared_bytes
-from onelaunch.kernels.common.layout import cdiv, inner_contiguous
-from onelaunch.ops.output_chain import prologue_kernels
-from onelaunch.ops.output_chain.forward import Made, Operands
-from onelaunch.ops.swiglu.launch import FEW_ROWS
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
+from onelaunch.launch.launch import Launch, Mma
+from onelaunch.ops.output_chain.kernels.prologue import prologue_kernel
+from onelaunch.ops.output_chain.launch import Made, Operands
 
 HEAD = 4096
 """Elements of a head's tile, of h and of the gate each: 32 a thread with four warps."""
@@ -22,12 +21,18 @@ FEWEST = 16
 """Channels, rows and columns of an operand of a product."""
 
 LEAST_COLUMNS = 32
-"""Fewer would leave warps without a part of a product."""
+"""Fewest columns of a tile: fewer would leave warps without a part of a product."""
+
+FEW_ROWS = 32
+"""Most rows with which loading the weights takes the time."""
+
+WGMMA_ROWS = 64
+"""Rows of WGMMA's left operand, here the weights; tiles of fewer columns are multiplied by ``mma.sync``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrologueTiles:
-    """BM rows by BN columns of out a program, BK channels of a head at once; ``group`` tiles of rows share columns."""
+    """Tiles of BM rows by BN columns of out, BK channels of a head at once; ``group`` tiles of rows share columns."""
 
     m: int
     n: int
@@ -40,15 +45,21 @@ class PrologueTiles:
     def grid(self, rows: int, columns: int) -> tuple[int]:
         return (cdiv(rows, self.m) * cdiv(columns, self.n),)
 
+    def mma(self, dtype: torch.dtype) -> Mma:
+        """Return the matrix instructions of its product; float32 is multiplied without any."""
+        if dtype is torch.float32:
+            return Mma.NONE
+        return Mma.SMALL if self.n < WGMMA_ROWS else Mma.WIDEST
+
     def options(self) -> dict[str, int]:
-        """Constants and launch options."""
+        """Return constants and launch options."""
         constants = {"BV": self.head, "BK": self.k, "BM": self.m, "BN": self.n, "GROUP": self.group}
         return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @functools.lru_cache(maxsize=4096)
 def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, shared: int) -> PrologueTiles:
-    """Tiles for so many rows and columns of out. Not measured yet.
+    """Return the tiles for so many rows and columns of out. Not measured yet.
 
     Every tile normalizes and gates its rows anew, so columns are many: 128; 32 where rows are few and processors would have no
     tile. Rows are as many as leave a head of h and of the gate in registers, 32 to 64, by eight warps where heads are long: twice
@@ -64,10 +75,10 @@ def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, 
         count: processors.
         shared: bytes of shared memory that a block may have.
     """
-    head = max(triton.next_power_of_2(values), FEWEST)
+    head = max(power_of_2(values), FEWEST)
     if size == 4:
         return PrologueTiles(FEWEST, LEAST_COLUMNS, head, k=min(head, 32), stages=1, warps=4)
-    m = max(min(max(HEAD // head, 32), 64, triton.next_power_of_2(max(rows, 1))), FEWEST)
+    m = max(min(max(HEAD // head, 32), 64, power_of_2(max(rows, 1))), FEWEST)
     n = 128
     while m <= FEW_ROWS and n > LEAST_COLUMNS and cdiv(rows, m) * cdiv(columns, n) < count:
         n //= 2
@@ -77,16 +88,19 @@ def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, 
 
 
 def prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, eps: float, *, keep: bool) -> Made:
-    """``out [M, D]``, and for ``keep`` rstd ``[M, H]`` float32."""
+    """Return ``out [M, D]``, and for ``keep`` rstd ``[M, H]`` float32."""
     h, w_out = inner_contiguous(given.h), inner_contiguous(w_out)
     gate = None if given.gate is None else inner_contiguous(given.gate)
     rows, columns = h.shape[0], w_out.shape[0]
-    tiles = prologue_tiles(rows, columns, given.values, h.element_size(), processors(h.device), shared_bytes(h.device))
+    sizes = int(rows), int(columns), int(given.values)  # a tracer's sizes cannot be hashed
+    tiles = prologue_tiles(*sizes, h.element_size(), processors(h.device), shared_bytes(h.device))
     out = h.new_empty(rows, columns)
     rstd = h.new_empty(rows, given.heads, dtype=torch.float32) if keep else None
     flags: dict[str, Any] = {"V": given.values, "ACTIVATED": given.activated}
-    prologue_kernels.prologue_kernel[tiles.grid(rows, columns)](
+    Launch(
+        prologue_kernel, tiles.grid(rows, columns),
         h, gate, given.norm_weight, w_out, None if bias is None else bias.contiguous(), out, rstd, rows, columns, given.heads,
-        h.stride(0), 0 if gate is None else gate.stride(0), w_out.stride(0), eps, **flags, **tiles.options(),
-    )  # fmt: skip
+        h.stride(0), 0 if gate is None else gate.stride(0), w_out.stride(0), eps,
+        mma=tiles.mma(h.dtype), **flags, **tiles.options(),
+    ).run()  # fmt: skip
     return out, rstd

@@ -1,0 +1,145 @@
+"""Variants of ``output_chain`` in Triton: a kernel before PyTorch's product, and a product with both inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.operation import Case, Example, Query
+from onelaunch.operation.requirements import cannot_launch, interprets_bfloat16_wrongly
+from onelaunch.ops.output_chain.autograd import Results, compute, launches
+from onelaunch.ops.output_chain.contract import OutputChainCall, output_chain
+
+if TYPE_CHECKING:
+    from onelaunch.ops.output_chain.launch import Made, Operands
+
+LARGEST_HEAD = 512
+"""Most channels of a head: a CTA holds whole heads."""
+
+LARGEST_MULTIPLIED_HEAD = 256
+"""Most channels of a head in a product, of which a CTA holds those of at least 16 rows."""
+
+LARGEST_GRID = 2**30
+"""Programs of a launch, and room for those of a tile beyond the end in 32 bits."""
+
+MOST_COLUMNS = 2**30
+"""H * V and D below this leave room for a tile in 32 bits."""
+
+
+@launches("norm_gate")
+def run_norm_gate(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, eps: float, keep: bool) -> Made:
+    """Normalize and gate in one launch, and multiply by PyTorch."""
+    from onelaunch.ops.output_chain import launch
+
+    a, rstd = launch.norm_gate(given, eps, keep=keep)
+    return F.linear(a, w_out, bias), rstd
+
+
+@output_chain.variant(
+    "norm_gate", launches=2, backward_launches=4, fuses=("norm", "gate"), hands=("a",), keeps=("rstd",), gemm="cublas"
+)
+def norm_gate(call: OutputChainCall) -> Results:
+    """One kernel for norm and gate of all heads, and the product by PyTorch.
+
+    A norm's weight in 16 bits adds a launch to the backward pass, and so does a bias; without a norm's weight it has one less.
+    """
+    return compute(call, "norm_gate")
+
+
+@norm_gate.supports
+def needs_triton(query: Query) -> str | None:
+    """Return why the kernels cannot run a call, those of the backward pass included, or ``None``."""
+    if (reason := cannot_launch(query)) is not None:
+        return reason
+    from onelaunch.ops.output_chain import launch
+
+    batch, length, heads, values, columns = query.sizes
+    if values > LARGEST_HEAD:
+        return f"takes heads of at most {LARGEST_HEAD} channels, not {values}: a program holds whole heads"
+    if max(heads * values, columns) >= MOST_COLUMNS:
+        return f"takes H * V and D below {MOST_COLUMNS}: positions in rows are of 32 bits"
+    if launch.tiles(batch * length, heads, values, launch.GRADIENT_ELEMENTS) > LARGEST_GRID:
+        return f"takes at most {LARGEST_GRID} tiles of {launch.GRADIENT_ELEMENTS} elements: a launch is no wider"
+    return None
+
+
+@launches("prologue")
+def run_prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, eps: float, keep: bool) -> Made:
+    """Normalize, gate and multiply in one launch."""
+    from onelaunch.ops.output_chain import launch_prologue
+
+    return launch_prologue.prologue(given, w_out, bias, eps, keep=keep)
+
+
+@output_chain.variant(
+    "prologue", launches=1, backward_launches=4, fuses=("norm", "gate", "product"), hands=(), keeps=("rstd",), gemm="triton"
+)
+def prologue(call: OutputChainCall) -> Results:
+    """One launch: a product that normalizes and gates every head as it loads it.
+
+    Every tile of columns does so anew. The backward pass is that of ``norm_gate``.
+    """
+    return compute(call, "prologue")
+
+
+prologue.supports(needs_triton)
+
+
+@prologue.supports
+def fits(query: Query) -> str | None:
+    """Return why the kernel of the product cannot run a call, or ``None``."""
+    values, most = query.sizes[3], LARGEST_MULTIPLIED_HEAD
+    if values > most:
+        return f"takes heads of at most {most} channels, not {values}: they are held beside the sums of a product"
+    return interprets_bfloat16_wrongly(query)
+
+
+# Example calls
+
+FEW, MANY = 3, 8191
+"""Tokens of the example calls."""
+
+FORMS: dict[str, dict[str, Any]] = {
+    "activated": {"gate": "activated"},
+    "no gate": {"gate": "none"},
+    "bare": {"gate": "none", "norm_weight": "none"},
+    "bias": {"bias": True},
+}
+"""Options of the forms of a call."""
+
+
+def case_of(dtype: str, values: int, tokens: int = MANY, **options: Any) -> Case:
+    """Return a call of some heads of ``values`` channels; their strides are multiples of 16, as of nearly all models."""
+    heads = 3 if values % 16 == 0 else 4
+    return output_chain.case(dtype, B=1, T=tokens, H=heads, V=values, D=2048, **options)
+
+
+@norm_gate.examples
+def every_form() -> Iterator[Example]:
+    """Yield calls with heads of usual size in every form, and training calls with uneven and the largest heads."""
+    usual = case_of("bfloat16", 128)
+    yield Example(usual, "forward_backward", name="heads of 128, rstd kept")
+    for said in ("activated", "no gate"):
+        yield Example(case_of("bfloat16", 128, **FORMS[said]), "forward_backward", name=f"{said}, rstd kept")
+    bare = case_of("bfloat16", 128, **FORMS["bare"])
+    yield Example(bare, "forward_backward", name="bare, gradient of h alone", wants=("h",))
+    yield Example(usual, "forward_backward", name="gradient of the output weight alone", wants=("w_out",))
+    yield Example(usual, name="heads of 128")
+    yield Example(bare, name="bare")
+    for dtype, values in (("float16", 100), ("float32", LARGEST_HEAD)):
+        yield Example(case_of(dtype, values), "forward_backward", name=f"heads of {values}, rstd kept")
+
+
+@prologue.examples
+def few_and_many_rows() -> Iterator[Example]:
+    """Yield calls of few and many rows, and training calls with uneven and the largest heads."""
+    for tokens, said in ((FEW, "few"), (MANY, "many")):
+        yield Example(case_of("bfloat16", 128, tokens), name=f"{said} rows")
+    for values in (100, LARGEST_MULTIPLIED_HEAD):
+        yield Example(case_of("float16", values), "forward_backward", name=f"heads of {values}, rstd kept")
+    for said in ("bias", "activated", "bare"):
+        yield Example(case_of("bfloat16", 128, **FORMS[said]), name=said)
+    yield Example(case_of("float32", 128), name="float32")
