@@ -82,7 +82,7 @@ def _or_why_not(count: Count, operation: Operation[..., Any], request: Request, 
 
 
 def _barriers(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
-    counter = None if request.control else operation.get(request.variant).tags.get("barriers")
+    counter = None if request.control else operation.get(request.variant).capabilities.barriers
     if counter is None:
         return "its kernels count none"
     inputs = make_inputs(operation, request.case, device, seed, request.direction)
