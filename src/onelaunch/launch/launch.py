@@ -15,6 +15,7 @@ import torch
 
 from onelaunch.cuda.compiler import Source
 from onelaunch.cuda.module import Function, Kind, load
+from onelaunch.launch.global_atomics import global_atomics
 from onelaunch.launch.imitation import note
 from onelaunch.launch.warp_mma import warp_mma
 
@@ -60,7 +61,10 @@ class Launch:
         """Launch the kernel on the current stream; not while launches are imitated."""
         if note(self):
             return
-        if self.mma is Mma.WARP:
+        if torch.version.hip:
+            with global_atomics():
+                self.kernel[self.grid](*self.arguments, **self.constants)
+        elif self.mma is Mma.WARP:
             with warp_mma():
                 self.kernel[self.grid](*self.arguments, **self.constants)
         else:

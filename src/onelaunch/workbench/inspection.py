@@ -22,6 +22,7 @@ from onelaunch.cuda import sass
 from onelaunch.device.architectures import ARCHITECTURES, Architecture, find_architecture
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError
 from onelaunch.launch.build import Build, CudaBuild, KernelBuild
+from onelaunch.launch.global_atomics import global_atomics
 from onelaunch.launch.warp_mma import warp_mma
 from onelaunch.operation import Operation
 from onelaunch.wording import listing
@@ -204,7 +205,7 @@ def _compile(build: KernelBuild, target: Architecture) -> Any:
     )
     forced = build.by_warps if build.warp_mma is None else build.warp_mma
     try:
-        with warp_mma() if forced else nullcontext():
+        with warp_mma() if forced else nullcontext(), global_atomics() if target.backend == "hip" else nullcontext():
             return triton.compile(
                 source,
                 target=GPUTarget(target.backend, target.target, target.warp),

@@ -51,8 +51,9 @@ def bind(
 ) -> LinearRNNCall:
     """Return the checked call; raises as :func:`linear_rnn` says."""
     checks.flag("output_final_state", output_final_state)
-    first = checks.facts("x", x), checks.facts("weight", weight)
-    key = _key(*first, scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state))
+    x_facts, weight_facts = checks.facts("x", x), checks.facts("weight", weight)
+    scan = scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state)
+    key = _key(x_facts, weight_facts, scan)
     check_scan_values(log_decay, cu_seqlens)
     return LinearRNNCall(x, weight, log_decay, gate, initial_state, cu_seqlens, output_final_state, key)
 
