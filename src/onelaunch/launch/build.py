@@ -15,7 +15,7 @@ import torch
 
 from onelaunch.cuda.compiler import Source
 from onelaunch.device.architectures import Architecture
-from onelaunch.launch.launch import CudaLaunch, Launch, Mma
+from onelaunch.launch.launch import CudaKernel, CudaLaunch, Launch, Mma
 
 Path: TypeAlias = tuple[int, ...]
 """Place of an argument: its index, and for members of a tuple the index in it."""
@@ -82,9 +82,7 @@ Build: TypeAlias = KernelBuild | CudaBuild
 def build_of(launch: Launch | CudaLaunch, architecture: Architecture, name: str) -> Build:
     """Return the kernel of a recorded launch in the configuration in which an architecture runs it."""
     if isinstance(launch, CudaLaunch):
-        kernel = launch.kernel
-        warps = kernel.mma is Mma.WARP
-        return CudaBuild(name, kernel.source, kernel.threads, kernel.shared_bytes, kernel.mma is not Mma.NONE, warps)
+        return build_of_kernel(launch.kernel, name)
     kernel = launch.kernel
     backend, binder = _binder(kernel, architecture.backend, architecture.target, architecture.warp)
     bound, specialization, given = binder(*map(_stand_in, launch.arguments), **launch.constants)
@@ -103,6 +101,12 @@ def build_of(launch: Launch | CudaLaunch, architecture: Architecture, name: str)
         options={key: value for key, value in given.items() if key not in ("num_warps", "num_stages")},
         warp_mma=launch.mma is Mma.WARP,
     )
+
+
+def build_of_kernel(kernel: CudaKernel, name: str) -> CudaBuild:
+    """Return a kernel of CUDA C++ as a build."""
+    matrix, warps = kernel.mma is not Mma.NONE, kernel.mma is Mma.WARP
+    return CudaBuild(name, kernel.source, kernel.threads, kernel.shared_bytes, matrix, warps)
 
 
 def builds_of(launches: Sequence[tuple[str, Launch | CudaLaunch]], architecture: Architecture) -> list[Build]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch import cuda
 from onelaunch.decode.codegen.emit import KINDS, source
 from onelaunch.decode.codegen.layout import THREADS, Tuning, launch_of, layout_of
 from onelaunch.decode.model.weights import Weights
@@ -15,6 +14,21 @@ from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.runtime.proofs import check_sampling, checked_plan
 from onelaunch.decode.runtime.session import Session
 from onelaunch.device.hardware import processors, room_for
+from onelaunch.launch.launch import CudaKernel, CudaLaunch, Mma
+
+
+def kernels_of(plan: Plan, tuning: Tuning | None = None) -> dict[Phase | None, CudaKernel]:
+    """Return the kernels of a plan: one for the first phase of each operation, or one for all, by ``None``."""
+    tuning = tuning or Tuning()
+    phases: tuple[Phase | None, ...] = tuple({phase.op: phase for phase in plan.phases()}.values()) if plan.separate else (None,)
+    return {
+        phase: CudaKernel(
+            source(plan, tuning, phase), KINDS, threads=THREADS, shared_bytes=layout_of(plan, tuning).bytes,
+            cooperative=not plan.separate, overlap=plan.separate,
+            mma=Mma.WARP if phase is None or phase.op in PRODUCTS else Mma.NONE,
+        )
+        for phase in phases
+    }  # fmt: skip
 
 
 class StepKernel:
@@ -31,14 +45,10 @@ class StepKernel:
 
     def __init__(self, plan: Plan, tuning: Tuning, device: torch.device) -> None:
         self.plan = plan
-        alone: tuple[Phase | None, ...] = plan.phases() if plan.separate else (None,)
-        self._functions = {
-            phase and phase.op: cuda.load(
-                source(plan, tuning, phase), device, KINDS, threads=THREADS, shared_bytes=layout_of(plan, tuning).bytes,
-                cooperative=not plan.separate, overlap=plan.separate,
-            )
-            for phase in alone
-        }  # fmt: skip
+        self._device = device
+        self._kernels = {phase and phase.op: kernel for phase, kernel in kernels_of(plan, tuning).items()}
+        for kernel in self._kernels.values():
+            kernel.on(device)  # loaded before anything is captured in a graph
         self._sampling_proved = False
 
     def launch(self, arguments: list[torch.Tensor | None], capacity: int, count: int, position: int) -> None:
@@ -51,11 +61,13 @@ class StepKernel:
             position: Position of the first token, or -1 for the one where the last launch ended.
         """
         if not self.plan.separate:
-            self._functions[None]((self.plan.ctas, 1, 1), *arguments, capacity, count, position, 0)
+            grid = (self.plan.ctas, 1, 1)
+            CudaLaunch(self._kernels[None], self._device, grid, *arguments, capacity, count, position, 0).run()
             return
         for layer, phase in self.plan.instances():
             _, ctas = launch_of(self.plan, phase)
-            self._functions[phase.op]((ctas, 1, 1), *arguments, capacity, 1, position, layer)
+            kernel = self._kernels[phase.op]
+            CudaLaunch(kernel, self._device, (ctas, 1, 1), *arguments, capacity, 1, position, layer).run()
 
     def prove_sampling(self) -> None:
         """Raise :class:`~onelaunch.errors.PlanError` unless the plan is sound for sampled tokens too."""

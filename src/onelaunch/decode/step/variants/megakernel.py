@@ -6,19 +6,21 @@ import functools
 
 import torch
 
-from onelaunch import cuda
 from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.request import Engine
 from onelaunch.decode.model.weights import Weights
 from onelaunch.decode.plan.packing import packing_bytes, stream_bytes
 from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.runtime.engines import KernelEngine
+from onelaunch.decode.runtime.kernels import kernels_of
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
-from onelaunch.device.hardware import is_hopper, processors
+from onelaunch.device.architectures import find_architecture
+from onelaunch.device.hardware import processors
 from onelaunch.device.tools import package_installed
 from onelaunch.errors import PlanError
-from onelaunch.launch.build import Build, CudaBuild
+from onelaunch.launch.build import Build, build_of_kernel
 from onelaunch.operation import Query
+from onelaunch.operation.requirements import needs_hopper
 
 ARCHITECTURES = ("sm_90a",)
 
@@ -56,13 +58,6 @@ def run_in_a_row(rung: str, call: DecodeCall, count: int) -> tuple[torch.Tensor,
 def make_engine(rung: str, weights: Weights) -> Engine:
     """Return the engine of a rung."""
     return KernelEngine(weights, rung)
-
-
-def needs_hopper(query: Query) -> str | None:
-    """Return why the kernels, which use Hopper's instructions, cannot run."""
-    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
-        return "needs an NVIDIA GPU of compute capability 9.0"
-    return cuda.missing()
 
 
 def config_in(query: Query) -> ModelConfig:
@@ -120,28 +115,18 @@ BUILT = {
 }
 """Configurations that kernels are compiled for in CI."""
 
-PROCESSORS = 132
-"""SMs of the GPU that kernels are compiled for in CI."""
-
 
 def builds(rung: str, architecture: str) -> list[Build]:
     """Return the builds of a rung: for a model of usual size, and for ``streaming`` also for a small one."""
-    from onelaunch.decode.codegen.emit import source
-    from onelaunch.decode.codegen.layout import THREADS, Tuning, layout_of
-    from onelaunch.decode.plan.phases import PRODUCTS
-
     if architecture not in ARCHITECTURES:
         return []
     found: list[Build] = []
     for name, config in BUILT.items():
-        plan = plan_for(config, rung, PROCESSORS)
         if rung != "streaming" and name != "Qwen3-0.6B":
             continue
-        phases = {phase.op: phase for phase in plan.phases()}.values() if plan.separate else (None,)
-        for phase in phases:
-            said, weights = f"{name}, {phase.name}" if phase else name, phase is None or phase.op in PRODUCTS
-            shared = layout_of(plan, Tuning()).bytes
-            found.append(CudaBuild(said, source(plan, None, phase), THREADS, shared, matrix=weights, by_warps=weights))
+        plan = plan_for(config, rung, find_architecture(architecture).processors)
+        for phase, kernel in kernels_of(plan).items():
+            found.append(build_of_kernel(kernel, f"{name}, {phase.name}" if phase else name))
     return found
 
 
