@@ -93,4 +93,4 @@ for _variant in (sequential, pipelined):
 @pipelined.examples
 def small_heads() -> list[Example]:
     """Return training calls with heads of the largest sizes that they take."""
-    return training(WALKED_KEYS, 64)
+    return training(WALKED_KEYS, 64, ("channel",))

@@ -27,22 +27,19 @@ from onelaunch.ops.output_chain import autograd as chain
 from onelaunch.ops.projections import autograd as way_in
 from onelaunch.ops.projections.layout import ALIGNMENT, Layout, layout_of
 
-CHUNK = 64
-"""Steps that share a kept state, as the kernels of gla have it."""
-
 KEEP = True
-"""What a backward pass needs."""
+"""Flag of launches in front of a backward pass, which needs what they keep."""
 
 
 class Kernels(NamedTuple):
-    """Variants whose launches make up the layer; what reads x is one product of PyTorch's, since nothing follows it."""
+    """Names of the variants whose launches make up the layer; one product of PyTorch's, which nothing follows, reads x."""
 
     decays: str
-    """Of ``projections``, for the log-decays."""
+    """Variant of ``projections`` for the log-decays."""
     recurrence: str
-    """Of ``gla``."""
+    """Variant of ``gla``."""
     way_out: str
-    """Of ``output_chain``."""
+    """Variant of ``output_chain``."""
 
 
 OWN = (
@@ -50,11 +47,11 @@ OWN = (
     ("hopper", "fused"),
     ("norm_gate", "prologue"),
 )
-"""Those that can, part by part."""
+"""Variants that can take part, part by part."""
 
 
 def parts_of(query: Query, rank: int, normalizer: float) -> tuple[Query, Query, Query]:
-    """The keys of the parts' calls, in the order of :class:`Kernels`."""
+    """Return the keys of the parts' calls, in the order of :class:`Kernels`."""
     batch, length, width, heads, keys, values = query.sizes
     layout = layout_of(decay_segments_of(LayerSizes(heads, keys, values, rank, normalizer)))
     given = (query.device, query.dtype)
@@ -66,14 +63,14 @@ def parts_of(query: Query, rank: int, normalizer: float) -> tuple[Query, Query, 
 
 
 def own_kernel(query: Query, names: Sequence[str]) -> str | None:
-    """What the dispatcher chooses for a part if it is one of these, else the first of them that can run."""
+    """Return the variant that the dispatcher chooses for a part if it is one of these, else the first of them that can run."""
     chosen, operation = dispatch.choose(query).name, find_operation(query.operation)
     able = [name for name in names if operation.get(name).why_not(query) is None]
     return chosen if chosen in able else next(iter(able), None)
 
 
 def why_not(query: Query) -> str | None:
-    """Why a layer of this key does not run so. Read as: a backward pass, columns that can be addressed, own kernels for all."""
+    """Return why a layer of this key does not run so: no backward pass, columns that cannot be addressed, or foreign kernels."""
     if not query.grad:
         return "differs from composed in the backward pass alone, and there is none"
     *_, heads, keys, values = query.sizes
@@ -88,14 +85,14 @@ def why_not(query: Query) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def kernels_for(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
-    """:class:`Kernels` in one text, for a layer of this key, rank and normalizer, which :func:`why_not` has nothing against."""
+    """Return :class:`Kernels` in one text, for a layer of this key, rank and normalizer that :func:`why_not` does not refuse."""
     *key, rank, normalizer = rest
     parts = parts_of(Query(operation, device, dtype, *key), rank, normalizer)
     return ",".join([own_kernel(part, names) or "" for part, names in zip(parts, OWN, strict=True)])
 
 
 def constant_kernels(*key: Any) -> str:
-    """The same, a constant under ``torch.compile``."""
+    """Return :func:`kernels_for` of the same arguments, as a constant under ``torch.compile``."""
     return kernels_for(*key)
 
 
@@ -103,28 +100,28 @@ vars(constant_kernels)["_dynamo_marked_constant"] = True  # as in dispatch.py
 
 
 class Plan(NamedTuple):
-    """Where things lie, and what runs."""
+    """Layouts of the packed tensors, and kernels."""
 
     sizes: LayerSizes
     layout: Layout
-    """Of what x is projected to: columns of the result and of dz are the same."""
+    """Layout of what x is projected to: columns of the result and of dz are the same."""
     decays: Layout
     kernels: Kernels
 
     @property
     def scale(self) -> float:
-        """Of queries."""
+        """Scale of the queries."""
         return self.sizes.keys**-0.5
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(sizes: LayerSizes, kernels: str) -> Plan:
-    """By names of kernels in one text."""
+    """Make the plan of a layer with kernels of these names in one text."""
     return Plan(sizes, layout_of(segments_of(sizes)), layout_of(decay_segments_of(sizes)), Kernels(*kernels.split(",")))
 
 
 def plan_of(gk_weight: torch.Tensor, w_out: torch.Tensor, heads: int, normalizer: float, kernels: str) -> Plan:
-    """From the weights of a call."""
+    """Make the plan from the weights of a call."""
     (keys, rank), values = gk_weight.shape, w_out.shape[1]
     return plan_for(LayerSizes(heads, keys // heads, values // heads, rank, normalizer), kernels)
 
@@ -144,9 +141,9 @@ def run_forward(
     keep_states: bool,
     kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``out [B, T, D]``, the final state (no elements if it is not wanted), and what is kept.
+    """Compute ``out [B, T, D]`` and the final state (no elements if it is not wanted), and return what is kept.
 
-    That is all that x was projected to ``[B, T, pitch]``, packed log-decays ``[B, T, pitch]``, ``o [B, T, H, V]``, the norms'
+    Kept are all that x was projected to ``[B, T, pitch]``, packed log-decays ``[B, T, pitch]``, ``o [B, T, H, V]``, the norms'
     ``rstd [M, H]`` and, if they are kept, states ``[slots, H, V, K]``.
     """
     from onelaunch.ops.gla import launch, launch_hopper
@@ -174,25 +171,6 @@ def run_forward(
     return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
 
 
-def fake_forward(
-    x: Any, in_proj_weight: Any, gk_weight: Any, gk_bias: Any, norm_weight: Any, w_out: Any, initial: Any, heads: int,
-    normalizer: float, eps: float, want_final: bool, keep_states: bool, kernels: str,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Room for the results of :func:`run_forward`."""
-    plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
-    (batch, length, _), (_, keys, values, *_) = x.shape, plan.sizes
-    kept = keep_states and plan.kernels.recurrence == "hopper"
-    return (
-        x.new_empty(x.shape),
-        x.new_empty((batch, heads, keys, values) if want_final else (0,), dtype=torch.float32),
-        x.new_empty(batch, length, plan.layout.pitch),
-        x.new_empty(batch, length, plan.decays.pitch),
-        x.new_empty(batch, length, heads, values),
-        x.new_empty(batch * length, heads, dtype=torch.float32),
-        x.new_empty((batch * -(-length // CHUNK), heads, values, keys) if kept else (0,)),
-    )
-
-
 def run_backward(
     dout: torch.Tensor,
     dfinal: Optional[torch.Tensor],  # noqa: UP045
@@ -212,7 +190,7 @@ def run_backward(
     kernels: str,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Gradients of the tensors that :func:`run_forward` takes, in their order; of no elements where not wanted."""
+    """Compute the gradients of the tensors that :func:`run_forward` takes, in their order; of no elements where not wanted."""
     from onelaunch.ops.output_chain import launch as chain_launch
 
     plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
@@ -287,20 +265,8 @@ def recurrence_gradients(
     return made[:, :width], found.initial
 
 
-def fake_backward(
-    dout: Any, dfinal: Any, x: Any, in_proj_weight: Any, gk_weight: Any, norm_weight: Any, w_out: Any, initial: Any, y: Any,
-    gk: Any, o: Any, rstd: Any, states: Any, heads: int, normalizer: float, kernels: str, wants: Sequence[bool],
-) -> list[torch.Tensor]:  # fmt: skip
-    """Room for the results of :func:`run_backward`."""
-    tensors = (x, in_proj_weight, gk_weight, gk_weight[:, 0], norm_weight, w_out, initial)
-    return [
-        x.new_empty(tensor.shape, dtype=tensor.dtype) if wanted else x.new_empty(0)
-        for tensor, wanted in zip(tensors, wants, strict=True)
-    ]
-
-
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """All tensors that come in but the bias of the decays, and what :func:`run_forward` keeps."""
+    """Keep all tensors that come in but the bias of the decays, and what :func:`run_forward` keeps."""
     x, in_proj_weight, gk_weight, _, norm_weight, w_out, initial, heads, normalizer, _, ctx.want_final, _, kernels = inputs
     ctx.save_for_backward(x, in_proj_weight, gk_weight, norm_weight, w_out, initial, *output[2:])
     ctx.numbers = (heads, normalizer, kernels)
@@ -308,7 +274,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) ->
 
 
 def gradients(ctx: Any, backward: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Of every input of :func:`run_forward`."""
+    """Return the gradient of every input of :func:`run_forward`."""
     x, *rest = ctx.saved_tensors
     wants = list(ctx.needs_input_grad[:7])
     dout = torch.zeros_like(x) if dout is None else dout
@@ -316,14 +282,12 @@ def gradients(ctx: Any, backward: Any, dout: torch.Tensor | None, dfinal: torch.
     return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), *(None,) * 6
 
 
-backward = Operator("gla_layer_backward", run_backward, fake=fake_backward)
-forward = Operator(
-    "gla_layer_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=backward, outputs=2
-)
+backward = Operator("gla_layer_backward", run_backward)
+forward = Operator("gla_layer_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
 
 
 def compute(call: GlaLayerCall, *, keep_states: bool = False) -> Results:
-    """The layer of a call that :func:`why_not` has nothing against."""
+    """Compute the layer of a call that :func:`why_not` does not refuse."""
     key, sizes = call.query(), call.sizes
     find = constant_kernels if torch.compiler.is_compiling() else kernels_for
     kernels = find(*key, sizes.rank, sizes.normalizer)

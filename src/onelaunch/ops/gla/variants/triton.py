@@ -81,13 +81,13 @@ fused.supports(cannot_scan)
 stepwise.supports(cannot_scan)
 
 
-def training(keys: int, values: int) -> list[Example]:
-    """Return training calls with each kind of decay, without packing or given states."""
+def training(keys: int, values: int, layouts: tuple[str, ...] = ("channel", "head")) -> list[Example]:
+    """Return training calls with these kinds of decay, without packing or given states."""
     return [
         Example(
             gla.case("bfloat16", B=4, T=2048, H=4, K=keys, V=values, decay_per=per), "forward_backward", name=f"decay per {per}"
         )
-        for per in ("channel", "head")
+        for per in layouts
     ]
 
 

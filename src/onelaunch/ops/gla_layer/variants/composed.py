@@ -12,7 +12,7 @@ import torch
 
 from onelaunch.dispatch import AUTO
 from onelaunch.dispatch.capture import compile_static, compiler_missing
-from onelaunch.operation import Query
+from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import no_steps
 from onelaunch.ops.gla.variants.torch import short_enough
 from onelaunch.ops.gla_layer import autograd as layer
@@ -111,3 +111,28 @@ def walks(query: Query) -> str | None:
     """Only that recurrence makes all of the states where outputs are read from them."""
     _, recurrence, _ = layer.parts_of(query, layer.ALIGNMENT, 1.0)
     return None if layer.own_kernel(recurrence, ("hopper",)) else "keeps states of the recurrence hopper alone"
+
+
+def training(*heads: tuple[int, int], architectures: tuple[str, ...] | None = None) -> list[Example]:
+    """Return training calls with heads of these sizes K and V, and as many of them as fill the chip without cutting T."""
+    return [
+        Example(
+            gla_layer.case("bfloat16", B=32, T=2048, D=2048, H=12, K=keys, V=values),
+            "forward_backward",
+            architectures,
+            name=f"K = {keys}, V = {values}",
+        )
+        for keys, values in heads
+    ]
+
+
+@packed.examples
+def heads_of_aliased_states() -> list[Example]:
+    """Return training calls in which states lie in the place of gradients, and one in which they do not."""
+    return training((64, 128), (128, 128), (256, 256))
+
+
+@packed_states.examples
+def heads_of_kept_states() -> list[Example]:
+    """Return training calls that keep the states."""
+    return training((128, 128), (256, 256), architectures=("sm_90a",))
