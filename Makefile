@@ -1,14 +1,20 @@
 # Everything runs in .venv, which is made on first use; `make` alone lists the targets.
 PYTHON ?= python3
 WORKERS ?= 2
+# What every kernel is compiled for: one, two or all architectures.
+ARCHITECTURES ?= two
+# CPU seconds that the tests of each pass may take together; without a number they may take any.
+BUDGET ?=
+BUDGET_INTERPRETED ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # A machine without a GPU's tools takes a first look, in less than a minute.
 QUICK := $(if $(shell command -v nvidia-smi || command -v rocm-smi),,--quick)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt --build-constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types layers docs check format clean
+.PHONY: help demo test quick lint types layers docs check format clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -16,9 +22,14 @@ help: ## say what there is
 demo: $(VENV)/.runtime ## run the 040 study at the size that suits this machine (a first look without a GPU); the report goes to reports/
 	$(BIN)/onelaunch study run 040-linear-rnn $(QUICK) --out reports/040-linear-rnn/result.json --report-dir reports/040-linear-rnn --force
 
-test: $(VENV)/.developer ## run the test-suite: once with kernels compiled, once with kernels interpreted
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not interpret"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m interpret
+test: $(VENV)/.developer ## run the test-suite: once with kernels compiled, once with kernels interpreted; durations go to build/
+	$(PYTEST) -m "not interpret" --architectures=$(ARCHITECTURES) --durations-table=build/durations.txt \
+		$(if $(BUDGET),--cpu-budget=$(BUDGET))
+	TRITON_INTERPRET=1 $(PYTEST) -m interpret --durations-table=build/durations-interpreted.txt \
+		$(if $(BUDGET_INTERPRETED),--cpu-budget=$(BUDGET_INTERPRETED))
+
+quick: $(VENV)/.developer ## run what tests in a few minutes: no slow ones, kernels compiled for sm_90a alone, none interpreted
+	$(PYTEST) -m "not interpret and not slow" --architectures=one
 
 lint: $(VENV)/.developer ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -34,7 +45,9 @@ docs: $(VENV)/.developer ## build the documentation; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-check: lint types layers docs test ## all of the above but the demo
+check: ARCHITECTURES = all
+check: export ONELAUNCH_TEST_CACHE ?= $(CURDIR)/build/compiled
+check: lint types layers docs test ## all of the above but the demo, with kernels compiled for all architectures
 
 format: $(VENV)/.developer ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

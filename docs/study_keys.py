@@ -1,4 +1,4 @@
-"""Writes the tables of a study file's keys from the pydantic models that read it, with examples from the studies that ship."""
+"""Writes the tables of a study file's keys and of the measures, from the models and the registry that read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 from onelaunch.operation import find_operation
 from onelaunch.workbench.report.documents import code, markdown_table
-from onelaunch.workbench.study import Criterion, Shape, Study
+from onelaunch.workbench.study import Criterion, Shape, Study, measures
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,14 +36,16 @@ NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
 
 
 def pages(studies: Path) -> dict[str, str]:
-    """Return the text of each generated file by its name: a heading and a table for each of the three models."""
+    """Return the text of each generated file by its name: a table of each of the three models, and one of the measures."""
     raw = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(studies.glob("*.toml"))]
     tables: dict[type[BaseModel], list[dict[str, Any]]] = {
         Study: raw,
         Shape: [_shape(table, study["operation"]) for study in raw for table in study["shapes"]],
         Criterion: [table for study in raw for table in study["criteria"]],
     }
-    return {f"keys-{name}.md": f"### {title}\n\n{_table(model, tables[model])}\n" for name, title, model in MODELS}
+    keys = {f"keys-{name}.md": f"### {title}\n\n{_table(model, tables[model])}\n" for name, title, model in MODELS}
+    rows = [[code(measure.name), measure.meaning] for measure in measures()]
+    return {**keys, "measures.md": markdown_table(["`measure`", "what is held against the bound"], rows) + "\n"}
 
 
 def _shape(table: Mapping[str, Any], operation: str) -> dict[str, Any]:
@@ -59,7 +61,8 @@ def _table(model: type[BaseModel], declared: Sequence[Mapping[str, Any]]) -> str
     rows = []
     for key, field in model.model_fields.items():
         meaning = " ".join(meanings[model.__name__, key]).strip()  # a field without a docstring stops the build
-        rows.append([code(key), meaning, _type(field), _default(field), _example(key, field, declared)])
+        kind = ", ".join(code(json.dumps(measure.name)) for measure in measures()) if key == "measure" else _type(field)
+        rows.append([code(key), meaning, kind, _default(field), _example(key, field, declared)])
     return markdown_table(["key", "meaning", "type", "default", "example"], rows)
 
 

@@ -17,7 +17,7 @@ ELSEWHERE = {"decode_step": "decode.md"}
 
 
 def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
-    """Write ``variants-NAME.md`` and ``measured-NAME.md`` for every operation, ``notebook.md``, and ``keys-MODEL.md``."""
+    """Write the tables of every operation's variants and measured times, of a study file's keys, and of the measures."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = [(path, Result.load(path)) for path in sorted(results.glob("**/*.json"))] if results.is_dir() else []
     for operation in operations():
@@ -61,4 +61,4 @@ def _variants(operation: Operation) -> str:
 
 def _rank(variant: Variant) -> int:
     """Return the place of a variant: kernels of our own first, then PyTorch's forms, then other libraries."""
-    return 2 if "requires" in variant.tags else int(variant.launches is None)
+    return 2 if variant.capabilities.requires else int(variant.launches is None)

@@ -17,7 +17,9 @@ import torch
 from onelaunch import dispatch, operation
 from onelaunch.operation import registry
 from tests.browser import REQUIRED, missing_browser
+from tests.durations import Durations, add_options
 from tests.interpreter import spare_repeated_work
+from tests.kept import keep_triton
 from tests.toys import make_scale
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,9 +28,26 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED and importlib.util.find_spec("triton") is not None:
     spare_repeated_work()
 
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each process compiles a file for seconds to see what the CPU can do
+keep_triton()
+
 if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:  # threads that wait for a core in turns cost 30 times
     torch.set_num_threads(max((os.cpu_count() or 1) // int(WORKERS), 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for processes that tests start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+    parser.addoption(
+        "--architectures",
+        choices=("one", "two", "all"),
+        default="two",
+        help="what every kernel is compiled for: sm_90a; sm_90a and sm_80 (default); or sm_100a and gfx942 as well",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ import typer
 from onelaunch import dispatch, operation
 from onelaunch.cli.application import application
 from onelaunch.operation import registry
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.read import load_study
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

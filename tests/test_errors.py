@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from onelaunch import errors
+from onelaunch import errors, wording
 from onelaunch.cli.application import OPTIONS
 from onelaunch.errors import (
     ArgumentError,
@@ -27,8 +27,8 @@ from onelaunch.errors import (
     UnknownVariant,
     ValueRangeError,
     VariantUnsupported,
-    did_you_mean,
 )
+from onelaunch.wording import did_you_mean
 
 MESSAGES = [
     (
@@ -157,7 +157,7 @@ def test_a_wrong_name_or_argument_ends_with_2_and_what_failed_with_1(error, code
 
 def test_escaped_text_steers_no_terminal_and_can_be_written():
     text = "a\tb\n\x1b[2J\r\x00\x7f\x9b\u2028\u202e\ud800 Größe ≥ 3"
-    shown = errors.escaped(text)
+    shown = wording.escaped(text)
     assert shown == "a\tb\n\\x1b[2J\\r\\x00\\x7f\\x9b\\u2028\\u202e\\ud800 Größe ≥ 3"
     shown.encode()
-    assert errors.escaped(shown) == shown
+    assert wording.escaped(shown) == shown

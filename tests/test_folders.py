@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -180,3 +181,41 @@ def test_commands_go_on_with_a_cache_that_cannot_be_written(command, tmp_path):
 def test_no_file_is_left_beside_what_is_kept(tmp_path: Path):
     folders.keep(tmp_path / "entry", b"x" * 1000)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["entry"]
+
+
+COUNT = """
+import sys, time
+from pathlib import Path
+from onelaunch import folders
+with folders.alone(Path(sys.argv[1]), "count"):
+    file = Path(sys.argv[1]) / "number"
+    number = int(file.read_text()) if file.exists() else 0
+    time.sleep(0.2)
+    file.write_text(str(number + 1))
+"""
+
+
+def test_processes_enter_a_region_one_at_a_time(tmp_path):
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    running = [subprocess.Popen([sys.executable, "-c", COUNT, str(tmp_path)], env=environment) for _ in range(3)]
+    assert [process.wait(60) for process in running] == [0, 0, 0]
+    assert (tmp_path / "number").read_text() == "3"
+
+
+def test_a_region_whose_lock_cannot_be_had_is_entered_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    with folders.alone(tmp_path / "file" / "folder", "any"):
+        pass
+    monkeypatch.setattr(folders, "LOCK_SECONDS", 0.05)
+    with folders.alone(tmp_path, "held"), folders.alone(tmp_path, "held"):
+        entered = True
+    assert entered
+
+
+def test_an_error_in_a_region_releases_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "LOCK_SECONDS", 5.0)
+    with pytest.raises(RuntimeError, match="inside"), folders.alone(tmp_path, "held"):
+        raise RuntimeError("inside")
+    begin = time.monotonic()
+    with folders.alone(tmp_path, "held"):
+        assert time.monotonic() - begin < 4

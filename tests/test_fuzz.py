@@ -25,20 +25,20 @@ from rich.console import Console
 
 from onelaunch import dispatch
 from onelaunch.decode.generate import Model
-from onelaunch.decode.weights import random_weights
+from onelaunch.decode.model.weights import random_weights
 from onelaunch.device.hardware import describe
 from onelaunch.dispatch import measured
 from onelaunch.errors import OneLaunchError
 from onelaunch.operation import find_operation
 from onelaunch.workbench.adopt import adopt
-from onelaunch.workbench.decision import concluded
-from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.report import markdown, write_report
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import default_path
 from onelaunch.workbench.study import Criterion
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.plan import plan_study
+from onelaunch.workbench.study.read import load_study
 from tests.decode import models
 from tests.workbench import ladder
 

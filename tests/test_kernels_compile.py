@@ -1,4 +1,7 @@
-"""Every kernel of every variant compiles for every architecture: no spills, and the matrix instructions that were meant."""
+"""Every kernel of every variant compiles: no spills, and the matrix instructions that were meant.
+
+For two architectures by default, for all with ``--architectures=all``, as continuous integration does.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import os
 import pytest
 
 from onelaunch import cuda
+from onelaunch.device.architectures import CHECKED
 from onelaunch.launch.build import CudaBuild
 from onelaunch.operation import find_operation, operations
-from onelaunch.workbench.inspection import CHECKED, inspect_build
+from onelaunch.workbench.inspection import inspect_build
+from tests.kept import keep_inspections
 
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+ARCHITECTURES = {"one": ("sm_90a",), "two": ("sm_90a", "sm_80"), "all": CHECKED}
+"""What every kernel is compiled for, by the value of the option ``--architectures``."""
 
 KEPT_AS_A_LESSON = "the write-up's walk holds the state beside all else: kept as measured, not mended"
 SPILLS = {
@@ -28,30 +36,42 @@ class Spilled(AssertionError):
     """Registers went to local memory, and nothing else was wrong."""
 
 
-def distinct_builds():
+def distinct_builds(architectures):
     """One parameter for each kernel in one configuration, named after the first variant that launches it."""
     seen = set()
     for operation in [] if INTERPRETED else operations():
         for variant in operation.variants.values():
-            for architecture in CHECKED:
+            for architecture in architectures:
                 for build in variant.builds(architecture):
-                    key = (architecture, repr(build))
+                    key = (architecture, build.key)
                     if key not in seen:
                         seen.add(key)
                         name = f"{operation.name}-{variant.name}-{build.name}"
                         where, why = SPILLS.get(name, ((), ""))
                         marks = [pytest.mark.xfail(reason=why, strict=True, raises=Spilled)] if architecture in where else []
+                        marks += [] if architecture in ARCHITECTURES["two"] else [pytest.mark.extra]
                         yield pytest.param(build, architecture, id=f"{name}-{architecture}", marks=marks)
 
 
-@pytest.mark.parametrize(("build", "architecture"), list(distinct_builds()))
-def test_a_kernel_compiles_without_problems(build, architecture):
+def pytest_generate_tests(metafunc):
+    if "build" in metafunc.fixturenames:
+        architectures = ARCHITECTURES[metafunc.config.getoption("architectures")]
+        metafunc.parametrize(("build", "architecture"), list(distinct_builds(architectures)))
+
+
+def test_a_kernel_compiles_without_problems(build, architecture, monkeypatch):
     if isinstance(build, CudaBuild) and (reason := cuda.missing()):
         pytest.skip(reason)
+    keep_inspections(monkeypatch)
     found = inspect_build(build, architecture)
     if found.problems and all(problem.startswith("spills") for problem in found.problems):
         raise Spilled(found.problems)
     assert found.ok, found.problems
+
+
+def test_no_architecture_is_forgotten():
+    assert set(ARCHITECTURES["all"]) == set(CHECKED)
+    assert set(ARCHITECTURES["one"]) < set(ARCHITECTURES["two"]) < set(CHECKED)
 
 
 @pytest.mark.parametrize("architecture", CHECKED)
@@ -61,7 +81,7 @@ def test_every_variant_of_our_own_kernels_lists_them(operation, architecture):
     own = [variant for variant in find_operation(operation).variants.values() if variant.launches is not None]
     assert own
     for variant in own:
-        expected = architecture in variant.tags.get("architectures", CHECKED)
+        expected = architecture in (variant.capabilities.architectures or CHECKED)
         assert bool(variant.builds(architecture)) == expected, variant
 
 

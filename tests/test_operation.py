@@ -14,7 +14,7 @@ import torch
 from onelaunch.errors import ArgumentError, UnknownOperation, UnknownVariant
 from onelaunch.launch.build import KernelBuild
 from onelaunch.operation import Cost, Query, find_operation, names_of, operation, operations, parse_dtype, remembered
-from onelaunch.workbench.calls import Callee, Inputs
+from onelaunch.workbench.verify.calls import Callee, Inputs
 from tests.toys import make_scale
 
 

@@ -5,13 +5,17 @@ A cache that cannot be read or written never stops work: :func:`keep` warns once
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
+
+import filelock
 
 from onelaunch.errors import CacheNotice
 from onelaunch.files import FileTooLarge, read_bytes, reason, replace
@@ -55,6 +59,36 @@ def keep(path: Path, data: bytes) -> bool:
         _say_unwritable(str(path.parent), reason(problem))
         return False
     return True
+
+
+LOCK_SECONDS = 120.0
+"""Longest wait for another process: more than a kernel takes to compile, or a device's peaks to be measured."""
+
+
+@contextlib.contextmanager
+def alone(folder: Path, name: str) -> Iterator[None]:
+    """Keep other processes out of the same region, such as one that compiles what they want as well.
+
+    Where no lock can be had, because the folder cannot be written or another process holds it for longer than
+    :data:`LOCK_SECONDS`, the region is entered all the same: work may then be done twice, and files stay whole.
+
+    Args:
+        folder: Folder that holds the lock's file; made if it is not there.
+        name: Name of the region, a part of the file's name.
+    """
+    lock = filelock.FileLock(folder / f".{name}.lock", timeout=LOCK_SECONDS)
+    held = False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        held = True
+    except (OSError, filelock.Timeout, NotImplementedError):
+        pass
+    try:
+        yield
+    finally:
+        if held:
+            lock.release()
 
 
 @functools.cache

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from onelaunch.cli.application import application
 from onelaunch.device import peaks
 from onelaunch.device.hardware import Ceilings
-from onelaunch.workbench import run, sampling, timing
+from onelaunch.workbench import run
+from onelaunch.workbench.measure import sampling, timing
 from tests.workbench import toy
 
 RATES = {"float16": 1e13, "bfloat16": 1e13, "float32": 1e13}

@@ -16,10 +16,10 @@ from onelaunch.cli import doctor
 from onelaunch.cli import inspection as inspect_module
 from onelaunch.cli.arguments import parse_case
 from onelaunch.device.hardware import describe
+from onelaunch.device.tools import find_ncu
 from onelaunch.errors import ArgumentError, InspectionError
 from onelaunch.operation import find_operation
 from onelaunch.operation.entry_points import Plugin
-from onelaunch.workbench.count import find_ncu
 from onelaunch.workbench.inspection import Inspection
 from tests.ops.cases import OPERATIONS
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from onelaunch.decode.engine import TorchEngine
 from onelaunch.decode.generate import Model
+from onelaunch.decode.runtime.engines import TorchEngine
 
 pytest.importorskip("tokenizers", reason="needs the extra decode")
 

@@ -17,12 +17,13 @@ from onelaunch import dispatch
 from onelaunch.cli.study import report as report_module
 from onelaunch.cli.study import run as run_module
 from onelaunch.dispatch import measured
-from onelaunch.errors import UNSAFE, OutputUnwritable
+from onelaunch.errors import OutputUnwritable
+from onelaunch.wording import UNSAFE
 from onelaunch.workbench import files
-from onelaunch.workbench import result as result_module
-from onelaunch.workbench.compare import compare
-from onelaunch.workbench.decision import concluded
+from onelaunch.workbench.decide.compare import compare
+from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.result import SCHEMA, Result
+from onelaunch.workbench.result import schema as result_module
 from onelaunch.workbench.run import Progress
 from tests.workbench import results
 
@@ -277,16 +278,17 @@ def test_sigterm_keeps_the_finished_shapes_and_says_where(here):
 TERMINATED = """
 import os, signal, sys
 from tests.workbench import toy
-from onelaunch.workbench import run, sampling, timing
+from onelaunch.workbench import run, running
+from onelaunch.workbench.measure import sampling, timing
 from onelaunch.cli.main import app
 timing.WARM_UP_SECONDS["cpu"] = 0.0
 sampling.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
 run.TIME_CAP_SECONDS = {"small": 2.0, "full": 2.0}
-keep = run._Run.keep
+keep = running.Run.keep
 def keep_and_be_terminated(self, path):
     keep(self, path)
     os.kill(os.getpid(), signal.SIGTERM)
-run._Run.keep = keep_and_be_terminated
+running.Run.keep = keep_and_be_terminated
 sys.argv = ["onelaunch", "study", "run", "toy-study", "--device", "cpu"]
 app()
 """

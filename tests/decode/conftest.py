@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from onelaunch import dispatch
-from onelaunch.decode import decode_step, launch, random_weights
+from onelaunch.decode import decode_step, random_weights
+from onelaunch.decode.runtime import kernels
+from onelaunch.decode.runtime.models import MODELS
 from tests.decode.played import MODEL, Launch
 
 
@@ -30,10 +32,10 @@ def weights():
 def played(weights, monkeypatch):
     """The kernels of ``streaming`` on this machine; they are made anew for each test."""
     played = Launch(weights)
-    monkeypatch.setattr(launch, "processors", lambda device: 5)
-    monkeypatch.setattr(launch.nvrtc, "load", lambda *_, **__: played)
+    monkeypatch.setattr(kernels, "processors", lambda device: 5)
+    monkeypatch.setattr(kernels.nvrtc, "load", lambda *_, **__: played)
     monkeypatch.setattr(decode_step.get("streaming"), "_supports", [])
-    launch._MADE.pop(weights, None)
+    MODELS.discard(weights)
     yield played
     dispatch.forget()
     dispatch.choose.cache_clear()

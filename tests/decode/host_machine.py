@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from onelaunch.decode.emit import Tuning, launch_of, layout_of, source
-from onelaunch.decode.memory import Memory
+from onelaunch.decode.codegen.emit import source
+from onelaunch.decode.codegen.layout import Tuning, launch_of, layout_of
+from onelaunch.decode.runtime.memory import Memory
 
 HERE = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++") or shutil.which("clang++")

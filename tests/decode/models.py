@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from onelaunch.decode import ModelConfig, Weights
-from onelaunch.decode.config import LinearScaling, Llama3Scaling, YarnScaling
-from onelaunch.decode.weights import parts
+from onelaunch.decode.model.config import LinearScaling, Llama3Scaling, YarnScaling
+from onelaunch.decode.model.weights import parts
 
 SMALL = ModelConfig(
     vocab_size=300,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, random_weights
-from onelaunch.decode.packing import pack
-from onelaunch.decode.rungs import RUNGS, plan_for
+from onelaunch.decode.plan.packing import pack
+from onelaunch.decode.plan.rungs import RUNGS, plan_for
 
 TINY = ModelConfig(300, 128, 96, 2, 4, 2, 16, max_position_embeddings=512, tie_word_embeddings=True)
 MODELS = {

@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 
 from onelaunch.decode import KVCache
-from onelaunch.decode.engine import Request, TorchEngine
-from onelaunch.decode.megakernel import BATCH
-from onelaunch.decode.memory import ERROR
-from onelaunch.decode.model import prefill
-from onelaunch.decode.sampling import Sampler, Sampling
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.sampling import Sampler, Sampling
+from onelaunch.decode.runtime.engines import BATCH, Request, TorchEngine
+from onelaunch.decode.runtime.memory import ERROR
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onelaunch.decode import ModelConfig
-from onelaunch.decode.config import LinearScaling, YarnScaling
+from onelaunch.decode.model.config import LinearScaling, YarnScaling
 from onelaunch.errors import CheckpointError, ModelConfigError, UnsupportedModel
 from tests.decode.models import CONFIGS, SMALL, as_dict
 

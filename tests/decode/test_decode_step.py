@@ -9,13 +9,14 @@ import torch
 
 from onelaunch import dispatch
 from onelaunch.decode import KVCache, decode_step, random_weights
-from onelaunch.decode.model import prefill
-from onelaunch.decode.torch_variants import window_of
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.step.variants.pytorch import window_of
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.errors import ArgumentError, ContextExceeded, DTypeError, ShapeError, ValueRangeError, VariantUnsupported
 from onelaunch.operation import find_operation
-from onelaunch.workbench.verify import Judge, trivial_answers
+from onelaunch.workbench.verify import Judge
 from tests.decode.models import SMALL
+from tests.trivial import trivial_answers
 
 SIZES = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 200}
 
@@ -150,7 +151,7 @@ def test_dispatch_on_a_cpu_is_eager():
         ({"token": torch.tensor([7], dtype=torch.int32)}, DTypeError, "token is torch.int32; it must be int64"),
         ({"token": torch.tensor([300])}, ValueRangeError, r"token is 300; .* 0\.\.299"),
         ({"token": torch.tensor([-1])}, ValueRangeError, "token is -1"),
-        ({"weights": {}}, ArgumentError, "weights is dict; it must be onelaunch.decode.weights.Weights"),
+        ({"weights": {}}, ArgumentError, "weights is dict; it must be onelaunch.decode.Weights"),
         ({"cache": None}, ArgumentError, "cache is NoneType"),
         ({"weights": random_weights(SMALL).map(torch.Tensor.half)}, DTypeError, "weights is torch.float16; it must be float32"),
         ({"cache": KVCache.empty(replace(SMALL, num_hidden_layers=3))}, ShapeError, "cache.keys has shape"),

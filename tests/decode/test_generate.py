@@ -17,15 +17,15 @@ import torch
 
 from onelaunch import dispatch
 from onelaunch.decode import KVCache, decode_step, random_weights
-from onelaunch.decode import engine as engine_file
 from onelaunch.decode import generate as generate_file
-from onelaunch.decode import hub as hub_file
-from onelaunch.decode.engine import Request, TorchEngine, make_engine
 from onelaunch.decode.generate import Model
-from onelaunch.decode.hub import find_model
-from onelaunch.decode.packing import pack, packing_bytes
-from onelaunch.decode.rungs import plan_for
-from onelaunch.decode.weights import from_tensors
+from onelaunch.decode.model import hub as hub_file
+from onelaunch.decode.model.hub import find_model
+from onelaunch.decode.model.weights import from_tensors
+from onelaunch.decode.plan.packing import pack, packing_bytes
+from onelaunch.decode.plan.rungs import plan_for
+from onelaunch.decode.runtime import engines as engine_file
+from onelaunch.decode.runtime.engines import Request, TorchEngine, make_engine
 from onelaunch.dispatch import AUTO
 from onelaunch.errors import (
     ArgumentError,
@@ -245,7 +245,7 @@ def test_a_text_longer_than_the_first_cache_is_the_text_without_one():
     weights = random_weights(replace(SMALL, num_hidden_layers=1), seed=4)
     engine = TorchEngine(weights)
     found = list(engine.run(Request((1, 2, 3), 300)))
-    from onelaunch.decode.model import forward, logits_of
+    from onelaunch.decode.model.forward import forward, logits_of
 
     with torch.no_grad():
         whole = logits_of(weights, forward(weights, torch.tensor([1, 2, 3, *found]), KVCache.empty(weights.config, 400)))
@@ -297,7 +297,7 @@ def test_a_variant_may_bring_its_engine(monkeypatch):
 
 
 def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
-    without = {name: variant for name, variant in decode_step.variants.items() if "engine" not in variant.tags}
+    without = {name: variant for name, variant in decode_step.variants.items() if variant.capabilities.engine is None}
     monkeypatch.setattr(decode_step, "variants", without)
     faster = decode_step.variant("faster", engine=Script)(lambda call: None)
     faster.supports(lambda query: "needs a GPU of compute capability 9")
@@ -357,7 +357,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
 
     monkeypatch.setattr(KVCache, "grown", exhausted)
     with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 300 positions"):
-        TorchEngine(random_weights(SMALL))._room(KVCache.empty(SMALL), 300)
+        TorchEngine(random_weights(SMALL))._grown(KVCache.empty(SMALL), 300)
 
 
 # What is refused

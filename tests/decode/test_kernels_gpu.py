@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, decode_step, random_weights
-from onelaunch.decode.engine import Request, TorchEngine, make_engine
-from onelaunch.decode.model import prefill
-from onelaunch.decode.rungs import RUNGS
-from onelaunch.decode.sampling import Sampler, Sampling
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.sampling import Sampler, Sampling
+from onelaunch.decode.plan.rungs import RUNGS
+from onelaunch.decode.runtime.engines import Request, TorchEngine, make_engine
 from onelaunch.device.hardware import is_hopper
 from onelaunch.workbench.verify import Judge
 
@@ -96,29 +96,36 @@ def test_a_captured_step_outlives_new_contents_of_the_weights(rung, device):
 
 @each_rung
 def test_barriers_are_those_of_the_ladder(rung, device):
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import session_for
 
     weights = random_weights(GENERATED, 1, device)
-    kernels, cache = kernels_for(weights, rung), KVCache.empty(GENERATED, 100, device).with_length(70)
+    session, cache = session_for(weights, rung), KVCache.empty(GENERATED, 100, device).with_length(70)
     layers, tail = LADDER.get(rung, (0, 0))
     for _ in range(2):
-        assert kernels.barriers(torch.tensor([3], device=device), cache) == layers * GENERATED.num_hidden_layers + tail
+        assert session.barriers(torch.tensor([3], device=device), cache) == layers * GENERATED.num_hidden_layers + tail
+
+
+def run_in_turns(sequence, count, each):
+    """So many tokens, some in each launch; none is waited for before all are under way."""
+    pending = []
+    for _ in range(count // each):
+        with sequence:
+            sequence.step(each)
+            pending.append(sequence.copy_tokens())
+    return [token for copy in pending for token in copy.wait()]
 
 
 @each_rung
 def test_many_tokens_of_a_launch_are_those_of_single_steps(rung, device):
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import session_for
 
     weights = random_weights(GENERATED, 1, device)
     prompt = torch.randint(GENERATED.vocab_size, (50,), device=device)
     logits, cache = prefill(weights, prompt, KVCache.empty(GENERATED, 512, device))
     token = logits.argmax()[None]
-    count, kernels = 300, kernels_for(weights, rung)
-    kernels.place(cache.length, token)
-    for _ in range(count // 30):
-        kernels.tokens(cache, 30)
-    kernels.check()
-    made = kernels.memory.tokens[cache.length + 1 : cache.length + 1 + count].tolist()
+    count, session = 300, session_for(weights, rung)
+    made = run_in_turns(session.sequence(cache, token), count, 30)
+    session.check()
     fresh = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
     for expected in made:
         logits, _, _ = decode_step(token, weights, fresh, variant=rung)
@@ -144,22 +151,23 @@ def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
     """On a host, which divides as the kernels do; PyTorch multiplies on a GPU. Scores, or a sum and top-p, that agree to six
     digits could change places; seeds are fixed.
     """
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import session_for
 
     weights, sampling, count = random_weights(GENERATED, 1, device), CHOICES[name], 200
     prompt = torch.randint(GENERATED.vocab_size, (50,), device=device, generator=torch.Generator(device).manual_seed(3))
     logits, cache = prefill(weights, prompt, KVCache.empty(GENERATED, 512, device))
-    kernels, texts = kernels_for(weights, rung), []
+    session, texts = session_for(weights, rung), []
     for _ in range(2):
         sampler = Sampler(sampling, prompt, GENERATED.vocab_size)
         token = sampler(logits, cache.length)
-        kernels.place(cache.length, token)
-        for made in range(0, count, 25):
-            last = kernels.tokens(cache.with_length(cache.length + made), 25, sampler)
-        kernels.check()
-        texts.append(kernels.memory.tokens[cache.length + 1 : cache.length + 1 + count].tolist())
+        sequence = session.sequence(cache, token, sampler)
+        texts.append(run_in_turns(sequence, count - 25, 25))
+        with sequence:
+            last = sequence.step(25)
+            texts[-1] += sequence.copy_tokens().wait()
+        session.check()
     assert texts[0] == texts[1], "the same seed, the same text"
-    assert not kernels.memory.tallies.any()
+    assert not session.memory.tallies.any()
     on_host = Sampler(sampling, torch.cat([prompt, token]).cpu(), GENERATED.vocab_size)
     fresh = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
     for known in texts[0]:
@@ -173,17 +181,17 @@ def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
 @pytest.mark.parametrize("rung", IN_ONE_LAUNCH)
 def test_tokens_are_drawn_as_often_as_they_are_likely(rung, device):
     """Chi squared of 4000 draws after the same token at one position, by as many seeds; five standard deviations are too many."""
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import session_for
 
     config = replace(GENERATED, vocab_size=64, num_hidden_layers=1)
     weights, draws, position = random_weights(config, 1, device), 4000, 5
-    kernels, cache = kernels_for(weights, rung), KVCache.empty(config, 16, device).with_length(position)
+    session, cache = session_for(weights, rung), KVCache.empty(config, 16, device).with_length(position)
     token, found = torch.tensor([3], device=device), []
     for seed in range(draws):
-        kernels.place(position, token)
-        logits = kernels.tokens(cache, 1, Sampler(Sampling(temperature=0.8, seed=seed), token, 64))
-        found.append(kernels.memory.tokens[position + 1].clone())
-    kernels.check()
+        with session.sequence(cache, token, Sampler(Sampling(temperature=0.8, seed=seed), token, 64)) as sequence:
+            logits = sequence.step(1)
+            found.append(sequence.tokens()[0].clone())
+    session.check()
     counts = torch.bincount(torch.stack(found).cpu(), minlength=64)
     expected = (logits.double() / 0.8).softmax(0).cpu() * draws
     tested = expected > 5
@@ -201,18 +209,12 @@ def test_engines_draw_the_texts_that_come_step_by_step(rung, name, device):
 
 
 def test_streaming_does_not_hang(device):
-    from onelaunch.decode.launch import kernels_for
+    from onelaunch.decode.runtime.kernels import session_for
 
     weights = random_weights(GENERATED, 2, device)
-    kernels = kernels_for(weights, "streaming")
-    cache = KVCache.empty(GENERATED, 2048, device)
-    for _ in range(5):
-        kernels.place(0, torch.tensor([1], device=device))
-        for _ in range(20):
-            kernels.tokens(cache, 100)
-        kernels.check()
-    for name in CHOICES:
-        kernels.place(0, torch.tensor([1], device=device))
-        for at in range(0, 2000, 100):
-            kernels.tokens(cache.with_length(at), 100, Sampler(CHOICES[name], torch.tensor([1], device=device), 2000))
-        kernels.check()
+    session = session_for(weights, "streaming")
+    cache, token = KVCache.empty(GENERATED, 2048, device), torch.tensor([1], device=device)
+    samplers = [None] * 5 + [Sampler(sampling, token, GENERATED.vocab_size) for sampling in CHOICES.values()]
+    for sampler in samplers:
+        assert len(run_in_turns(session.sequence(cache, token, sampler), 2000, 100)) == 2000
+        session.check()

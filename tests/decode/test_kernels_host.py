@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onelaunch.decode.emit import Tuning
-from onelaunch.decode.memory import ERROR, OUT_OF_RANGE, Constants, Memory
-from onelaunch.decode.model import prefill
-from onelaunch.decode.rungs import RUNGS, plan_for
-from onelaunch.decode.stamps import phase_times, stamp_words
+from onelaunch.decode.codegen.layout import Tuning, marker_words
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.plan.rungs import RUNGS, plan_for
+from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Constants, Memory
 from tests.decode.host_machine import HostKernel, needs_compiler, needs_watch, place
 from tests.decode.plans import DEEP, MODELS, SHARED, TINY, WIDE, packed, plan_with, text
+from tests.decode.stamps import phase_times
 
 pytestmark = needs_compiler
 
@@ -235,7 +235,7 @@ def test_stamps_say_where_a_token_waits_and_change_nothing_else(rung, libraries)
     assert times["qkv"].waits > 0
     assert times["qkv"].works > 0
     span = (
-        memory.state[-stamp_words(plan) + 2] - memory.state[-stamp_words(plan)]
+        memory.state[-marker_words(plan) + 2] - memory.state[-marker_words(plan)]
     ) / 2000  # the host's clock: two ticks a nanosecond
     passes = {phase.name: TINY.num_hidden_layers for phase in plan.layer} | {phase.name: 1 for phase in plan.tail}
     total = sum(passes[name] * (time.waits + time.works) for name, time in times.items())

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, decode_step, random_weights
-from onelaunch.decode.engine import Request, TorchEngine
 from onelaunch.decode.loops import FEWEST, MOST, Running, Served, enough, first_difference
-from onelaunch.decode.model import prefill
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.runtime.engines import Request, TorchEngine
 from onelaunch.errors import ContextExceeded
 from tests.decode.models import SMALL
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, ModelConfig, decode_step, load_weights, random_weights
-from onelaunch.decode import model as model_file
-from onelaunch.decode.config import LinearScaling
-from onelaunch.decode.model import forward, logits_of, prefill
-from onelaunch.decode.rope import frequencies, rotate, rotation
+from onelaunch.decode.model import forward as model_file
+from onelaunch.decode.model.config import LinearScaling
+from onelaunch.decode.model.forward import forward, logits_of, prefill
+from onelaunch.decode.model.rope import frequencies, rotate, rotation
 from onelaunch.errors import ContextExceeded
 from onelaunch.workbench.verify import judge
 from tests.decode.models import CONFIGS, SMALL, write

@@ -9,13 +9,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from onelaunch.decode import ModelConfig, packing
-from onelaunch.decode.builder import POSITIONS, layer_ctas
-from onelaunch.decode.check import Room, check
-from onelaunch.decode.emit import THREADS, Tuning, layout_of
-from onelaunch.decode.interpret import Interpreter, digits
-from onelaunch.decode.model import prefill
-from onelaunch.decode.packing import (
+from onelaunch.decode import ModelConfig
+from onelaunch.decode.codegen.layout import THREADS, Tuning, layout_of
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.sampling import Sampler, Sampling
+from onelaunch.decode.plan import packing
+from onelaunch.decode.plan.builder import POSITIONS, layer_ctas
+from onelaunch.decode.plan.check import Room, check
+from onelaunch.decode.plan.packing import (
     as_operands,
     columns,
     from_pairs,
@@ -26,10 +27,10 @@ from onelaunch.decode.packing import (
     pack,
     row_order,
 )
-from onelaunch.decode.plan import ROUNDS, Piece, Wait, padded
-from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
-from onelaunch.decode.sampling import Sampler, Sampling
+from onelaunch.decode.plan.phases import ROUNDS, Piece, Wait, padded
+from onelaunch.decode.plan.rungs import RUNGS, plan_for, unsupported
 from onelaunch.errors import PlanError
+from tests.decode.interpret import Interpreter, digits
 from tests.decode.plans import MODELS, SHARED, TINY, packed, plan_with, text
 
 QWEN = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, tie_word_embeddings=True)

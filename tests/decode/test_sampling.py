@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from onelaunch.decode.sampling import WORD, Sampler, Sampling, gumbel, keys, penalise, recommended, warp
+from onelaunch.decode.model.sampling import WORD, Sampler, Sampling, gumbel, keys, penalise, recommended, warp
 from onelaunch.errors import ArgumentError
 
 CHOICES = {

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch.decode.memory import ERROR, Constants, Memory
-from onelaunch.decode.rungs import RUNGS, plan_for
-from onelaunch.decode.sampling import Sampler, Sampling
+from onelaunch.decode.model.sampling import Sampler, Sampling
+from onelaunch.decode.plan.rungs import RUNGS, plan_for
+from onelaunch.decode.runtime.memory import ERROR, Constants, Memory
 from tests.decode.host_machine import HostKernel, needs_compiler, place
 from tests.decode.plans import MODELS, TINY, packed, text
 

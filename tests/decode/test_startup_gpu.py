@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from onelaunch.decode import ModelConfig, load_weights, random_weights
-from onelaunch.decode.hub import BUNDLED, find_model
+from onelaunch.decode.model.hub import BUNDLED, find_model
 from onelaunch.device.hardware import is_hopper
 from tests.decode.models import write
 

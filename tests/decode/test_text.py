@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from onelaunch.decode.prompts import tokens_of
-from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
+from onelaunch.decode.model.prompts import tokens_of
+from onelaunch.decode.model.tokenizer import Detokenizer, StopStrings, TextCodec
 from onelaunch.errors import ArgumentError, CheckpointError
 from tests.decode.models import SMALL
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, Model, ModelConfig, decode_step, random_weights
-from onelaunch.decode.engine import make_engine
-from onelaunch.decode.hub import BUNDLED, find_model
-from onelaunch.decode.model import forward, logits_of
-from onelaunch.decode.reference import config_of
-from onelaunch.decode.rungs import RUNGS, plan_for
+from onelaunch.decode.model.forward import forward, logits_of
+from onelaunch.decode.model.hub import BUNDLED, find_model
+from onelaunch.decode.plan.rungs import RUNGS, plan_for
+from onelaunch.decode.runtime.engines import make_engine
+from onelaunch.decode.step.reference import config_of
 from onelaunch.device.hardware import is_hopper, processors
-from onelaunch.workbench.count import Request
-from onelaunch.workbench.launches import count_barriers
+from onelaunch.workbench.measure.count import Request
+from onelaunch.workbench.measure.launches import count_barriers
 
 pytestmark = pytest.mark.gpu
 

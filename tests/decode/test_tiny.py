@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onelaunch.decode.generate import Model
-from onelaunch.decode.hub import BUNDLED, find_model
+from onelaunch.decode.model.hub import BUNDLED, find_model
 
 pytest.importorskip("tokenizers", reason="needs the extra decode")
 
@@ -30,7 +30,7 @@ def test_it_is_small_and_whole():
 def test_it_has_learnt_python(model):
     """It expects this file better than a text of letters; 7.6 nats a token would be nothing learnt."""
     from onelaunch.decode import KVCache
-    from onelaunch.decode.model import forward, logits_of
+    from onelaunch.decode.model.forward import forward, logits_of
 
     text = Path(__file__).read_text()[:3000]
     tokens = torch.tensor(model.codec.encode(text))

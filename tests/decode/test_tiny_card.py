@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 from onelaunch.decode import ModelConfig, load_weights
-from onelaunch.decode.hub import BUNDLED, find_model
+from onelaunch.decode.model.hub import BUNDLED, find_model
 
 FOLDER = find_model(BUNDLED)
 CARD = (FOLDER / "README.md").read_text(encoding="utf-8")

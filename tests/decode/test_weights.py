@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onelaunch.decode import KVCache, Model, ModelConfig, load_weights, random_weights
-from onelaunch.decode.weights import elements
+from onelaunch.decode.model.weights import elements
 from onelaunch.errors import ArgumentError, CheckpointError, OneLaunchError
 from tests.decode.models import CONFIGS, SMALL, as_dict, write
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, Model, ModelConfig, Sampling, Weights, decode_step, random_weights
-from onelaunch.decode.config import LinearScaling, Llama3Scaling
-from onelaunch.decode.engine import TorchEngine
+from onelaunch.decode.model.config import LinearScaling, Llama3Scaling
+from onelaunch.decode.runtime.engines import TorchEngine
 from onelaunch.errors import ArgumentError, ModelConfigError, OneLaunchError, UnknownKeyword, UnknownModel, UnknownNameError
 from tests.decode.models import SMALL, as_dict, write
 

@@ -11,7 +11,7 @@ from onelaunch import dispatch
 from onelaunch.device.hardware import is_hopper
 from onelaunch.nn import Cache, GatedLinearAttention
 from onelaunch.operation import Query, Variant, find_operation
-from onelaunch.workbench.launches import launches_in
+from onelaunch.workbench.measure.launches import launches_in
 
 pytestmark = [pytest.mark.gpu]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from onelaunch.operation import Case, Direction, Operation, find_operation, names_of
-from onelaunch.workbench.calls import Callee
-from onelaunch.workbench.poison import poisoned
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.verify import Judge, judge, judge_answer
+from onelaunch.workbench.verify.calls import Callee
+from onelaunch.workbench.verify.poison import poisoned
 
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
 
@@ -175,14 +175,16 @@ def decay_of(operation: Operation[..., Any]) -> str:
 
 def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
     """What runs on any device without compiling anything."""
-    own = [name for name, variant in operation.variants.items() if variant.launches is None and "requires" not in variant.tags]
+    own = [
+        name for name, variant in operation.variants.items() if variant.launches is None and variant.capabilities.requires is None
+    ]
     return [name for name in own if name != "compiled"]
 
 
 def triton_variants(operation: Operation[..., Any]) -> list[str]:
     """Variants of our own kernels (only of these is the number of launches known) that run on any GPU."""
     own = [name for name, variant in operation.variants.items() if variant.launches is not None]
-    return [name for name in own if "architectures" not in operation.variants[name].tags]
+    return [name for name in own if operation.variants[name].capabilities.architectures is None]
 
 
 def variants_by_case(variants: list[str], cases: dict[str, Any] | list[str]) -> pytest.MarkDecorator:
@@ -193,6 +195,16 @@ def variants_by_case(variants: list[str], cases: dict[str, Any] | list[str]) -> 
 def assert_correct(operation: Operation[..., Any], case: Case, variant: str, device: torch.device | str = "cpu") -> None:
     """The whole gate, forward alone and with gradients."""
     assert_ok(judge(operation, case, variant=variant, device=device, directions=BOTH), operation, case, variant)
+
+
+def assert_compiled_correct(operation: Operation[..., Any], case: Case) -> None:
+    """The gate of the variant that PyTorch's compiler makes, in training alone: its forward pass is compiled and judged there.
+
+    What inference adds is the same expressions, compiled again without what gradients keep; that takes seconds a case.
+    """
+    torch.compiler.reset()
+    verdict = judge(operation, case, variant="compiled", directions=("forward_backward",))
+    assert_ok(verdict, operation, case, "compiled")
 
 
 def assert_one_call_correct(

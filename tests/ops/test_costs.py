@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onelaunch.decode.contract import decode_step
+from onelaunch.decode.step.contract import decode_step
 from onelaunch.operation import DIRECTIONS, find_operation, operations
 
 CASES = {
@@ -57,7 +57,7 @@ def test_the_least_that_is_written_are_the_results_and_the_gradients(case, direc
 
 @pytest.mark.parametrize("name", [*CASES, "gla_layer", "decode_step"])
 def test_every_variant_says_what_it_writes_and_writes_no_less_than_the_least(name, pytestconfig):
-    from onelaunch.workbench.study_file import load_study
+    from onelaunch.workbench.study.read import load_study
 
     found = 0
     for path in sorted((pytestconfig.rootpath / "studies").glob("*.toml")):

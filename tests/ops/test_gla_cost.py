@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onelaunch.ops.gla import fla
+from onelaunch.ops.gla.variants import peers
 from tests.ops.cases import (
     GLA,
     arguments_of,
@@ -45,12 +45,12 @@ def test_variants_add_what_their_launches_hand_on():
 
 
 def test_the_peer_says_what_it_cannot_do(monkeypatch):
-    monkeypatch.setattr(fla.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(fla, "is_hopper", lambda device: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(peers, "is_hopper", lambda device: True)
     variant = GLA.get("fla")
 
     def reason(triton: tuple[int, ...] = (3, 8, 0), grad: bool = True, **given_options: Any) -> str | None:
-        monkeypatch.setattr(fla, "_triton_version", lambda: triton)
+        monkeypatch.setattr(peers, "_triton_version", lambda: triton)
         sizes = {"B": 1, "T": 100, "H": 2, "K": 32, "V": 32}
         return variant.why_not(GLA.query(GLA.case("float16", **(sizes | given_options)), "cuda:0", grad=grad))
 
@@ -61,7 +61,7 @@ def test_the_peer_says_what_it_cannot_do(monkeypatch):
     assert "no gate on values beside one decay per head" in reason(decay_per="head", value_gate=True)
     assert "backward pass of chunk_simple_gla" in reason((3, 6, 0), decay_per="head")
     assert "backward pass of chunk_simple_gla" in reason((3, 4, 0), decay_per="head")
-    for known_good in ({"triton": (3, 7, 1)}, {"triton": (3, 3, 9)}, {"grad": False}, {"T": fla.FEW_STEPS}):
+    for known_good in ({"triton": (3, 7, 1)}, {"triton": (3, 3, 9)}, {"grad": False}, {"T": peers.FEW_STEPS}):
         assert reason(**({"triton": (3, 6, 0), "decay_per": "head"} | known_good)) is None
 
 

@@ -126,9 +126,9 @@ def test_every_size_of_head(keys, values, per, device):
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_any_number_of_parts(parts, keys, values, per, device, monkeypatch):
     """More parts than there are chunks leave some of them empty."""
-    from onelaunch.ops.gla import hopper_launch
+    from onelaunch.ops.gla import launch_hopper
 
-    monkeypatch.setattr(hopper_launch, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(launch_hopper, "parts_of", lambda *_: parts)
     for lengths in (None, (5, 0, 290, 30)):
         case = GLA.case("bfloat16", B=1, T=325, H=2, K=keys, V=values, decay_per=per, lengths=lengths)
         assert_correct(GLA, case, "hopper", device)
@@ -281,7 +281,7 @@ LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
 
 @pytest.mark.parametrize("name", LEFT_TO_OTHERS)
 def test_what_is_left_to_others_is_said(name, monkeypatch):
-    from onelaunch.ops.gla import hopper
+    from onelaunch.ops.gla.variants import hopper
 
     pytest.importorskip("triton", reason="without Triton, that it is missing is all that is said")
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
@@ -300,6 +300,6 @@ def test_elsewhere_it_is_refused():
 )
 def test_parts_fill_the_chip(programs, chunks, parts):
     pytest.importorskip("triton", reason="launches import their kernels, and these import Triton")
-    from onelaunch.ops.gla.hopper_launch import parts_of
+    from onelaunch.ops.gla.launch_hopper import parts_of
 
     assert parts_of(programs, chunks, 132) == parts

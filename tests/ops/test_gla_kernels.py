@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from onelaunch.ablations.gla import WALKED_KEYS
 from onelaunch.errors import VariantUnsupported
 from onelaunch.operation import Query, fixed
 from onelaunch.ops.gla.reference import DECAYS
@@ -198,8 +199,6 @@ def test_kernels_refuse_what_they_cannot_do(variant):
 
 def most_keys(variant: str, keys: int) -> int:
     """A size of heads that the variant takes."""
-    from onelaunch.ops.gla.launch import WALKED_KEYS
-
     return min(keys, WALKED_KEYS) if variant in ("sequential", "pipelined") else keys
 
 

@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import gla_layer
-from onelaunch.workbench.truth import CAPS
-from onelaunch.workbench.verify import Judge, trivial_answers
-from tests.ops.cases import assert_correct, assert_near, differentiable, pytorch_variants, results
+from onelaunch.workbench.verify import Judge
+from onelaunch.workbench.verify.truth import CAPS
+from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near, differentiable, pytorch_variants, results
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, TENSORS, case_of, made
+from tests.trivial import trivial_answers
 
 PORTABLE = [
     name for name in pytorch_variants(GLA_LAYER) if not name.startswith("packed")
@@ -30,7 +31,7 @@ def test_the_compiled_variant():
     case = case_of("a_step")
     if reason := compiler_missing(GLA_LAYER.query(case, "cpu")):
         pytest.skip(reason)
-    assert_correct(GLA_LAYER, case, "compiled")
+    assert_compiled_correct(GLA_LAYER, case)
 
 
 def test_no_thoughtless_answer_passes():

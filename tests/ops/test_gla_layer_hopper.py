@@ -10,7 +10,7 @@ import torch
 
 from onelaunch.operation import Case, find_operation
 from onelaunch.ops import gla_layer
-from onelaunch.ops.gla_layer import packed
+from onelaunch.ops.gla_layer import autograd
 from onelaunch.ops.gla_layer.composition import segments_of
 from onelaunch.workbench.verify import judge
 from tests.ops.cases import GLA, assert_captured_step_follows_its_inputs, assert_near, assert_ok, differentiable
@@ -48,7 +48,7 @@ def by_kernels(given: dict[str, Any], *, keep_states: bool = False) -> torch.Ten
     """The layer as one function, by the kernels that :func:`by_parts` is asked for."""
     tensors, numbers = [given[name] for name in TENSORS], [given[name] for name in ("heads", "normalizer", "eps")]
     want_final = given["output_final_state"]
-    return packed.forward(*tensors, None, *numbers, want_final, keep_states, KERNELS, grad=True)[0]
+    return autograd.forward(*tensors, None, *numbers, want_final, keep_states, KERNELS, grad=True)[0]
 
 
 def assert_training_correct(case: Case, variant: str, device: torch.device) -> None:
@@ -92,16 +92,16 @@ def test_the_same_bits_as_by_parts(name, keep_states, device):
 @pytest.mark.parametrize("name", ["flas_heads", "equal_heads", "long_in_parts"])
 def test_lent_room_changes_no_bit(name, device, monkeypatch):
     """States in the place of dq, dk and dg, and in memory of their own."""
-    from onelaunch.ops.gla import hopper_launch
+    from onelaunch.ops.gla import launch_hopper
 
     given = given_on(device, **SIZES[name])
     leaves, lent = differentiable(given), []
-    lend = hopper_launch.lend_room
-    monkeypatch.setattr(hopper_launch, "lend_room", lambda call, into: lent.append(lend(call, into)) or lent[-1])
+    lend = launch_hopper.lend_room
+    monkeypatch.setattr(launch_hopper, "lend_room", lambda call, into: lent.append(lend(call, into)) or lent[-1])
     found = gradients_of((by_kernels(given),), leaves)
     assert len(lent) == 1
     assert lent[0] is not None
-    monkeypatch.setattr(hopper_launch, "lend_room", lambda call, into: None)
+    monkeypatch.setattr(launch_hopper, "lend_room", lambda call, into: None)
     expected = gradients_of((by_kernels(given),), leaves)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -110,7 +110,7 @@ def test_lent_room_changes_no_bit(name, device, monkeypatch):
 @pytest.mark.parametrize("keys", [64, 128])
 def test_gradients_in_columns_of_a_matrix(keys, lengths, device):
     """Every tile whole or in part, of sequences that are packed or not: the same bits, and nothing is written beside them."""
-    from onelaunch.ops.gla import hopper_launch, launch
+    from onelaunch.ops.gla import launch, launch_hopper
 
     values, heads = 128, 2
     case = GLA.case("bfloat16", B=1, T=330, H=heads, K=keys, V=values, lengths=lengths)
@@ -118,13 +118,13 @@ def test_gradients_in_columns_of_a_matrix(keys, lengths, device):
     scale = keys**-0.5
     call = launch.Attention.of(*(given[name] for name in "qkvg"), None, given.get("cu_seqlens"), scale)
     do = torch.randn_like(given["v"])
-    expected = hopper_launch.backward(call, do)
+    expected = launch_hopper.backward(call, do)
     widths = (8, heads * keys, heads * keys, 16, heads * values, 24)
     matrix = torch.full((330, sum(widths)), 7.0, dtype=torch.bfloat16, device=device)
     gap, dq, dk, other, dv, rest = matrix.split_with_sizes(widths, 1)
     into = launch.Into(*(each.view(1, 330, heads, -1) for each in (dq, dk, dv)))
     normalizer = 16.0
-    found = hopper_launch.backward(call, do, into, normalizer)
+    found = launch_hopper.backward(call, do, into, normalizer)
     for ours, theirs in zip(into, expected[:3], strict=True):
         assert torch.equal(ours, theirs)
     assert all(bool((each == 7).all()) for each in (gap, other, rest))

@@ -11,9 +11,9 @@ from torch import library
 from onelaunch import dispatch
 from onelaunch.errors import VariantUnsupported
 from onelaunch.ops import gla_layer
-from onelaunch.ops.gla_layer import packed
+from onelaunch.ops.gla_layer import autograd
 from onelaunch.ops.gla_layer.composition import compose
-from onelaunch.ops.gla_layer.variants import tensors_of
+from onelaunch.ops.gla_layer.variants.composed import tensors_of
 from tests.ops.cases import assert_near, assert_one_call_correct, differentiable, weights_like
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
 
@@ -175,7 +175,7 @@ def test_the_operators_keep_their_promises(want_final):
     forward, backward = (getattr(torch.ops.onelaunch, f"gla_layer_{way}").default for way in ("forward", "backward"))
     library.opcheck(forward, arguments, test_utils=UTILITIES)
     with torch.no_grad():
-        out, final, *kept = packed.run_forward(*arguments)
+        out, final, *kept = autograd.run_forward(*arguments)
     x, in_proj_weight, gk_weight, _, norm_weight, w_out = (each.detach() for each in tensors)
     state = arguments[6] if arguments[6] is None else arguments[6].detach()
     given_back = (torch.ones_like(out), torch.ones_like(final) if want_final else None)
@@ -207,7 +207,7 @@ def test_it_is_refused_where_there_is_no_backward_pass_or_no_kernel():
 def test_states_are_kept_by_name_alone(monkeypatch):
     """On a GPU that is not there: all kernels run but where the recurrence is not the one that keeps states."""
     able = {"projections": "wide_activated", "gla": "fused", "output_chain": "norm_gate"}
-    monkeypatch.setattr(packed, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
+    monkeypatch.setattr(autograd, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
     query = GLA_LAYER.query(case_of("small"), "cuda:0", grad=True)
     assert GLA_LAYER.get("packed").why_not(query) is None
     assert GLA_LAYER.get("packed_states").why_not(query) == "keeps states of the recurrence hopper alone"
@@ -219,7 +219,7 @@ def test_states_are_kept_by_name_alone(monkeypatch):
 def test_a_destination_that_gradients_do_not_fit_into_is_refused():
     triton = pytest.importorskip("triton")
     assert triton
-    from onelaunch.ops.gla import hopper_launch, launch
+    from onelaunch.ops.gla import launch, launch_hopper
 
     k, matrix = torch.empty(2, 9, 2, 16), torch.empty(18, 80)
     fits = matrix[:, 32:64].view(2, 9, 2, 16)
@@ -229,13 +229,13 @@ def test_a_destination_that_gradients_do_not_fit_into_is_refused():
         with pytest.raises(ValueError, match="cannot write"):
             launch.room_like(k, wrong)
     with pytest.raises(ValueError, match="copy engine cannot write"):
-        hopper_launch.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))
+        launch_hopper.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))
     assert SMALL["K"] == 16
 
 
 def test_room_is_lent_where_a_state_is_as_large_as_what_is_written_there():
     pytest.importorskip("triton")
-    from onelaunch.ops.gla import hopper_launch, launch
+    from onelaunch.ops.gla import launch, launch_hopper
 
     def lent(length: int = 128, keys: int = 64, values: int = 128, gap: int = 0, offsets: torch.Tensor | None = None) -> Any:
         """Of two heads."""
@@ -244,7 +244,7 @@ def test_room_is_lent_where_a_state_is_as_large_as_what_is_written_there():
         into = launch.Into(*(each.view(2, length, 2, -1) for each in (q, k, v)))
         given = [torch.empty(into_one.shape, dtype=torch.bfloat16) for into_one in (into.q, into.k, into.v, into.q)]
         call = launch.Attention.of(*given, None, offsets, 1.0)
-        return call, into, hopper_launch.lend_room(call, into)
+        return call, into, launch_hopper.lend_room(call, into)
 
     for keys in (64, 128):
         call, into, found = lent(keys=keys)
@@ -259,4 +259,4 @@ def test_room_is_lent_where_a_state_is_as_large_as_what_is_written_there():
     offsets = torch.tensor([0, 256], dtype=torch.int32)
     for refused in ({"length": 100}, {"keys": 256}, {"values": 64}, {"values": 256}, {"gap": 8}, {"offsets": offsets}):
         assert lent(**refused)[2] is None
-    assert hopper_launch.lend_room(lent()[0], None) is None
+    assert launch_hopper.lend_room(lent()[0], None) is None

@@ -15,8 +15,11 @@ from tests.ops.cases import (
     BOTH,
     HARD,
     LINEAR_RNN,
+    NO_STATES,
     SHORT,
+    STATES,
     arguments_of,
+    assert_compiled_correct,
     assert_correct,
     assert_near,
     assert_ok,
@@ -46,10 +49,11 @@ def test_pytorch_variants_take_every_kind_of_decay(variant, decay):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shorter_than_a_tile", "packed_one_sequence"])
-def test_the_compiled_variant_is_correct(name):
-    torch.compiler.reset()
-    assert_correct(LINEAR_RNN, case_of(LINEAR_RNN, name), "compiled")
+@pytest.mark.parametrize(
+    "given", [{"log_decay_dtype": "float32", **STATES}, {"lengths": (5,), **NO_STATES}], ids=["dense", "packed"]
+)
+def test_the_compiled_variant_is_correct(given):
+    assert_compiled_correct(LINEAR_RNN, LINEAR_RNN.case("float16", B=1, T=5, D=24, V=20, **given))
 
 
 @pytest.mark.parametrize("name", ["one_step_one_channel", "exactly_a_tile", "bfloat16"])

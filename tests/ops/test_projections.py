@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from onelaunch.dispatch.capture import compiler_missing
 from onelaunch.ops import Segment, gla, projections
 from onelaunch.ops.projections.layout import ACTIVATIONS
-from onelaunch.workbench.calls import Callee, make_inputs
-from onelaunch.workbench.verify import Judge, judge_control, trivial_answers
-from tests.ops.cases import assert_correct, assert_near, pytorch_variants, results
+from onelaunch.workbench.verify import Judge, judge_control
+from onelaunch.workbench.verify.calls import Callee, make_inputs
+from tests.ops.cases import assert_compiled_correct, assert_correct, assert_near, pytorch_variants, results
 from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, SMALL, case_of, made, of_every_kind
+from tests.trivial import trivial_answers
 
 each_variant = pytest.mark.parametrize("variant", pytorch_variants(PROJECTIONS))
 
@@ -31,12 +32,12 @@ def test_results_and_gradients(name, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["normalized_float16", "gla", "biases_of_every_kind"])
+@pytest.mark.parametrize("name", ["normalized_float16", "biases_of_every_kind"])
 def test_the_compiled_variant(name):
     case = case_of(name)
     if reason := compiler_missing(PROJECTIONS.query(case, "cpu")):
         pytest.skip(reason)
-    assert_correct(PROJECTIONS, case, "compiled")
+    assert_compiled_correct(PROJECTIONS, case)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("one_of_everything", "heads_of_one_channel")])

@@ -17,8 +17,8 @@ from onelaunch.ops import (
     swiglu_fp8,
     swiglu_nvfp4,
 )
-from onelaunch.workbench.calls import Callee
-from onelaunch.workbench.verify import judge_control, trivial_answers
+from onelaunch.workbench.verify import judge_control
+from onelaunch.workbench.verify.calls import Callee
 from tests.ops.cases import (
     assert_correct,
     assert_ok,
@@ -26,6 +26,7 @@ from tests.ops.cases import (
     pytorch_variants,
 )
 from tests.ops.swiglu_cases import CASES, DENSE, QUANTIZED, SWIGLU, case_of, made
+from tests.trivial import trivial_answers
 
 each_variant = pytest.mark.parametrize("variant", pytorch_variants(SWIGLU))
 
@@ -206,7 +207,7 @@ def test_it_compiles_without_a_break(name):
 
 
 def test_the_workbench_sees_every_tensor_of_a_quantized_operand():
-    from onelaunch.workbench.calls import make_inputs
+    from onelaunch.workbench.verify.calls import make_inputs
 
     inputs = make_inputs(SWIGLU, case_of("nvfp4"), torch.device("cpu"), 0, "forward")
     names = [name for name, _ in inputs.named_tensors()]

@@ -10,8 +10,9 @@ import torch
 
 from onelaunch.formats.nvfp4 import E2M1
 from onelaunch.operation import Query, find_operation
-from onelaunch.ops import NVFP4Tensor
-from onelaunch.ops.swiglu import blackwell
+from onelaunch.ops.swiglu.autograd import Wanted
+from onelaunch.ops.swiglu.operands import Matrix
+from onelaunch.ops.swiglu.variants import blackwell
 
 pytest.importorskip("triton")
 
@@ -49,11 +50,8 @@ def test_the_kernel_reads_every_code_and_scale(M, N, K, swizzled, emulated):
     case = SWIGLU.case("float32", M=M, N=N, K=K, format="nvfp4", codes="full", swizzled_scales=swizzled)
     arguments = SWIGLU.make_inputs(case, torch.device("cpu"), 0).arguments
     (expected,) = SWIGLU.reference(**{**arguments, "out_dtype": None})
-    parts: list[Any] = []
-    for name in ("x", "w_gate", "w_up"):
-        operand: NVFP4Tensor = arguments[name]
-        parts += [operand.codes, operand.scales, operand.global_scale]
-    found = blackwell.run_block_scaled(*parts, torch.float32, swizzled)
+    parts = [Matrix.of(arguments[name], swizzled=swizzled) for name in ("x", "w_gate", "w_up")]
+    found, _ = blackwell.run_block_scaled(*parts, Wanted(torch.float32, swizzled, keep=False, constant_weights=False))
     # sums of at most 512 products in float32
     assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
 

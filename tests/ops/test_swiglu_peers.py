@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from onelaunch.operation import find_operation
-from onelaunch.ops.swiglu import peers
+from onelaunch.operation import find_operation, requirements
 from onelaunch.ops.swiglu.contract import bind
+from onelaunch.ops.swiglu.variants import peers
 
 SWIGLU = find_operation("swiglu")
 
@@ -75,7 +75,7 @@ def test_quack(monkeypatch, call):
 
 
 def reason(monkeypatch, name: str, *, grad: bool = False, here: bool = True, capability: int = 9, **given: Any) -> str | None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda package: object() if here else None)
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda package: object() if here else None)
     monkeypatch.setattr(peers, "compute_capability", lambda device: capability)
     case = SWIGLU.case(**{"dtype": "bfloat16", "M": 4, "N": 16, "K": 32, "stacked": True, **given})
     return SWIGLU.get(name).why_not(SWIGLU.query(case, "cuda:0", grad=grad))

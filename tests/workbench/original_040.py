@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.workbench import stats
-from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.decision import decide
-from onelaunch.workbench.plan import infeasibility, plan_study
+from onelaunch.workbench.decide.criteria import evaluate
+from onelaunch.workbench.decide.decision import decide
 from onelaunch.workbench.result import Cell, ComponentError, Noise, Provenance, Result, StoredCeilings, Timing, Traffic, Verdict
 from onelaunch.workbench.study import Criterion, Shape, Study
+from onelaunch.workbench.study.plan import infeasibility, plan_study
 
 FIGURES: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures" / "040-original.json").read_text())
 DEVICE = FIGURES["device"]

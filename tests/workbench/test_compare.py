@@ -5,9 +5,9 @@ import math
 import pytest
 
 from onelaunch.errors import ResultMismatch
-from onelaunch.workbench.compare import classify, compare
-from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.decision import decide
+from onelaunch.workbench.decide.compare import classify, compare
+from onelaunch.workbench.decide.criteria import evaluate
+from onelaunch.workbench.decide.decision import decide
 from onelaunch.workbench.result import Estimate
 from onelaunch.workbench.study import Criterion
 from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study

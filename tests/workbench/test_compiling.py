@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from onelaunch.operation import find_operation
-from onelaunch.workbench import compiling
-from onelaunch.workbench.compiling import Place, call_once, compile_ahead, part_of_tuning, places_to_compile
-from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.measure import compiling
+from onelaunch.workbench.measure.compiling import Place, call_once, compile_ahead, part_of_tuning, places_to_compile
 from onelaunch.workbench.study import Shape, Study
+from onelaunch.workbench.study.plan import plan_study
 from tests.workbench import toy
 from tests.workbench.test_run import SLOW_LIGHT, quick, run, steps
 
@@ -51,8 +51,8 @@ def test_each_process_compiles_a_part_of_what_is_tuned(monkeypatch):
     tuned = [place for place in made if place.variant == "parallel" and place[:2] == ("first", "forward")]
     assert [(place.part, place.parts) for place in tuned] == [(part, 4) for part in range(4)]
     assert {place.parts for place in made if place.variant != "parallel"} == {1}
-    assert find_operation("gla").get("fla").tags["tunes"]
-    assert find_operation("gla_layer").get("fla").tags["tunes"]
+    assert find_operation("gla").get("fla").capabilities.tunes
+    assert find_operation("gla_layer").get("fla").capabilities.tunes
 
 
 def test_a_part_of_tuning_tries_its_own_configurations_and_anew():

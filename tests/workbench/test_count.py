@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onelaunch.operation import Cost
-from onelaunch.workbench import count, count_child, sampling
+from onelaunch.workbench.measure import count, count_child, sampling
 from tests.workbench.toy import toy_case, toy_sum
 
 TABLE = (Path(__file__).parent / "fixtures" / "ncu_raw.csv").read_text()
@@ -63,7 +63,7 @@ def test_the_command_leaves_clocks_and_caches_alone_and_profiles_only_the_ranges
     assert "--nvtx-include onelaunch_count_0/ --nvtx-include onelaunch_count_1/" in text
     assert "dram__bytes_read.sum,dram__bytes_write.sum" in text
     assert "--launch-count" in arguments
-    assert arguments[-4:] == [sys.executable, "-m", "onelaunch.workbench.count_child", "requests.json"]
+    assert arguments[-4:] == [sys.executable, "-m", "onelaunch.workbench.measure.count_child", "requests.json"]
 
 
 def test_on_a_cpu_bytes_come_from_arithmetic_and_say_so():

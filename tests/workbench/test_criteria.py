@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from onelaunch.workbench.criteria import evaluate, possible_gain
-from onelaunch.workbench.plan import infeasibility
+from onelaunch.workbench.decide.criteria import evaluate
+from onelaunch.workbench.decide.judging import possible_gain
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.study import Criterion, Shape
+from onelaunch.workbench.study.plan import infeasibility
 from tests.workbench.ladder import MEGA, bad_cell, measured, ok_cell, study
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.criteria import evaluate
+from onelaunch.workbench.decide.criteria import evaluate
 from onelaunch.workbench.study import Criterion
 from tests.workbench.ladder import measured, ok_cell, study
 from tests.workbench.test_criteria import outcome, ratio

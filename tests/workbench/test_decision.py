@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from onelaunch.workbench.criteria import evaluate
-from onelaunch.workbench.decision import bottleneck, decide, explain_savings
-from onelaunch.workbench.plan import infeasibility
+from onelaunch.workbench.decide.criteria import evaluate
+from onelaunch.workbench.decide.decision import bottleneck, decide, explain_savings
 from onelaunch.workbench.result import Verdict
 from onelaunch.workbench.study import Criterion
+from onelaunch.workbench.study.plan import infeasibility
 from tests.workbench.ladder import MEGA, TINY, bad_cell, measured, ok_cell, study
 
 FASTER = Criterion(name="faster", measure="speedup", of="one", at_least=1.3)

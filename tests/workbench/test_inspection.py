@@ -12,11 +12,12 @@ import pytest
 
 from onelaunch import cuda
 from onelaunch.cuda import Source
+from onelaunch.device.architectures import ARCHITECTURES, CHECKED, find_architecture
 from onelaunch.errors import InspectionError, UnknownVariant
 from onelaunch.launch.build import CudaBuild, KernelBuild
 from onelaunch.operation import Operation
 from onelaunch.workbench import inspection
-from onelaunch.workbench.inspection import ARCHITECTURES, CHECKED, find_architecture, inspect_build, inspect_operation
+from onelaunch.workbench.inspection import inspect_build, inspect_operation
 
 triton = pytest.importorskip("triton")
 tl = triton.language

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onelaunch.workbench.result import Result
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.read import load_study
 from tests.workbench import original_040
 from tests.workbench.original_040 import FIGURES, TARGET
 
@@ -50,8 +50,8 @@ def test_the_contradiction_of_headline_and_sweep_alone_forbids_it():
 def test_its_noise_alone_forbids_it_even_with_many_rounds():
     result = original(steady=True, counted=True, control=1.25, ratio=1.2)
     noisy = result.noise[0].model_copy(update={"floor": 1.38 / 0.85})
-    from onelaunch.workbench.criteria import evaluate
-    from onelaunch.workbench.decision import decide
+    from onelaunch.workbench.decide.criteria import evaluate
+    from onelaunch.workbench.decide.decision import decide
 
     again = result.model_copy(update={"noise": (noisy,), "decision": None})
     again = again.model_copy(update={"outcomes": evaluate(again, {})})

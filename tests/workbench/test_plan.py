@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.operation import Cost
-from onelaunch.workbench.plan import bandwidth, floor_microseconds, infeasibility, plan_study, scale_for
 from onelaunch.workbench.study import Criterion, Shape
+from onelaunch.workbench.study.plan import bandwidth, floor_microseconds, infeasibility, plan_study, scale_for
 from tests.workbench.ladder import MEGA, RATES, TINY, study
 
 

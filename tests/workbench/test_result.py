@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from onelaunch.errors import UNSAFE, OutputUnwritable, ResultCorrupt, ResultMissing, ResultTooNew
+from onelaunch.errors import OutputUnwritable, ResultCorrupt, ResultMissing, ResultTooNew
+from onelaunch.wording import UNSAFE
 from onelaunch.workbench.report.details import details
 from onelaunch.workbench.report.summary import summarize
 from onelaunch.workbench.result import READABLE, SCHEMA, Cell, Result

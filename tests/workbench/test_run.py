@@ -11,11 +11,12 @@ import torch
 from onelaunch.device import peaks
 from onelaunch.device.hardware import Ceilings
 from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, ResultMismatch, StudyError
-from onelaunch.workbench import files, sampling, timing
-from onelaunch.workbench import result as result_module
+from onelaunch.workbench import files
 from onelaunch.workbench import run as module
-from onelaunch.workbench.provenance import commit, merge_clocks, spelled
+from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.result import Result, Traffic
+from onelaunch.workbench.result import schema as result_module
+from onelaunch.workbench.result.provenance import commit, merge_clocks, spelled
 from onelaunch.workbench.run import ResultUnsaved, Steps, default_path, partial_path, run_study
 from onelaunch.workbench.study import Criterion, Shape, Study
 from tests.workbench import toy
@@ -427,14 +428,14 @@ def test_launches_are_counted_where_a_criterion_asks_for_them_and_of_what_it_nam
         asked.extend((request.case.name, request.direction, request.variant) for request in requests)
         return [5 for _ in requests]
 
-    result = run(study(FEW, directions=("forward", "forward_backward")), steps=steps(launches=launches))
+    result = run(study(FEW, directions=("forward", "forward_backward")), steps=steps(counters={"launches": launches}))
     assert asked == [("first", "forward", "parallel")]
     assert result.cell("first", "parallel").launches == 5
     assert result.cell("first", "eager").launches is None
     assert result.cell("first", "parallel").timings
     assert result.outcomes[0].status == "met"
     asked.clear()
-    run(study(FEW), steps=steps(launches=launches), count=False, force=True)
+    run(study(FEW), steps=steps(counters={"launches": launches}), count=False, force=True)
     assert asked == []
 
 
@@ -446,7 +447,7 @@ def test_barriers_are_counted_where_a_criterion_asks_for_them():
         return [3 for _ in requests]
 
     criterion = Criterion(name="barriers", measure="barriers", of="parallel", at="first", equals=3)
-    result = run(study(criterion), steps=steps(barriers=barriers))
+    result = run(study(criterion), steps=steps(counters={"barriers": barriers}))
     assert asked == [("first", "parallel")]
     cell = result.cell("first", "parallel")
     assert (cell.barriers, cell.launches, result.outcomes[0].status) == (3, None, "met")
@@ -549,7 +550,7 @@ def test_provenance_says_where_and_with_what():
 
 
 def test_the_commit_says_when_the_checkout_differs(monkeypatch):
-    from onelaunch.workbench import provenance
+    from onelaunch.workbench.result import provenance
 
     answers: dict[str, str | None] = {"ls-files": "__init__.py", "rev-parse": "abc123", "status": " M errors.py"}
     monkeypatch.setattr(provenance, "_git", lambda *arguments: answers[arguments[0]])

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from onelaunch.errors import UNSAFE, FolderNotice, StudyError, UnknownStudy
+from onelaunch.errors import FolderNotice, StudyError, UnknownStudy
+from onelaunch.wording import UNSAFE
 from onelaunch.workbench.study import Criterion
-from onelaunch.workbench.study_file import find_study, list_studies, load_study
+from onelaunch.workbench.study.read import find_study, list_studies, load_study
 from tests.workbench import ladder
 
 assert ladder.ladder.name == "ladder"  # registered by its import

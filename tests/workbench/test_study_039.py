@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.operation import find_operation
-from onelaunch.workbench.plan import plan_study
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.plan import plan_study
+from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
 FIELD = ((1, 8192, 96, 128), (2, 16384, 16, 128), (4, 2048, 16, 128), (4, 4096, 64, 128), (8, 2048, 32, 256), (8, 1024, 8, 64))
@@ -67,7 +67,7 @@ def test_its_criteria_are_those_that_were_set(study):
 def test_what_decides_speaks_of_our_fastest_and_of_no_peer(study):
     for criterion in study.criteria:
         for name in study.select(criterion.of):
-            assert "requires" not in find_operation("gla").get(name).tags
+            assert find_operation("gla").get(name).capabilities.requires is None
 
 
 def test_one_long_sequence_is_the_same_work_as_what_it_is_held_against(study):

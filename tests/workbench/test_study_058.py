@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.operation import find_operation
-from onelaunch.workbench.plan import plan_study
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.plan import plan_study
+from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
 SWEEP = [(8, 4096), *((4, length) for length in (512, 1024, 2048, 4096))]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.device.hardware import Ceilings
-from onelaunch.workbench import sampling, timing
-from onelaunch.workbench.plan import plan_study
+from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.run import Steps, run_study
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.plan import plan_study
+from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
 SWEEP = [(8, 4096), *((4, length) for length in (512, 1024, 2048, 4096))]

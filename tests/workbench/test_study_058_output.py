@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.operation import find_operation
-from onelaunch.workbench.plan import plan_study
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.plan import plan_study
+from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
 NAMES = ("B", "T", "D", "H", "V")

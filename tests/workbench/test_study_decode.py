@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from onelaunch.decode.contract import DIMENSIONS
-from onelaunch.decode.reference import config_of
-from onelaunch.decode.rungs import RUNGS, plan_for
-from onelaunch.workbench.study_file import load_study
+from onelaunch.decode.plan.rungs import RUNGS, plan_for
+from onelaunch.decode.step.contract import DIMENSIONS
+from onelaunch.decode.step.reference import config_of
+from onelaunch.workbench.study.read import load_study
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.operation import find_operation
-from onelaunch.workbench.plan import plan_study
-from onelaunch.workbench.study_file import load_study
+from onelaunch.workbench.study.plan import plan_study
+from onelaunch.workbench.study.read import load_study
 from tests.workbench.ladder import RATES
 
 WRITE_UP = ((512, 4096, 7168), (256, 4096, 7168), (256, 3072, 4096), (512, 3072, 7168))
@@ -84,9 +84,9 @@ def test_constant_weights_are_promised_where_models_decode(study):
 
 def test_what_decides_speaks_of_no_peer(study):
     operation = find_operation("swiglu")
-    assert "requires" not in operation.get(study.baseline).tags
+    assert operation.get(study.baseline).capabilities.requires is None
     for criterion in study.criteria:
-        assert all(operation.get(name).tags["launches"] == 1 for name in study.select(criterion.of) if name != "two_node")
+        assert all(operation.get(name).launches == 1 for name in study.select(criterion.of) if name != "two_node")
 
 
 def test_quantized_weights_are_held_against_the_same_work_in_16_bits(study):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.workbench import sampling, timing
-from onelaunch.workbench.calls import Callee, status_of
-from onelaunch.workbench.sampling import CpuSampler, GpuSampler, count_sets, rotate
-from onelaunch.workbench.timing import Interrupted, measure, order
+from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.measure.sampling import CpuSampler, GpuSampler, count_sets, rotate
+from onelaunch.workbench.measure.timing import Interrupted, measure, order
 from onelaunch.workbench.verify import Judge
+from onelaunch.workbench.verify.calls import Callee, status_of
 from tests.workbench.toy import ToyCall, parallel, toy_case, toy_sum
 
 
@@ -364,12 +364,12 @@ def test_rotated_sets_exceed_three_caches_unless_memory_is_short(monkeypatch):
 
     cache = describe("cpu").cache_bytes
     device = torch.device("cpu")
-    monkeypatch.setattr(sampling, "_free_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(sampling, "free_memory", lambda device: 1 << 40)
     count, full = count_sets(1 << 20, 0, device)
     assert full
     assert (count - 1) << 20 > 3 * cache
     assert count_sets(10 * cache, 0, device) == (2, True)
-    monkeypatch.setattr(sampling, "_free_bytes", lambda device: 40 << 20)
+    monkeypatch.setattr(sampling, "free_memory", lambda device: 40 << 20)
     assert count_sets(1 << 20, 1 << 20, device) == (5, False)
     assert count_sets(1 << 30, 1 << 20, device) == (1, False)
     assert count_sets(0, 0, device)[0] > 0

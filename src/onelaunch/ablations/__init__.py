@@ -5,6 +5,6 @@ They are registered for the studies that measured them and run by name alone: ``
 when :mod:`onelaunch.ops` is imported.
 """
 
-from onelaunch.ablations import linear_rnn
+from onelaunch.ablations import gla, linear_rnn
 
-__all__ = ["linear_rnn"]
+__all__ = ["gla", "linear_rnn"]

@@ -16,7 +16,8 @@ from typer.core import TyperCommand, TyperGroup
 from onelaunch import __version__
 from onelaunch.cli import output
 from onelaunch.cli.ahead import hastened_import
-from onelaunch.errors import AdvisedError, OneLaunchError, escaped
+from onelaunch.errors import AdvisedError, OneLaunchError
+from onelaunch.wording import escaped
 
 FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
 """Exit codes beside 0. Errors of ours say their own: :attr:`onelaunch.errors.OneLaunchError.exit_code`."""

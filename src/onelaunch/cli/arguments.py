@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from onelaunch.errors import ArgumentError, did_you_mean, listing
+from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Operation
+from onelaunch.wording import did_you_mean, listing
 
 LARGEST_SIZE = 2**63 - 1
 

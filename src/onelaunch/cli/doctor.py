@@ -20,11 +20,11 @@ from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.device.hardware import Ceilings, describe, present, resolve
 from onelaunch.device.peaks import ceilings, stored, unsteady
-from onelaunch.errors import escaped
+from onelaunch.device.tools import find_ncu, package_installed
 from onelaunch.operation import plugins
 from onelaunch.operation.entry_points import Plugin
+from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.count import find_ncu
 from onelaunch.workbench.report.tables import Table, columns
 
 LONGEST = 300
@@ -133,7 +133,7 @@ def _bounded(text: str) -> str:
 
 
 def _installed(package: str, distribution: str = "") -> str | None:
-    if importlib.util.find_spec(package) is None:
+    if not package_installed(package):
         return None
     try:
         return importlib.metadata.version(distribution or package)
@@ -146,7 +146,7 @@ def _gpu() -> str | None:
 
 
 def _driver() -> str | None:
-    if importlib.util.find_spec("pynvml") is None:
+    if not package_installed("pynvml"):
         return None
     import pynvml
 

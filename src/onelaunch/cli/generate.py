@@ -13,8 +13,8 @@ import typer
 from onelaunch.cli import output
 from onelaunch.cli.arguments import DeviceName
 from onelaunch.decode.generate import Model
-from onelaunch.decode.hub import BUNDLED
-from onelaunch.decode.sampling import Sampling
+from onelaunch.decode.model.hub import BUNDLED
+from onelaunch.decode.model.sampling import Sampling
 from onelaunch.errors import ArgumentError, FallbackNotice, OneLaunchError
 
 OWN = "the model's"

@@ -9,8 +9,8 @@ import typer
 
 from onelaunch.cli import output
 from onelaunch.cli.arguments import OperationName
-from onelaunch.errors import listing
 from onelaunch.operation import find_operation
+from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.files import write_text
 from onelaunch.workbench.inspection import Inspection, inspect_operation

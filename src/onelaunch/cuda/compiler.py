@@ -92,8 +92,13 @@ def compile_source(source: Source, architecture: str) -> bytes:
     path = folders.cache_folder() / "cubins" / f"{source.entry}-{architecture}-{key[:32]}.cubin"
     cubin = _stored(path)
     if cubin is None:
-        cubin = compile_now(source, architecture).cubin
-        folders.keep(path, cubin + hashlib.sha256(cubin).digest())
+        with folders.alone(
+            folders.cache_folder() / "locks", f"compile-{key[0]}"
+        ):  # 16 locks: processes seldom wait for another kernel
+            cubin = _stored(path)
+            if cubin is None:
+                cubin = compile_now(source, architecture).cubin
+                folders.keep(path, cubin + hashlib.sha256(cubin).digest())
     return cubin
 
 

@@ -14,8 +14,9 @@ import torch
 
 from onelaunch.cuda.compiler import Source, compile_source
 from onelaunch.cuda.driver import bound, current_context, primary_context
-from onelaunch.cuda.tensor_map import MAP_BYTES
-from onelaunch.errors import DriverError, listing
+from onelaunch.cuda.tensor_maps import MAP_BYTES
+from onelaunch.errors import DriverError
+from onelaunch.wording import listing
 
 Kind = Literal["pointer", "i32", "i64", "f32", "map"]
 """Of a kernel's argument: a tensor or ``None``, a number, or a :func:`tensor_map` by value (``const __grid_constant__``)."""

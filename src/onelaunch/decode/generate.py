@@ -13,29 +13,21 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from onelaunch import dispatch
-from onelaunch.decode.arguments import flag, instance, integer, string
-from onelaunch.decode.config import DTYPES, ModelConfig, read_generation
-from onelaunch.decode.contract import decode_step
-from onelaunch.decode.engine import Engine, Request, engine_bytes, engine_that_fits, make_engine, typical_query
-from onelaunch.decode.hub import find_model
-from onelaunch.decode.prompts import Prompt, tokens_of
-from onelaunch.decode.sampling import Choices, recommended, sampling_of
-from onelaunch.decode.text import Detokenizer, StopStrings, TextCodec
-from onelaunch.decode.weights import check_header, elements, load_weights
+from onelaunch.decode.model.arguments import flag, instance, integer, string
+from onelaunch.decode.model.config import DTYPES, ModelConfig, read_generation
+from onelaunch.decode.model.hub import find_model
+from onelaunch.decode.model.prompts import Prompt, tokens_of
+from onelaunch.decode.model.request import Engine, Request
+from onelaunch.decode.model.sampling import Choices, recommended, sampling_of
+from onelaunch.decode.model.tokenizer import Detokenizer, StopStrings, TextCodec
+from onelaunch.decode.model.weights import check_header, elements, load_weights
+from onelaunch.decode.runtime.engines import engine_bytes, engine_that_fits, make_engine, typical_query
+from onelaunch.decode.step.contract import decode_step
 from onelaunch.device.hardware import free_memory, resolve
 from onelaunch.dispatch import AUTO
-from onelaunch.errors import (
-    ArgumentError,
-    CheckpointError,
-    ContextExceeded,
-    DeviceMemoryError,
-    DTypeError,
-    TokenizerMissing,
-    in_a_line,
-    listing,
-    shown,
-)
+from onelaunch.errors import ArgumentError, CheckpointError, ContextExceeded, DeviceMemoryError, DTypeError, TokenizerMissing
 from onelaunch.operation import parse_dtype
+from onelaunch.wording import in_a_line, listing, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # in typing from Python 3.11 on
@@ -44,7 +36,7 @@ Finish = Literal["end", "stop", "length", "context", "closed"]
 """Reason why a text ended: an end token, a stop string, ``max_new_tokens``, the model's context, or that it was closed."""
 
 OPTIONS = ("prompt", "max_new_tokens", "stop", "ignore_end")
-"""Arguments of :meth:`Model.stream` in addition to the fields of :class:`~onelaunch.decode.sampling.Sampling`."""
+"""Arguments of :meth:`Model.stream` in addition to the fields of :class:`~onelaunch.decode.Sampling`."""
 
 
 class Streamer(Protocol):
@@ -131,9 +123,9 @@ class Stream:
                 if self.finish is not None:  # closed meanwhile
                     return None
                 if token is None:
-                    return self._hand_out(None, self._limit)
+                    return self._finish(self._limit)
                 self.tokens.append(token)
-                return self._hand_out(None, "end") if token in self._ends else self._hand_out(token, None)
+                return self._finish("end") if token in self._ends else self._emit(token)
             except BaseException:
                 self.close()
                 raise
@@ -145,15 +137,23 @@ class Stream:
         assert self.finish is not None  # noqa: S101 - step has said so
         return Generation(self.prompt, tuple(self.tokens), self.text, self.finish)
 
-    def _hand_out(self, token: int | None, end: Finish | None) -> str:
-        """Return the text that a token completed and, where the text ends, everything that was held back."""
-        piece = ""
-        if self._detokenizer is not None:
-            piece = "" if token is None else self._stops.push(self._detokenizer.push(token))
-            if end is not None:
-                piece += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
-            self.text = f"{self.text}{piece}"
-        self.finish = self.finish or ("stop" if self._stops.found is not None else end)
+    def _emit(self, token: int) -> str:
+        """Return the text that a token completed. A stop string in it ends the text."""
+        if self._detokenizer is None:
+            return self._handed_out("", None)
+        return self._handed_out(self._stops.push(self._detokenizer.push(token)), None)
+
+    def _finish(self, reason: Finish) -> str:
+        """End the text for a reason, unless what was held back has a stop string, and return what was held back."""
+        if self._detokenizer is None:
+            return self._handed_out("", reason)
+        return self._handed_out(self._stops.push(self._detokenizer.finish()) + self._stops.finish(), reason)
+
+    def _handed_out(self, piece: str, reason: Finish | None) -> str:
+        """Append a piece to the text, end it if there is a reason or a stop string, and return the piece."""
+        if self.text is not None:
+            self.text += piece
+        self.finish = self.finish or ("stop" if self._stops.found is not None else reason)
         if self.finish is not None:
             self.close()
         return piece
@@ -165,7 +165,7 @@ class Model:
     Args:
         engine: Engine that makes the tokens.
         codec: Tokenizer; without one, prompts are token ids and texts ``None``.
-        defaults: Sampling where a call does not give it: fields of :class:`~onelaunch.decode.sampling.Sampling` by name.
+        defaults: Sampling where a call does not give it: fields of :class:`~onelaunch.decode.Sampling` by name.
 
     Attributes:
         engine: Engine that makes the tokens.
@@ -182,7 +182,7 @@ class Model:
                 f"engine is {shown(engine)}; it must be an engine, as Model.from_pretrained or make_engine make it."
             )
         if codec is not None and not all(callable(getattr(codec, name, None)) for name in ("encode", "decode")):
-            raise ArgumentError(f"codec is {shown(codec)}; it must be an onelaunch.decode.text.TextCodec, or None.")
+            raise ArgumentError(f"codec is {shown(codec)}; it must be an onelaunch.decode.TextCodec, or None.")
         if defaults is not None:
             sampling_of(instance("defaults", defaults, Mapping))
         self.engine = engine
@@ -270,7 +270,7 @@ class Model:
             ignore_end: Flag to go on after an end token.
             streamer: Object that is given the prompt and every token as it comes, such as a ``transformers.TextStreamer``.
             **choices: ``temperature`` (0 always takes the likeliest token), ``top_k``, ``top_p``, ``min_p``,
-                ``repetition_penalty`` and ``seed``: the fields of :class:`~onelaunch.decode.sampling.Sampling`, by default as the
+                ``repetition_penalty`` and ``seed``: the fields of :class:`~onelaunch.decode.Sampling`, by default as the
                 model's ``generation_config.json`` has them. The same seed, model and prompt give the same text.
 
         Raises:
@@ -359,7 +359,7 @@ class Model:
                         await asyncio.wait([running])
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> str:
-        """Return the prompt of a conversation by the chat template: see :meth:`onelaunch.decode.text.TextCodec.chat`."""
+        """Return the prompt of a conversation by the chat template: see :meth:`onelaunch.decode.TextCodec.chat`."""
         return self._text("a conversation").chat(messages, **choices)
 
     def _text(self, what: str) -> TextCodec:

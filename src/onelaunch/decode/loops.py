@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from onelaunch.decode.cache import KVCache
-from onelaunch.decode.contract import DecodeCall, bind, decode_step
-from onelaunch.decode.engine import Request, TorchEngine, make_engine
 from onelaunch.decode.generate import Model
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.request import Request
+from onelaunch.decode.runtime.engines import TorchEngine, make_engine
+from onelaunch.decode.step import capabilities
+from onelaunch.decode.step.contract import DecodeCall, bind, decode_step
 from onelaunch.operation import Variant
 
 FEWEST, MOST = 16, 128
@@ -35,8 +37,8 @@ SAME = 1e-3
 class Running:
     """Tokens of which each is made from the one before, with none handed to the host, from the text's position on.
 
-    By the tag ``in_a_row`` of a variant, many in a launch, where it has one: a function of the checked call and of how many
-    tokens, which returns them ``[N]`` and the logits ``[V]`` of the last. Else by single steps and ``argmax``.
+    A variant that can make many in a row does so (:func:`onelaunch.decode.step.capabilities.in_a_row`); others make single steps,
+    each followed by ``argmax``.
     """
 
     def __init__(self, variant: Variant, arguments: Mapping[str, Any]) -> None:
@@ -66,7 +68,7 @@ class Running:
 
     def problem(self) -> str | None:
         """See :class:`onelaunch.operation.Loop`: another text than that of single steps, or other logits at its end."""
-        if "in_a_row" not in self.variant.tags:
+        if capabilities.in_a_row(self.variant) is None:
             return None
         (tokens, logits), (right, expected) = self._made, self._single_steps(self._fresh(self.count))
         if (wrong := first_difference(tokens.tolist(), right.tolist())) is not None:
@@ -84,7 +86,7 @@ class Running:
 
     @torch.no_grad()
     def _make(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if (in_a_row := self.variant.tags.get("in_a_row")) is not None:
+        if (in_a_row := capabilities.in_a_row(self.variant)) is not None:
             return in_a_row(self.call, self.count)
         return self._single_steps(self.call)
 
@@ -132,7 +134,7 @@ class Served:
 
     def problem(self) -> str | None:
         """See :class:`onelaunch.operation.Loop`: another text than that of single steps behind the same prompt."""
-        if "engine" not in self.variant.tags:
+        if capabilities.engine(self.variant) is None:
             return None
         right = TorchEngine(self.weights, self.variant.name).run(Request(self.prompt, len(self.tokens)))
         return first_difference(self.tokens, tuple(right))

@@ -100,7 +100,11 @@ class Probe:
 def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
     """Return the device's peaks: those in the cache for this device and software, else measured now and kept."""
     found = None if refresh else stored(device)
-    return found or remember(device, measure(device))
+    if found is not None:
+        return found
+    with folders.alone(folders.cache_folder() / "locks", "peaks"):  # two processes would slow each other down
+        found = None if refresh else stored(device)
+        return found or remember(device, measure(device))
 
 
 _UNKEPT: dict[tuple[Path, str], Ceilings] = {}

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import VariantResultError, listing
+from onelaunch.errors import VariantResultError
 from onelaunch.operation import Call, Variant
+from onelaunch.wording import listing
 
 
 def check_results(variant: Variant, call: Call, results: Any) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from onelaunch import checks
-from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, ValueRangeError, listing
+from onelaunch.errors import ArgumentError, CheckpointError, ShapeError, ValueRangeError
 from onelaunch.formats.scales import LARGEST_SCALE, LEAST, bounds, check_scale, matrix
 from onelaunch.formats.swizzle import ATOM_ROWS, ATOM_SCALES, padded, round_up, swizzle, unswizzle
 from onelaunch.operation import Bundle
+from onelaunch.wording import listing
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the lower three bits of a code stand for; the fourth is the sign."""

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from onelaunch.errors import ArgumentError, did_you_mean, listing
+from onelaunch.errors import ArgumentError
 from onelaunch.ops.projections.layout import Activation
+from onelaunch.wording import did_you_mean, listing
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:

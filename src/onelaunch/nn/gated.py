@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from onelaunch.errors import ArgumentError, did_you_mean, listing
+from onelaunch.errors import ArgumentError
 from onelaunch.nn import activations, inputs
 from onelaunch.nn.cache import Cache
 from onelaunch.nn.convolution import ShortConvolution
@@ -16,6 +16,7 @@ from onelaunch.nn.inputs import Inputs
 from onelaunch.nn.packed import PackedModule, init_linear
 from onelaunch.ops import Segment, gla, output_chain
 from onelaunch.ops.gla.contract import LARGEST_HEAD, SMALLEST_HEAD
+from onelaunch.wording import did_you_mean, listing
 
 
 class Projected(NamedTuple):

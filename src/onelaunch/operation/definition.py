@@ -10,16 +10,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from onelaunch.device.architectures import architecture_of
-from onelaunch.errors import (
-    ArgumentError,
-    UnknownVariant,
-    did_you_mean,
-    listing,
-)
+from onelaunch.errors import ArgumentError, UnknownVariant
 from onelaunch.operation.case import Case, Reading
 from onelaunch.operation.cost import Cost
 from onelaunch.operation.query import AUTO, NAME, Call, Direction, Outputs, P, Query, R, Shapes, parse_dtype
 from onelaunch.operation.variant import Control, LoopMaker, Variant
+from onelaunch.wording import did_you_mean, listing
 
 
 class Operation(Generic[P, R]):

@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from onelaunch.errors import PluginWarning, in_a_line
+from onelaunch.errors import PluginWarning
+from onelaunch.wording import in_a_line
 
 GROUP = "onelaunch.plugins"
 """The entry-point group that packages announce their plug-ins in."""

@@ -9,12 +9,9 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, Typ
 
 import torch
 
-from onelaunch.errors import (
-    ArgumentError,
-    did_you_mean,
-    listing,
-)
+from onelaunch.errors import ArgumentError
 from onelaunch.tracing import is_traced
+from onelaunch.wording import did_you_mean, listing
 
 Direction = Literal["forward", "forward_backward"]
 

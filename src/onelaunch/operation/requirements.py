@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 
 from onelaunch import cuda
 from onelaunch.device.hardware import is_hopper
+from onelaunch.device.tools import package_installed
 from onelaunch.operation.query import Query
 
-LARGEST_GRID = 2**31 - 1
+LARGEST_GRID_X = 2**31 - 1
 """CTAs along the first dimension of a launch, on CUDA and ROCm."""
 
 
@@ -26,7 +26,7 @@ def cannot_launch(query: Query) -> str | None:
     return None
 
 
-LARGEST_GRID = 65535
+LARGEST_GRID_Y = 65535
 """CTAs along the second dimension of a launch, on CUDA and ROCm."""
 
 FEWEST_CHANNELS = 16
@@ -38,15 +38,15 @@ def cannot_scan(query: Query) -> str | None:
     if (reason := cannot_launch(query) or interprets_bfloat16_wrongly(query)) is not None:
         return reason
     slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
-    if slices > LARGEST_GRID:
-        return f"takes at most {LARGEST_GRID} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
+    if slices > LARGEST_GRID_Y:
+        return f"takes at most {LARGEST_GRID_Y} pairs of a batch entry and {FEWEST_CHANNELS} channels: a launch is no wider"
     return None
 
 
 @functools.cache
 def triton_here() -> bool:
-    """Whether Triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
+    """Return whether Triton is installed."""
+    return package_installed("triton")
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def needs_hopper(query: Query) -> str | None:
 
 def not_installed(package: str) -> str | None:
     """Return why a variant that calls this package cannot run, or ``None`` where the package is installed."""
-    return None if importlib.util.find_spec(package) else f"needs {package}, which is not installed"
+    return None if package_installed(package) else f"needs {package}, which is not installed"
 
 
 def no_steps(query: Query) -> str | None:

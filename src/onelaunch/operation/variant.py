@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from onelaunch.errors import (
-    ArgumentError,
-    in_a_line,
-)
+from onelaunch.errors import ArgumentError
 from onelaunch.launch.build import Build
+from onelaunch.wording import in_a_line
 
 if TYPE_CHECKING:
     from onelaunch.operation.definition import Operation
@@ -72,6 +70,17 @@ class Capabilities:
         return self.requires is None and not self.by_name_only and not self.experimental
 
 
+_UNSELECTABLE = (
+    "barriers",
+    "by_name_only",
+    "engine",
+    "engine_bytes",
+    "experimental",
+    "in_a_row",
+    "prompt_steps",
+)
+"""Capabilities that studies do not select by: functions, and what only ``auto`` asks."""
+
 _COUNTS = ("launches", "backward_launches")
 _FLAGS = ("backward", "by_name_only", "experimental", "tunes")
 
@@ -113,7 +122,7 @@ class Variant:
         self.name = name
         self.run = run
         self.capabilities = Capabilities.of(operation.name, name, tags)
-        self.tags = dict(tags)
+        self.tags = {key: value for key, value in tags.items() if key not in _UNSELECTABLE}
         """Facts that studies select by."""
         self.summary = (inspect.getdoc(run) or "").partition("\n")[0]
         self.confirmed: set[Query] = set()
@@ -155,6 +164,10 @@ class Variant:
         """
         self._examples = function
         return function
+
+    def listed_examples(self) -> list[Example]:
+        """Return the example calls of this variant; none for one that launches no kernels of its own."""
+        return list(self._examples()) if self._examples else []
 
     def kernels(self, builds: Callable[[str], Iterable[Build]]) -> Callable[[str], Iterable[Build]]:
         """Decorator: register the function that lists this variant's kernels, as it would launch them on an architecture.

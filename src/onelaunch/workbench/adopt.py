@@ -12,9 +12,10 @@ import onelaunch
 from onelaunch import folders
 from onelaunch.device.hardware import SLUG, table_name
 from onelaunch.dispatch.measured import Key, is_time, key_of, read
-from onelaunch.errors import OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError, in_a_line
+from onelaunch.errors import OutputUnwritable, ResultMismatch, TableCorrupt, TableFolderError
 from onelaunch.files import reason, replace
 from onelaunch.operation import find_operation
+from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Cell, Result
 from onelaunch.workbench.study import Shape, Study
 

@@ -20,11 +20,12 @@ from typing import Any
 from onelaunch import cuda
 from onelaunch.cuda import sass
 from onelaunch.device.architectures import ARCHITECTURES, Architecture, find_architecture
-from onelaunch.errors import CompileError, CompilerMissing, InspectionError, listing
+from onelaunch.errors import CompileError, CompilerMissing, InspectionError
 from onelaunch.launch.build import Build, CudaBuild, KernelBuild
 from onelaunch.launch.global_atomics import global_atomics
 from onelaunch.launch.warp_mma import warp_mma
 from onelaunch.operation import Operation
+from onelaunch.wording import listing
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onelaunch.workbench.result import Estimate
+from onelaunch.workbench.stored import Estimate
 
 NONE = "–"
 """Stands where there is no number."""

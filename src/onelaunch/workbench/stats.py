@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onelaunch.workbench.result import Estimate
+from onelaunch.workbench.stored import Estimate
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95

@@ -13,8 +13,8 @@ from rich.console import Console
 from onelaunch.cli import output
 from onelaunch.cli.study.report import ResultPath
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.compare import Change, Comparison, MemoryChange, TimeChange, require_repeat, require_two_runs
-from onelaunch.workbench.compare import compare as compare_sides
+from onelaunch.workbench.decide.compare import Change, Comparison, MemoryChange, TimeChange, require_repeat, require_two_runs
+from onelaunch.workbench.decide.compare import compare as compare_sides
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.tables import ROOMY, Table, columns, words
 from onelaunch.workbench.result import Result

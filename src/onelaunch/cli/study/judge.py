@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from onelaunch.cli import output
 from onelaunch.cli.study.report import ResultPath
-from onelaunch.workbench.decision import concluded
-from onelaunch.workbench.provenance import commit
+from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.result import Result
+from onelaunch.workbench.result.provenance import commit
 
 
 def judge(result: ResultPath) -> None:

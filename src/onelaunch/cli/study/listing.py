@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from onelaunch.cli import output
-from onelaunch.errors import escaped
+from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report.tables import Table, columns
-from onelaunch.workbench.study_file import StudyFile, list_studies
+from onelaunch.workbench.study.read import StudyFile, list_studies
 
 
 def list_all() -> None:

@@ -25,10 +25,11 @@ from onelaunch.workbench.report import RESULT
 from onelaunch.workbench.report.summary import way
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.report.text import one_line
+from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import Progress as Step
 from onelaunch.workbench.run import ResultUnsaved, default_path, interrupted_run, is_resumable, partial_path, run_study
 from onelaunch.workbench.study import Study
-from onelaunch.workbench.study_file import find_study
+from onelaunch.workbench.study.read import find_study
 
 INTERRUPTED, TERMINATED = 130, 128 + signal.SIGTERM
 
@@ -80,16 +81,11 @@ def run(
     _, study = find_study(name)
     where = str(resolve(device))
     result_path, report_path = _paths(study, where, out, report_dir)
-    probe_file(result_path)
-    probe_folder(report_path)
-    replace = force or (resume and interrupted_run(result_path) is not None)  # with its report
-    for path, argument in ((result_path, "save_to"), (partial_path(result_path), "save_to"), (report_path / RESULT, "folder")):
-        if path.exists() and not replace:
-            raise ResultExists(path, argument=argument, resumable=argument == "save_to" and is_resumable(path))
+    replace = _probe(result_path, report_path, force=force, resume=resume)
     with output.busy(f"Reading the measured peaks of {where} (measured once, then kept)"):
         ceilings(where)
     counted: bool | Literal["all"] = "all" if count and count_all else count
-    console = output.stdout()
+    unsaved: ResultUnsaved | None = None
     with _told_when_terminated(partial_path(result_path)), _progress() as tell:
         try:
             result = run_study(
@@ -108,8 +104,22 @@ def run(
             )
         except ResultUnsaved as problem:
             unsaved, result = problem, problem.result
-        else:
-            unsaved = None
+    _tell(result, unsaved, result_path, report_path, replace=replace)
+
+
+def _probe(result_path: Path, report_path: Path, *, force: bool, resume: bool) -> bool:
+    """Check that a result and a report can be written, and return whether they may replace what is there."""
+    probe_file(result_path)
+    probe_folder(report_path)
+    replace = force or (resume and interrupted_run(result_path) is not None)  # with its report
+    for path, argument in ((result_path, "save_to"), (partial_path(result_path), "save_to"), (report_path / RESULT, "folder")):
+        if path.exists() and not replace:
+            raise ResultExists(path, argument=argument, resumable=argument == "save_to" and is_resumable(path))
+    return replace
+
+
+def _tell(result: Result, unsaved: ResultUnsaved | None, result_path: Path, report_path: Path, *, replace: bool) -> None:
+    """Write the report, and print it with the paths of what was written."""
     # The report is written before anything is printed: a reader that goes away must not cost it.
     report, failed = None, None
     if unsaved is None:
@@ -117,6 +127,7 @@ def run(
             report = write_into(result, report_path, force=replace)
         except Exception as problem:  # noqa: BLE001 - raised below, after the decision and the result's path
             failed = problem
+    console = output.stdout()
     show(result, console)
     if unsaved:
         raise unsaved

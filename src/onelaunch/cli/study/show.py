@@ -14,14 +14,15 @@ from onelaunch.cli.arguments import DeviceName
 from onelaunch.cli.study.arguments import ScaleName, StudyName
 from onelaunch.device.hardware import describe, resolve
 from onelaunch.device.peaks import ceilings
-from onelaunch.errors import UnknownShape, escaped
+from onelaunch.errors import UnknownShape
 from onelaunch.operation import Direction
+from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.plan import PlannedCell, StudyPlan, plan_study, scale_for
 from onelaunch.workbench.report.summary import asked, sizes, way
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.study import Shape, Study
-from onelaunch.workbench.study_file import find_study
+from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study, scale_for
+from onelaunch.workbench.study.read import find_study
 
 
 def show(

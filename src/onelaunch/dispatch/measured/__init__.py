@@ -27,8 +27,9 @@ import torch
 
 from onelaunch import folders
 from onelaunch.device.hardware import Device
-from onelaunch.errors import TableNotice, listing
+from onelaunch.errors import TableNotice
 from onelaunch.files import read_bytes, reason
+from onelaunch.wording import listing
 
 TABLES = Path(__file__).parent
 """Folder of the tables that ship with the package."""

@@ -3,17 +3,6 @@
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.functions import chunk_gla, chunk_simple_gla, fused_recurrent_gla
 
-from onelaunch.ops.gla import cost, fla, reference, torch_variants, triton_variants, hopper  # isort: skip  (register into gla)
+from onelaunch.ops.gla import cost, reference, variants  # isort: skip  (register into gla)
 
-__all__ = [
-    "chunk_gla",
-    "chunk_simple_gla",
-    "cost",
-    "fla",
-    "fused_recurrent_gla",
-    "gla",
-    "hopper",
-    "reference",
-    "torch_variants",
-    "triton_variants",
-]
+__all__ = ["chunk_gla", "chunk_simple_gla", "cost", "fused_recurrent_gla", "gla", "reference", "variants"]

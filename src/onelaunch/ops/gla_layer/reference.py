@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.checks import Facts
-from onelaunch.errors import ArgumentError, listing
+from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Query, Reading
 from onelaunch.ops.gla import gla
 from onelaunch.ops.gla_layer.contract import gla_layer, key_of
+from onelaunch.wording import listing
 
 NORM_WEIGHTS = ("same", "float32")
 """What the option ``norm_weight`` says: of which dtype it is."""

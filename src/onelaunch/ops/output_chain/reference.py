@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.checks import Facts
-from onelaunch.errors import ArgumentError, listing
+from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Cost, Query, Reading
 from onelaunch.ops.output_chain.contract import OutputChainCall, key_of, output_chain
+from onelaunch.wording import listing
 
 GATES = ("silu", "activated", "none")
 NORM_WEIGHTS = ("same", "float32", "none")

@@ -3,6 +3,6 @@
 from onelaunch.ops.projections.contract import projections
 from onelaunch.ops.projections.layout import Segment
 
-from onelaunch.ops.projections import cost, reference, torch_variants, triton_variants, hopper  # isort: skip  (register into it)
+from onelaunch.ops.projections import cost, reference, variants  # isort: skip  (register into projections)
 
-__all__ = ["Segment", "cost", "hopper", "projections", "reference", "torch_variants", "triton_variants"]
+__all__ = ["Segment", "cost", "projections", "reference", "variants"]

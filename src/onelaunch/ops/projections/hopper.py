@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch import cuda
-from onelaunch.device.hardware import is_hopper
 from onelaunch.launch.build import Build, CudaBuild
-from onelaunch.operation import Query
+from onelaunch.launch.imitation import imitated
+from onelaunch.operation import Example, Query
+from onelaunch.operation.requirements import needs_hopper
+from onelaunch.ops.projections.autograd import Packed, Wanted, compute, launches
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
-from onelaunch.ops.projections.forward import Packed, Wanted, compute, launches
 from onelaunch.ops.projections.layout import Layout
-from onelaunch.ops.projections.torch_variants import Results
-from onelaunch.ops.projections.triton_variants import chain, gradient_builds, needs_triton
+from onelaunch.ops.projections.variants.triton import activates, chain, example
 
 if TYPE_CHECKING:
     from onelaunch.ops.projections.hopper_tiles import Shared
@@ -37,6 +36,10 @@ SHARED: dict[str, Shared] = {"epilogue_persistent": "nothing", "cluster": "x", "
 
 def run_wide_gemm(variant: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
     """One launch."""
+    if imitated():  # its tensor maps are of addresses
+        from onelaunch.ops.projections.launch import room_for_results
+
+        return Packed(*room_for_results(x, wanted.layout, keep=wanted.keep))
     from onelaunch.ops.projections import hopper_launch
 
     return hopper_launch.wide_gemm(SHARED[variant], x, weight, bias, wanted)
@@ -50,7 +53,7 @@ for name in SHARED:
     "epilogue_persistent", launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="wgmma",
     architectures=ARCHITECTURES,
 )  # fmt: skip
-def epilogue_persistent(call: ProjectionsCall) -> Results:
+def epilogue_persistent(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """One launch: products by warpgroups, activations on their sums in registers, programs that take one tile after the other."""
     return compute(call, "epilogue_persistent")
 
@@ -64,7 +67,7 @@ def epilogue_persistent(call: ProjectionsCall) -> Results:
     gemm="wgmma",
     architectures=ARCHITECTURES,
 )
-def cluster(call: ProjectionsCall) -> Results:
+def cluster(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """The same with clusters of two programs, which fetch every tile of x once for both."""
     return compute(call, "cluster")
 
@@ -73,19 +76,21 @@ def cluster(call: ProjectionsCall) -> Results:
     "cluster_weight", launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="wgmma",
     architectures=ARCHITECTURES,
 )  # fmt: skip
-def cluster_weight(call: ProjectionsCall) -> Results:
+def cluster_weight(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     """The same, but what clusters fetch once for both is the weight, of which a tile has twice as many bytes as of x."""
     return compute(call, "cluster_weight")
+
+
+for variant in (epilogue_persistent, cluster, cluster_weight):
+    variant.supports(needs_hopper)
 
 
 @epilogue_persistent.supports
 @cluster.supports
 @cluster_weight.supports
-def needs_hopper(query: Query) -> str | None:
-    """The kernel is made of that chip's instructions."""
-    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
-        return "needs an NVIDIA GPU of compute capability 9.0"
-    return cuda.missing() or (needs_triton(query) if query.grad else None)
+def can_train(query: Query) -> str | None:
+    """Return why the backward pass cannot run, whose kernel is in Triton."""
+    return activates(query) if query.grad else None
 
 
 @epilogue_persistent.supports
@@ -141,8 +146,16 @@ def builds(shared: Shared, architecture: str) -> list[Build]:
             found.append(build(said, layout, shared, element, keep=False))
         if size == 128 or shared == "nothing":
             found.append(build(f"{said}, kept", layout, shared, element, keep=True))
-    return [*found, *gradient_builds(chain(16, 128), "heads of 128", "*bf16")]
+    return found
 
 
 for variant in (epilogue_persistent, cluster, cluster_weight):
     variant.kernels(functools.partial(builds, SHARED[variant.name]))
+
+
+@epilogue_persistent.examples
+@cluster.examples
+@cluster_weight.examples
+def training() -> list[Example]:
+    """Return a training call, whose backward pass launches a kernel in Triton."""
+    return [example(16, 128, "bfloat16", 4095, "forward_backward")]

@@ -10,7 +10,7 @@ from onelaunch import cuda
 from onelaunch.device.hardware import processors
 from onelaunch.kernels.common.layout import cdiv
 from onelaunch.kernels.tma import ROW_BYTES, addressable, tensor_map
-from onelaunch.ops.projections.forward import Packed, Wanted
+from onelaunch.ops.projections.autograd import Packed, Wanted
 from onelaunch.ops.projections.hopper_tiles import BLOCK_M, PANEL, STEP, Shared, Tiles, counts, header, tiles_for
 from onelaunch.ops.projections.launch import room_for_results
 from onelaunch.ops.projections.layout import Layout

@@ -11,26 +11,29 @@ import torch
 import triton
 
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
-from onelaunch.ops.projections import kernels, product_kernels
+from onelaunch.launch.launch import Launch, Mma
+from onelaunch.operation import remembered
+from onelaunch.ops.projections.kernels import activation as kernels
+from onelaunch.ops.projections.kernels import product as product_kernels
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout
 
 ELEMENTS = 4096
-"""Of a program's tile: 32 a thread with four warps; not measured yet."""
+"""Elements of a CTA's tile: 32 a thread with four warps; not measured yet."""
 
 COLUMNS = 128
-"""Of a tile, where no normalized head is longer; not measured yet."""
+"""Columns of a tile, where no normalized head is longer; not measured yet."""
 
 WARPS = 4
 
 
 def _or_nothing(column: int | None) -> int:
-    """As kernels know it."""
+    """Return a column as kernels know it."""
     return kernels.NOTHING.value if column is None else column
 
 
 @functools.lru_cache(maxsize=256)
 def constants(layout: Layout) -> dict[str, Any]:
-    """What both kernels know of a layout, column by column: a segment's tiles are its heads where these are normalized."""
+    """Return the constants of a layout that both kernels share. Tiles of a segment with normalized heads are its heads."""
     segments = [place.segment for place in layout.places]
     normalized = [segment.activation == "l2norm" for segment in segments]
     longest = max(
@@ -63,7 +66,7 @@ def constants(layout: Layout) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def forward_constants(layout: Layout, keep: bool) -> dict[str, Any]:
-    """Of the kernel that activates."""
+    """Return the constants of the kernel that activates."""
     known = constants(layout)
     nothing = (_or_nothing(None),) * len(layout.places)
     return known | {"Z_PITCH": layout.rows} | ({} if keep else {"NORMS": nothing, "KEPTS": nothing})
@@ -71,14 +74,14 @@ def forward_constants(layout: Layout, keep: bool) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def gradient_constants(layout: Layout) -> dict[str, Any]:
-    """Of the kernel that undoes it."""
+    """Return the constants of the kernel that undoes activations."""
     known = {name: value for name, value in constants(layout).items() if name != "BIASES"}
     return known | {"Z_PITCH": layout.gradient_pitch}
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """BM rows by BN columns of the results a program, BK channels at once."""
+    """Tiles of the wide product: BM rows by BN columns of the results a CTA, BK channels at once."""
 
     m: int
     n: int
@@ -88,9 +91,9 @@ class ProductTiles:
     group: int = 8
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered
 def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTiles:
-    """Tiles of the wide product. Not measured yet.
+    """Return the tiles of the wide product. Not measured yet.
 
     128 columns, or as many as the longest normalized head takes. Products of float32 are made of single multiplications, whose
     operands lie in registers: larger tiles than these spill.
@@ -107,7 +110,7 @@ def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTil
 
 @functools.lru_cache(maxsize=256)
 def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[str, Any]:
-    """Of the kernel whose product ends with the activations."""
+    """Return the constants of the kernel whose product ends with the activations."""
     known = {name: value for name, value in forward_constants(layout, keep).items() if name not in ("BLOCKS", "BM", "Z_PITCH")}
     steps, heads, firsts = [], [], [0]
     for place in layout.places:
@@ -123,7 +126,7 @@ def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[s
 def epilogue(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As :func:`activate`, from x ``[M, D]`` and the weight ``[N, D]``."""
+    """Return what :func:`activate` does, from x ``[M, D]`` and the weight ``[N, D]``."""
     x, weight = inner_contiguous(x), inner_contiguous(weight)
     rows, inner = x.shape
     y, rstd, kept = room_for_results(x, layout, keep=keep)
@@ -132,24 +135,26 @@ def epilogue(
     grid = (cdiv(rows, tiles.m) * constants["FIRSTS"][-1],)
     bias = None if bias is None else bias.contiguous()
     if rows:
-        product_kernels.epilogue_kernel[grid](
+        Launch(
+            product_kernels.epilogue_kernel, grid,
             x, weight, bias, y, rstd, kept, rows, inner, x.stride(0), weight.stride(0), eps,
+            mma=Mma.NONE if x.dtype is torch.float32 else Mma.WIDEST,
             **constants, EVEN=inner % tiles.k == 0, num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
+        ).run()  # fmt: skip
     return y, rstd, kept
 
 
 def room_for_results(
     x: torch.Tensor, layout: Layout, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The packed result for the rows of ``x``; for ``keep`` also rstd and z of SiLU, where there are such."""
+    """Return memory for the packed result of the rows of ``x``; for ``keep`` also for rstd and z of SiLU, if there are any."""
     rows = x.shape[0]
     rstd = x.new_empty(rows, layout.norms, dtype=torch.float32) if keep and layout.norms else None
     return x.new_empty(rows, layout.pitch), rstd, x.new_empty(rows, layout.kept) if keep and layout.kept else None
 
 
 def programs(rows: int, layout: Layout) -> int:
-    """Of a launch of either kernel for elements."""
+    """Return the number of CTAs of a launch of either kernel of activations."""
     known = constants(layout)
     return cdiv(rows, known["BM"]) * known["FIRSTS"][-1]
 
@@ -157,27 +162,31 @@ def programs(rows: int, layout: Layout) -> int:
 def activate(
     z: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The packed result ``[M, pitch]`` of products ``[M, N]``; for ``keep`` also rstd ``[M, norms]``, z of SiLU ``[M, kept]``."""
+    """Return the packed result ``[M, pitch]`` of products ``[M, N]``; for ``keep`` also rstd ``[M, norms]``, z ``[M, kept]``."""
     z = z.contiguous()
     rows = z.shape[0]
     y, rstd, kept = room_for_results(z, layout, keep=keep)
     grid = (programs(rows, layout),)
     bias = None if bias is None else bias.contiguous()
-    kernels.activate_kernel[grid](z, bias, y, rstd, kept, rows, eps, **forward_constants(layout, keep), num_warps=WARPS)
+    Launch(
+        kernels.activate_kernel, grid,
+        z, bias, y, rstd, kept, rows, eps, **forward_constants(layout, keep), num_warps=WARPS,
+    ).run()  # fmt: skip
     return y, rstd, kept
 
 
 def activation_gradients(
     dys: Sequence[torch.Tensor | None], y: torch.Tensor, rstd: torch.Tensor, kept: torch.Tensor, layout: Layout
 ) -> torch.Tensor:
-    """dz ``[M, gradient_pitch]``, of which the first N columns are written."""
+    """Return dz ``[M, gradient_pitch]``, of which the first N columns are written."""
     rows = y.shape[0]
     dz = y.new_empty(rows, layout.gradient_pitch)
     flat = tuple(
         [None if dy is None else inner_contiguous(dy.reshape(rows, width)) for dy, width in zip(dys, layout.widths, strict=True)]
     )
     strides = tuple([0 if dy is None else dy.stride(0) for dy in flat])
-    kernels.activation_gradients_kernel[(programs(rows, layout),)](
-        flat, strides, y, rstd, kept, dz, rows, **gradient_constants(layout), num_warps=WARPS
-    )
+    Launch(
+        kernels.activation_gradients_kernel, (programs(rows, layout),),
+        flat, strides, y, rstd, kept, dz, rows, **gradient_constants(layout), num_warps=WARPS,
+    ).run()  # fmt: skip
     return dz

@@ -8,8 +8,9 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from onelaunch.errors import ArgumentError, did_you_mean, listing
+from onelaunch.errors import ArgumentError
 from onelaunch.operation import remembered
+from onelaunch.wording import did_you_mean, listing
 
 Activation: TypeAlias = Literal["none", "l2norm", "silu", "sigmoid", "logsigmoid"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)

@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from onelaunch.checks import Facts
-from onelaunch.errors import ArgumentError, listing
+from onelaunch.errors import ArgumentError
 from onelaunch.operation import Case, Cost, Query, Reading
 from onelaunch.ops.projections.contract import ProjectionsCall, key_of, projections
 from onelaunch.ops.projections.layout import Segment, layout_of, read_layout
+from onelaunch.wording import listing
 
 CHAINS = ("normalized", "gla")
 """Lists of segments that the option ``segments`` names; any other text is the code of a layout, such as ``2x20:l2norm,3x7:silu``.

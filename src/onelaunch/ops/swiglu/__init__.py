@@ -2,11 +2,7 @@
 
 from onelaunch.ops.swiglu.contract import swiglu
 
-from onelaunch.ops.swiglu import cost, reference, torch_variants, triton_variants  # isort: skip  (register into swiglu)
-from onelaunch.ops.swiglu import blackwell, fused_variants, hopper, peers  # isort: skip  (behind their rivals)
+from onelaunch.ops.swiglu import cost, reference, variants  # isort: skip  (register into swiglu)
 from onelaunch.ops.swiglu.functions import dual_gemm_nvfp4, swiglu_fp8, swiglu_nvfp4
 
-__all__ = [
-    "blackwell", "cost", "dual_gemm_nvfp4", "fused_variants", "hopper", "peers", "reference", "swiglu", "swiglu_fp8",
-    "swiglu_nvfp4", "torch_variants", "triton_variants",
-]  # fmt: skip
+__all__ = ["cost", "dual_gemm_nvfp4", "reference", "swiglu", "swiglu_fp8", "swiglu_nvfp4", "variants"]

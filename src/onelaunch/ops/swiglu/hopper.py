@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from onelaunch import cuda
-from onelaunch.device.hardware import is_hopper, processors
+from onelaunch.device.hardware import processors
 from onelaunch.launch.build import Build, CudaBuild
-from onelaunch.operation import Query
+from onelaunch.launch.imitation import imitated
+from onelaunch.operation import Example, Query
+from onelaunch.operation.requirements import needs_hopper
+from onelaunch.ops.swiglu.autograd import Wanted, compute, launches
 from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
-from onelaunch.ops.swiglu.forward import Matrix, Wanted, compute, launches
-from onelaunch.ops.swiglu.torch_variants import Results, trains_plain_tensors
-from onelaunch.ops.swiglu.triton_variants import build as gate_build
+from onelaunch.ops.swiglu.operands import Matrix
+from onelaunch.ops.swiglu.variants.torch import trains_plain_tensors
 
 ARCHITECTURES = ("sm_90a",)
 
@@ -34,6 +35,9 @@ MOST_ROWS = MOST_STEPS - 256
 
 def run_dual_gemm(way: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One launch, as the variant of this name has it."""
+    if imitated():  # its tensor maps are of addresses
+        h = x.values.new_empty((x.values.shape[0], gate.values.shape[0]), dtype=wanted.dtype)
+        return h, x.values.new_empty((h.shape[0], 2 * h.shape[1]), dtype=wanted.dtype) if wanted.keep else None
     from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
 
     blocks = None if gate.blocks is None or up.blocks is None else (gate.blocks, up.blocks)
@@ -54,13 +58,13 @@ for name in ("persistent", "stream_k", "small_m"):
 
 
 @swiglu.variant("persistent", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
-def persistent(call: SwigluCall) -> Results:
+def persistent(call: SwigluCall) -> tuple[torch.Tensor]:
     """Programs that stay, and take one tile after the other from a counter."""
     return compute(call, "persistent")
 
 
 @swiglu.variant("stream_k", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
-def stream_k(call: SwigluCall) -> Results:
+def stream_k(call: SwigluCall) -> tuple[torch.Tensor]:
     """Programs that stay, each with an equal run of all steps of K of all tiles: no processor idles in a last wave.
 
     Where tiles shared by two programs each fill the chip, two of a cluster take half of the steps of one.
@@ -69,7 +73,7 @@ def stream_k(call: SwigluCall) -> Results:
 
 
 @swiglu.variant("small_m", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
-def small_m(call: SwigluCall) -> Results:
+def small_m(call: SwigluCall) -> tuple[torch.Tensor]:
     """For up to 128 rows of x: weights stream past them, in tiles so small that every processor reads its share.
 
     Beyond 64 rows two programs share larger tiles where these fill the chip, as :func:`stream_k` has it.
@@ -77,14 +81,8 @@ def small_m(call: SwigluCall) -> Results:
     return compute(call, "small_m")
 
 
-@persistent.supports
-@stream_k.supports
-@small_m.supports
-def needs_hopper(query: Query) -> str | None:
-    """The kernel is made of that chip's instructions."""
-    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
-        return "needs an NVIDIA GPU of compute capability 9.0"
-    return cuda.missing()
+for variant in (persistent, stream_k, small_m):
+    variant.supports(needs_hopper)
 
 
 @persistent.supports
@@ -155,8 +153,6 @@ def builds(way: str, counts: Sequence[int], architecture: str) -> list[Build]:
     """In each format, for so many rows of x."""
     if architecture not in ARCHITECTURES:
         return []
-    from onelaunch.ops.swiglu import kernels
-
     bfloat16, float16, float8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     found: list[Build] = []
     for rows in counts:
@@ -171,10 +167,17 @@ def builds(way: str, counts: Sequence[int], architecture: str) -> list[Build]:
         build("products kept", way, most, bfloat16, bfloat16, keep=True),
         build("float16", way, most, float16, float16),
         build("NVFP4 weights, float16", way, most, float16, float16, nvfp4=True),
-        gate_build("gate_backward", kernels.gate_backward_kernel),
     ]
 
 
 persistent.kernels(functools.partial(builds, "persistent", (8192,)))
 stream_k.kernels(functools.partial(builds, "stream_k", (24, 512)))
 small_m.kernels(functools.partial(builds, "small_m", (1, 16, 32, 64, 128)))
+
+
+@persistent.examples
+@stream_k.examples
+@small_m.examples
+def training() -> list[Example]:
+    """Return a training call, whose backward pass launches a kernel in Triton."""
+    return [Example(swiglu.case("bfloat16", M=128, N=4096, K=7168), "forward_backward")]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from onelaunch.errors import ArgumentError, ShapeError, listing
+from onelaunch.errors import ArgumentError, ShapeError
 from onelaunch.formats import BLOCK, Fp8Tensor, NVFP4Tensor, quantize_fp8, quantize_nvfp4
 from onelaunch.operation import Case, Cost, Query, Reading
 from onelaunch.ops.swiglu.contract import FORMATS, Facts, Operand, SwigluCall, key_of, swiglu
+from onelaunch.wording import listing
 
 CODES = ("model", "full")
 """Codes and scales of NVFP4 operands: as quantizing gives them, or every one that there is, those of zero and below included."""
@@ -144,7 +145,7 @@ def _both(
 @swiglu.control("wide_gemm_alone", oracle=_both, cost=_wide_cost)
 def wide_gemm_alone(call: SwigluCall) -> torch.Tensor:
     """Both products as one by PyTorch, for stacked weights: what the operation would cost if the gate were free."""
-    from onelaunch.ops.swiglu.triton_variants import multiply
+    from onelaunch.ops.swiglu.variants.torch import multiply
 
     if call.stacked is None:
         raise ArgumentError("w_up is given; wide_gemm_alone needs weights that are stacked.")

@@ -1,4 +1,4 @@
-"""What follows the first screen: every time, error and byte with how it was obtained, and where the result comes from."""
+"""The part of a report after its first screen: every time, error and byte with how it was obtained, and the provenance."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from onelaunch.operation import Direction
 from onelaunch.workbench import quantities as q
+from onelaunch.workbench.decide.measured import counted_measures
 from onelaunch.workbench.report.summary import (
     REGIMES,
     Section,
@@ -35,7 +36,7 @@ CLOCKS = {
     "power_w": "power, W, median",
     "temperature_c": "temperature, °C, median",
 }
-"""What was sampled during a run, with its unit."""
+"""Names of what is sampled during a run, each with its unit."""
 
 READING = (
     "Cold: inputs rotated through more than three last-level caches, replayed as a graph on a GPU. Warm: the same inputs again. "
@@ -50,7 +51,7 @@ HISTORY = "History, as the original write-up reported it. Nothing here was measu
 
 
 def details(result: Result) -> tuple[Section, ...]:
-    """The sections after the first screen, without those that have nothing to show."""
+    """Return the sections after the first screen, without those that have nothing to show."""
     sections = (
         _shapes(result),
         *(_times(result, direction) for direction in directions(result)),
@@ -66,7 +67,7 @@ def details(result: Result) -> tuple[Section, ...]:
 
 
 def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
-    """All variants and controls at one shape in one direction."""
+    """Return the table of all variants and controls at one shape in one direction."""
     cells = cells_at(result, shape.name, direction)
     over = next((cell for cell in cells if cell.variant == reference(result)), None)
     regime = main_regime(result)
@@ -171,8 +172,9 @@ def _traffic(result: Result, direction: Direction) -> Section:
 def _traffic_row(cell: Cell) -> tuple[str, ...]:
     plan, traffic = cell.plan, cell.traffic
     launches = f"{cell.launches} counted" if cell.launches is not None else q.launches(plan.launches) if plan else q.NONE
-    if cell.barriers is not None:
-        launches += f", {q.plural(cell.barriers, 'barrier')}"
+    for measure in counted_measures():
+        if measure.name != "launches" and (count := cell.count(measure.name)) is not None:
+            launches += f", {q.plural(count, measure.noun)}"
     planned = (launches, q.size(plan.bytes), q.time(plan.planned_microseconds)) if plan else (q.NONE,) * 3
     moved = (q.NONE, q.NONE, q.NONE, "not counted")
     if traffic:
@@ -183,7 +185,7 @@ def _traffic_row(cell: Cell) -> tuple[str, ...]:
 
 
 def source(name: str) -> str:
-    """Where a number of bytes comes from, in words."""
+    """Return the source of a number of bytes, in words."""
     return {"ncu": "counted (ncu)", "analytic": "arithmetic"}[name]
 
 

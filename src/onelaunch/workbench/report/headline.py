@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from onelaunch.errors import listing
 from onelaunch.operation import Direction
+from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decision import excluded
+from onelaunch.workbench.decide.decision import excluded
+from onelaunch.workbench.decide.measured import judged
 from onelaunch.workbench.report.committed import committed
 from onelaunch.workbench.report.summary import (
     FEW,
@@ -32,38 +33,24 @@ from onelaunch.workbench.report.summary import (
 )
 from onelaunch.workbench.report.tables import words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Result
-from onelaunch.workbench.study import TIMES, Criterion, Measure
-
-STRONGEST_FIRST: tuple[Measure, ...] = (
-    "speedup",
-    "time_ratio",
-    "peak_memory_ratio",
-    "dram_bytes_ratio",
-    "dram_bytes_over_least",
-    "time_over_floor",
-    "time",
-    "launches",
-    "barriers",
-    "error",
-)
-"""Measures in the order in which a headline quotes them."""
+from onelaunch.workbench.study import Criterion
 
 COUNTED = re.compile(r"(Every criterion is met|None of \d+ criteria|\d+ of \d+ criteria|Set aside: )")
-"""How a decision's own sentences begin that only count or repeat criteria."""
+"""Beginnings of a decision's sentences that only count or repeat criteria."""
 
 
 @dataclass(frozen=True)
 class Headline:
-    """What a report says before anything else."""
+    """First lines of a report."""
 
     found: tuple[str, ...]
-    """What this machine could answer, where it could not answer the study's question."""
+    """Findings of this machine, where it could not answer the study's question."""
     sentence: str
-    """Why the decision is what it is."""
+    """Sentence that says why the decision is what it is."""
     elsewhere: tuple[str, ...]
-    """What committed results of the same study say, where this machine could not answer its question."""
+    """Headlines of committed results of the same study, where this machine could not answer its question."""
     grounds: tuple[str, ...]
-    """What the decision says beyond the criteria's own evidence."""
+    """Sentences of the decision beyond the criteria's own evidence."""
 
 
 def headline(result: Result) -> Headline:
@@ -99,30 +86,20 @@ def clause(result: Result, outcome: Outcome) -> str:
     criterion, values = outcome.criterion, outcome.values
     if not values:
         return ""
+    measure = judged(criterion)
     of, over = _measured_one(result, outcome), selector(result.study.over(criterion))
     if outcome.overall is not None:
-        amount, at = _amount(criterion, outcome.overall), f"in the geometric mean over {q.plural(len(values), 'shape')}"
+        amount, at = measure.amount(outcome.overall), f"in the geometric mean over {q.plural(len(values), 'shape')}"
     elif len(values) == 1:
         ((shape, value),) = values.items()
-        amount, at = _amount(criterion, value), f"at {shape}"
+        amount, at = measure.amount(value), f"at {shape}"
     else:
         ends = [q.number(pick(value.median for value in values.values())) for pick in (min, max)]
-        amount = f"{ends[0]} to {ends[1]}{_unit(criterion)}"
+        amount = f"{ends[0]} to {ends[1]}{measure.unit}"
         at = f"at {len(values)} shapes"
-    said = {
-        "speedup": f"{of} is {amount} as fast as {over}",
-        "time_ratio": f"{of} takes {amount} the time of {over}",
-        "time": f"{of} takes {amount}",
-        "time_over_floor": f"{of} takes {amount} its roofline bound",
-        "dram_bytes_ratio": f"the DRAM bytes of {over} are {amount} those of {of}",
-        "dram_bytes_over_least": f"the DRAM bytes of {of} are {amount} the least",
-        "peak_memory_ratio": f"{of} takes {amount} the peak memory of {over}",
-        "launches": f"{of} launches {amount} times a call",
-        "barriers": f"{of} meets {amount} barriers over the grid a call",
-        "error": f"the norm-wise error of {of} is {amount}",
-    }[criterion.measure]
+    said = measure.told.format(of=of, over=over, amount=amount)
     other = f" at {criterion.over_at}, itself" if criterion.over_at is not None else ""
-    how = [way(criterion.direction), *([criterion.regime] if criterion.measure in TIMES else [])]
+    how = [way(criterion.direction), *([criterion.regime] if measure.timed else [])]
     return f"{said}{other} {at} ({', '.join(how)})"
 
 
@@ -150,7 +127,7 @@ def _sentence(result: Result, needing: Sequence[Outcome]) -> tuple[str, str]:
     if kind == "measure_more" and by_status["inconclusive"]:
         return f"{_failing(result, min(by_status['inconclusive'], key=_margin))}; {counts(result)}.", ""
     measured = [outcome for outcome in by_status["met"] if outcome.values]
-    best = min(measured, key=lambda one: (STRONGEST_FIRST.index(one.criterion.measure), -_margin(one)), default=None)
+    best = min(measured, key=lambda one: (judged(one.criterion).rank, -_margin(one)), default=None)
     said = clause(result, best) if best else ""
     loose = kind == "measure_more" and len(by_status["met"]) == len(left) > 0
     unexplained = ", but a saving that they rest on is not explained" if loose else ""
@@ -184,20 +161,6 @@ def _factor(criterion: Criterion, value: float) -> float:
     if criterion.at_most is not None and value > 0:
         return criterion.at_most / value
     return 1.0
-
-
-def _amount(criterion: Criterion, value: Estimate) -> str:
-    if criterion.measure == "time":
-        return q.interval(value)
-    if criterion.measure == "error":
-        return q.scientific(value.median)
-    if criterion.measure in TIMES:
-        return q.ratio_interval(value)
-    return f"{q.number(value.median)}{_unit(criterion)}"
-
-
-def _unit(criterion: Criterion) -> str:
-    return {"time": " µs", "launches": "", "barriers": "", "error": ""}.get(criterion.measure, "x")
 
 
 def _measured_one(result: Result, outcome: Outcome) -> str:

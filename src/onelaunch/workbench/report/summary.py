@@ -1,4 +1,4 @@
-"""What a report says, as plain values: made once from a result, then only spelt by the terminal, Markdown and HTML.
+"""Content of a report as plain values: made once from a result, then only spelt by the terminal, Markdown and HTML.
 
 The first screen answers three questions: what was asked and decided (:mod:`onelaunch.workbench.report.headline`), which variant
 to use where, and what stays unmeasured or unexplained. The criteria and the details follow
@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from onelaunch.errors import OneLaunchError
 from onelaunch.operation import DIRECTIONS, Direction, find_operation
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decision import excluded
+from onelaunch.workbench.decide.decision import excluded
+from onelaunch.workbench.decide.measured import judged
+from onelaunch.workbench.decide.words import per, selector_words
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.result import Cell, Estimate, Outcome, Regime, Result, Timing
 from onelaunch.workbench.stats import ratio
-from onelaunch.workbench.study import LOOPS, TIMES, Criterion, Selector, Shape, Study
+from onelaunch.workbench.study import LOOPS, Criterion, Selector, Shape, Study
 
 REGIMES: tuple[Regime, ...] = ("cold", "warm", "eager")
 """In the order of preference for comparing variants."""
@@ -56,19 +58,19 @@ class Summary:
     decision: str
     """``proceed``, ``debug``, ``abandon``, ``measure more`` or ``not decided``."""
     facts: tuple[str, ...]
-    """On what, when and how it was measured."""
+    """Device, time and way of measuring."""
     alerts: tuple[str, ...]
-    """What a reader must know before believing anything."""
+    """Sentences that a reader must know before believing anything."""
     criteria: Table | None
     use: tuple[Table, ...]
     missing: Table | None
     """Every variant that has no believed time somewhere, with the reason."""
     open: tuple[str, ...]
-    """What else was not measured, in sentences."""
+    """Sentences on what else was not measured."""
 
 
 def summarize(result: Result) -> Summary:
-    """The first screen of a result."""
+    """Return the first screen of a result."""
     decision = result.decision
     return Summary(
         name=result.study.name,
@@ -101,28 +103,28 @@ def _note_once(tables: tuple[Table, ...]) -> tuple[Table, ...]:
 
 
 def directions(result: Result) -> tuple[Direction, ...]:
-    """The directions that have cells, forward first."""
+    """Return the directions that have cells, forward first."""
     return tuple(name for name in DIRECTIONS if any(cell.direction == name for cell in result.cells))
 
 
 def shapes(result: Result, direction: Direction) -> tuple[Shape, ...]:
-    """The declared shapes that have cells in a direction, in the order of the study."""
+    """Return the declared shapes that have cells in a direction, in the order of the study."""
     seen = {cell.shape for cell in result.cells if cell.direction == direction}
     return tuple(shape for shape in result.study.shapes if shape.name in seen)
 
 
 def cells_at(result: Result, shape: str, direction: Direction) -> tuple[Cell, ...]:
-    """All cells of one shape in one direction, controls included."""
+    """Return all cells of one shape in one direction, controls included."""
     return tuple(cell for cell in result.cells if (cell.shape, cell.direction) == (shape, direction))
 
 
 def regimes(result: Result) -> tuple[Regime, ...]:
-    """Those that a table of times has a column for: cold, warm, eager, and of steps in a row those that the study declares."""
+    """Return the columns of a table of times: cold, warm, eager, and the regimes of steps in a row that the study declares."""
     return (*REGIMES, *(regime for regime in LOOPS if regime in result.study.regimes))
 
 
 def main_regime(result: Result) -> Regime | None:
-    """The regime in which variants are compared: the first of cold, warm, eager that was measured."""
+    """Return the regime in which variants are compared: the first of cold, warm, eager that was measured."""
     measured = {timing.regime for cell in result.cells if cell.status == "ok" for timing in cell.timings}
     return next((regime for regime in REGIMES if regime in measured), None)
 
@@ -136,7 +138,7 @@ def believed(cell: Cell | None, regime: Regime | None) -> Timing | None:
 
 
 def speedup(cell: Cell | None, over: Cell | None, regime: Regime | None) -> Estimate | None:
-    """How many times as fast a cell is as another, from ratios taken round by round."""
+    """Return how many times as fast a cell is as another, from ratios taken round by round."""
     ours, theirs = believed(cell, regime), believed(over, regime)
     return ratio(theirs.rounds, ours.rounds) if ours and theirs and cell is not over else None
 
@@ -161,8 +163,8 @@ def fastest(result: Result, shape: str, direction: Direction) -> Cell | None:
 
 def noise_floor(result: Result, cell: Cell, regime: Regime | None) -> float:
     """Return the smallest factor that may be claimed at a cell's shape, 1 where no A/A run tells it."""
-    wanted = (cell.shape, cell.direction, regime)
-    return next((noise.floor for noise in result.noise if (noise.shape, noise.direction, noise.regime) == wanted), 1.0)
+    noise = result.noise_at(cell.shape, cell.direction, regime) if regime is not None else None
+    return noise.floor if noise is not None else 1.0
 
 
 def peer_names(result: Result) -> tuple[str, ...]:
@@ -172,7 +174,7 @@ def peer_names(result: Result) -> tuple[str, ...]:
     except OneLaunchError:
         return ()
     names = dict.fromkeys((*result.study.variant_names(), *(cell.variant for cell in result.cells)))
-    return tuple(name for name in names if name in known and known[name].tags.get("requires"))
+    return tuple(name for name in names if name in known and known[name].capabilities.requires)
 
 
 def way(direction: str) -> str:
@@ -188,44 +190,30 @@ def sizes(shape: Shape) -> str:
 
 def selector(chosen: Selector) -> str:
     """``fused_chunked``, or ``the fastest with launches 1 or 2``."""
-    if isinstance(chosen, str):
-        return chosen
-    tags = (f"{key} {' or '.join(map(str, value)) if isinstance(value, list) else value}" for key, value in chosen.items())
-    return f"the fastest with {', '.join(tags)}" if chosen else "the fastest variant"
+    return selector_words(chosen, "the fastest", "the fastest variant")
 
 
 def asked(criterion: Criterion, study: Study) -> str:
-    """What a criterion demands, in words."""
+    """Return what a criterion asks for, in words."""
     of, over = selector(criterion.of), selector(study.over(criterion))
     if criterion.over_at is not None:
-        over += f" at {criterion.over_at}" + (f" per {'*'.join(criterion.per)}" if criterion.per else "")
-    bound = criterion.bound
-    what = {
-        "speedup": f"{of} {bound}x as fast as {over}",
-        "time_ratio": f"{of} takes {bound}x the time of {over}",
-        "time": f"{of} takes {bound} µs",
-        "time_over_floor": f"{of} takes {bound}x its roofline bound",
-        "dram_bytes_ratio": f"DRAM bytes of {over} {bound}x those of {of}",
-        "dram_bytes_over_least": f"DRAM bytes of {of} {bound}x the least",
-        "peak_memory_ratio": f"{of} takes {bound}x the peak memory of {over}",
-        "launches": f"{of} launches {bound} times a call",
-        "barriers": f"{of} meets {bound} barriers over the grid a call",
-        "error": f"norm-wise error of {of} {bound}",
-    }[criterion.measure]
-    regime = f", {criterion.regime}" if criterion.measure in TIMES else ""
+        over += f" at {criterion.over_at}{per(criterion)}"
+    measure = judged(criterion)
+    what = measure.demand.format(of=of, over=over, bound=f"{criterion.bound}{measure.unit}")
+    regime = f", {criterion.regime}" if measure.timed else ""
     regime += f" over {criterion.over_regime}" if criterion.over_regime else ""
     aside = "" if criterion.decides else "; decides nothing"
     return f"{what} {_asked_at(criterion, study)} ({way(criterion.direction)}{regime}{aside})"
 
 
 def reference(result: Result) -> str:
-    """What speeds are taken over: the study's baseline, or where that was timed nowhere, the first variant that was."""
+    """Return the variant that speeds are taken over: the study's baseline, or if it was never timed, the first that was."""
     timed = dict.fromkeys(cell.variant for cell in result.cells if cell.status == "ok" and cell.timings and not cell.control)
     return result.study.baseline if result.study.baseline in timed else next(iter(timed), result.study.baseline)
 
 
 def use_table(result: Result, direction: Direction) -> Table:
-    """Which variant to use at which shape, and how sure that is."""
+    """Return the table of the variant to use at each shape, and how sure that is."""
     regime = main_regime(result)
     over_name = reference(result)
     rows, counts = [], []
@@ -262,7 +250,7 @@ def use_table(result: Result, direction: Direction) -> Table:
 
 
 def _instead(result: Result) -> str:
-    """Why the reference is not the declared baseline, when it is not."""
+    """Return why the reference is not the declared baseline; nothing if it is."""
     return "" if reference(result) == result.study.baseline else f", as the baseline {result.study.baseline} was not timed"
 
 
@@ -336,7 +324,7 @@ def _missing(result: Result) -> Table | None:
 
 
 def _reason(cell: Cell) -> str:
-    """Why a cell has no believed time: its reason, and what the verdict adds to it."""
+    """Return why a cell has no believed time: its reason, and what the verdict adds to it."""
     problems = cell.verdict.explain() if cell.verdict and not cell.verdict.ok else ""
     parts = [part for part in (cell.reason, problems) if part]
     if len(parts) == 2 and (parts[0] in parts[1] or parts[1] in parts[0]):
@@ -374,7 +362,7 @@ def _open(result: Result) -> tuple[str, ...]:
 
 
 def _notes(result: Result) -> list[str]:
-    """What the run noted as not measured, as far as a first screen can bear it."""
+    """Return the run's notes on what was not measured, as many as a first screen can bear."""
     missed = [note for note in result.notes if re.search(r"(^|: )(No |Stopped )", note)]
     if len(missed) <= FEW:
         return missed

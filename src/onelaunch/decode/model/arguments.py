@@ -1,0 +1,90 @@
+"""Checks of the arguments that functions of decoding share: each raises an error that names the argument."""
+
+from __future__ import annotations
+
+import operator
+from typing import TypeVar
+
+import torch
+
+from onelaunch.device.hardware import present
+from onelaunch.errors import ArgumentError, NoDeviceError
+from onelaunch.wording import shown
+
+Kind = TypeVar("Kind")
+
+
+def instance(argument: str, value: object, kind: type[Kind]) -> Kind:
+    """Return ``value`` if it is of a class.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{argument} is {shown(value)}; it must be a {class_name(kind)}.")
+    return value
+
+
+def class_name(kind: type) -> str:
+    """Return the name by which callers import a class: classes of decoding come from ``onelaunch.decode``."""
+    module = "onelaunch.decode" if kind.__module__.startswith("onelaunch.decode.") else kind.__module__
+    return f"{module}.{kind.__qualname__}"
+
+
+def integer(argument: str, value: object, least: int, most: int | None = None) -> int:
+    """Return ``value`` as an ``int``; integers of other classes, such as NumPy's, are taken too.
+
+    Raises:
+        ArgumentError: it is no integer, or not from ``least`` to ``most``.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # pyrefly: ignore[bad-argument-type]
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        end = "" if most is None else f", at most {most}"
+        raise ArgumentError(f"{argument} is {shown(value)}; it must be an integer of at least {least}{end}.")
+    return number
+
+
+def flag(argument: str, value: object) -> bool:
+    """Return ``value`` if it is a ``bool``.
+
+    Raises:
+        ArgumentError: it is not; ``"no"`` would count as true.
+    """
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{argument} is {shown(value)}; it must be True or False.")
+    return value
+
+
+def string(argument: str, value: object, example: str) -> str:
+    """Return ``value`` if it is a string that is not empty.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(value, str) or not value:
+        raise ArgumentError(f"{argument} is {shown(value)}; it must be a string, such as {example}.")
+    return value
+
+
+def device_of(argument: str, value: object) -> torch.device:
+    """Return ``value`` as a PyTorch device.
+
+    Raises:
+        ArgumentError: PyTorch knows no such device.
+        NoDeviceError: the device is not here.
+    """
+    if isinstance(value, torch.device):
+        found = value
+    else:
+        try:
+            found = torch.device(string(argument, value, "'cpu' or 'cuda:0'"))
+        except RuntimeError:
+            want = "it must name a device of PyTorch, such as 'cpu' or 'cuda:0'"
+            raise ArgumentError(f"{argument} is {shown(value)}; {want}.") from None
+    here = present()
+    if found.type != "cpu" and f"{found.type}:{found.index or 0}" not in here:
+        raise NoDeviceError(str(found), present=here)
+    return found

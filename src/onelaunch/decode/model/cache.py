@@ -1,0 +1,94 @@
+"""KV cache of a sequence that is decoded: keys and values of the positions so far, in memory that a step appends to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from onelaunch.decode.model.arguments import device_of, instance, integer
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.errors import ContextExceeded
+from onelaunch.operation import Bundle
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
+
+ROOM = 256
+"""Smallest capacity of a cache, in positions. Capacities are multiples of it, or the model's context."""
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache(Bundle):
+    """Keys (normalised and turned to their positions) and values of the first ``length`` positions.
+
+    The object does not change, its memory does: a step writes the row at ``length``. Rows from ``length`` on hold finite numbers,
+    whose values never matter.
+    """
+
+    keys: torch.Tensor
+    """Keys, ``[L, K, C, D]``: layers, key heads, capacity, channels of a head; contiguous."""
+    values: torch.Tensor
+    """Values, of the shape of ``keys``; contiguous."""
+    length: int = 0
+    """Number of filled positions, and the position of the token that comes next."""
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, capacity: int = ROOM, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> Self:
+        """Return a cache without any position, of at least ``capacity`` positions.
+
+        Raises:
+            ArgumentError: an argument is of the wrong type.
+            ContextExceeded: the model's context is shorter than ``capacity``.
+        """
+        instance("config", config, ModelConfig)
+        capacity, device = integer("capacity", capacity, 0), device_of("device", device)
+        if dtype is not None:
+            instance("dtype", dtype, torch.dtype)
+        shape = (config.num_hidden_layers, config.num_key_value_heads, rounded(capacity, config), config.head_dim)
+        keys, values = (torch.zeros(shape, dtype=dtype or config.dtype, device=device) for _ in range(2))
+        return cls(keys, values)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the filled rows, which a step must not change; the rows behind them are no input."""
+        return {name: getattr(self, name)[:, :, : self.length] for name in ("keys", "values")}
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return this cache with ``function``, which keeps shapes, applied to all of its memory."""
+        return replace(self, keys=function(self.keys), values=function(self.values))
+
+    def with_length(self, length: int) -> Self:
+        """Return a cache of the same memory with ``length`` filled positions."""
+        return replace(self, length=integer("length", length, 0))
+
+    def grown(self, config: ModelConfig, positions: int) -> Self:
+        """Return a cache with the same contents and a capacity of ``positions``: this one, or one of at least twice its capacity.
+
+        Raises:
+            ArgumentError: an argument is of the wrong type.
+            ContextExceeded: the model's context is shorter.
+        """
+        instance("config", config, ModelConfig)
+        if integer("positions", positions, 0) <= self.capacity:
+            return self
+        rounded(positions, config)  # raises beyond the context, where twice the capacity is cut to it
+        wanted = min(max(positions, 2 * self.capacity), config.max_position_embeddings)
+        larger = KVCache.empty(config, wanted, self.keys.device, self.keys.dtype)
+        larger.keys[:, :, : self.length] = self.keys[:, :, : self.length]
+        larger.values[:, :, : self.length] = self.values[:, :, : self.length]
+        return replace(self, keys=larger.keys, values=larger.values)
+
+
+def rounded(positions: int, config: ModelConfig) -> int:
+    """Return the capacity of a cache for ``positions`` positions."""
+    if positions > config.max_position_embeddings:
+        raise ContextExceeded(positions, context=config.max_position_embeddings)
+    return min(-(-max(positions, 1) // ROOM) * ROOM, config.max_position_embeddings)

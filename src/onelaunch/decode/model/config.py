@@ -1,0 +1,300 @@
+"""Configurations of models: the Qwen3 dense family as Hugging Face's ``config.json`` describes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from onelaunch.decode.model.files import entry, folder_path, read_json
+from onelaunch.errors import ArgumentError, CheckpointError, ModelConfigError, UnsupportedModel
+from onelaunch.wording import listing, shown
+
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3"}
+"""Supported architectures, with the ``model_type`` of each."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+CONTEXT = 32_768
+"""Context, in positions, of a model whose file does not give one."""
+
+LARGEST_SIZE = 2**31 - 1
+"""Largest size and longest context: kernels count rows, channels and positions in 32-bit integers."""
+
+SCALES = (1e-6, float(LARGEST_SIZE))
+"""Smallest and largest number in a scaling of positions. Between them no frequency overflows, and none is NaN."""
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation: position ``p`` gets the angles of ``p / factor``. Source: Chen et al. (2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: low frequencies are interpolated, high ones kept, those between blended. Source: Peng et al. (2023)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Factor of cosine and sine; ``None`` for ``0.1 ln(factor) + 1``."""
+    truncate: bool = True
+    """Flag to round the ends of the blend to whole channels."""
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3's scaling: low frequencies are divided by ``factor``, high ones kept, with a smooth passage between."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+
+RopeScaling: TypeAlias = LinearScaling | YarnScaling | Llama3Scaling
+KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and constants of one model. Hashable. Names are those of Hugging Face's configuration.
+
+    Raises:
+        ModelConfigError: naming the field, what it is and what it has to be.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = CONTEXT
+    """Context: the number of positions that the cache may grow to."""
+    tie_word_embeddings: bool = False
+    """Flag of a model whose LM head is the embedding's matrix."""
+    attention_bias: bool = False
+    """Flag of a model whose projections of attention add a bias."""
+    dtype: torch.dtype = torch.bfloat16
+    """Dtype of weights, cache and activations: bfloat16, float16 or float32."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End tokens: a text ends after each of them."""
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            _check_size(name, getattr(self, name))
+        _check_number("rms_norm_eps", self.rms_norm_eps, "a number of at least 0", lambda eps: eps >= 0)
+        _check_number("rope_theta", self.rope_theta, "a number above 1", lambda theta: theta > 1)
+        if self.num_attention_heads % self.num_key_value_heads:
+            want = f"a divisor of num_attention_heads = {self.num_attention_heads}"
+            raise ModelConfigError("num_key_value_heads", got=self.num_key_value_heads, want=want)
+        if self.head_dim % 2:
+            raise ModelConfigError("head_dim", got=self.head_dim, want="even, since rotary embeddings turn pairs of channels")
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ModelConfigError(name, got=getattr(self, name), want="true or false")
+        if self.dtype not in DTYPES.values():
+            raise ModelConfigError("dtype", got=self.dtype, want=f"one of {listing(DTYPES)}")
+        if self.rope_scaling is not None:
+            _check_scaling(self.rope_scaling)
+        if not isinstance(self.eos_token_ids, tuple):
+            raise ModelConfigError("eos_token_ids", got=self.eos_token_ids, want="a tuple of integers")
+        for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                want = f"within 0..{self.vocab_size - 1}, an integer"
+                raise ModelConfigError("eos_token_id or bos_token_id", got=token, want=want)
+
+    @property
+    def query_size(self) -> int:
+        """Number of channels of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Number of channels of all key heads together, which is also that of all value heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def queries_per_key(self) -> int:
+        """Number of query heads that share a key head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Return the configuration that a ``config.json`` holds, in the older layout (``rope_scaling``, ``torch_dtype``) or the
+        newer one (``rope_parameters``, ``dtype``).
+
+        Raises:
+            ArgumentError: ``values`` is no mapping.
+            UnsupportedModel: the architecture, or a feature of the model, is not supported; the message says what is.
+            ModelConfigError: a field is missing or wrong; the message names it.
+        """
+        if not isinstance(values, Mapping):
+            raise ArgumentError(f"values is {shown(values)}; it must be a mapping, such as the contents of a config.json.")
+        _check_architecture(values)
+        known: dict[str, Any] = {name: values[name] for name in (*SIZES, *PLAIN) if values.get(name) is not None}
+        known.setdefault("head_dim", 128)  # the family's, for files that leave it out
+        if missing := [name for name in SIZES if name not in known and name not in DEFAULTED]:
+            raise ModelConfigError(missing[0], got="missing", want="given in the configuration")
+        name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+        rope = values.get(name) or {}
+        if not isinstance(rope, Mapping):
+            raise ModelConfigError(name, got=rope, want="an object")
+        rope = dict(rope)
+        if (theta := rope.pop("rope_theta", None)) is not None:
+            known["rope_theta"] = theta
+        for name in ("rms_norm_eps", "rope_theta"):
+            if type(value := known.get(name)) is int and abs(value) <= LARGEST_SIZE:
+                known[name] = float(value)
+        known["rope_scaling"] = _scaling(rope, known.get("max_position_embeddings", CONTEXT))
+        dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+        dtype = str(dtype) if isinstance(dtype, torch.dtype) else dtype
+        if not isinstance(dtype, str) or (dtype := dtype.removeprefix("torch.")) not in DTYPES:
+            raise ModelConfigError("dtype", got=dtype, want=f"one of {listing(DTYPES)}")
+        return cls(**known, dtype=DTYPES[dtype], eos_token_ids=_tokens(values.get("eos_token_id")))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> ModelConfig:
+        """Return the configuration of a model folder, by its ``config.json``.
+
+        End tokens come from ``generation_config.json`` instead, where that file names any.
+
+        Raises:
+            ArgumentError: ``folder`` is neither a string nor a path.
+            CheckpointError: a file is missing, too large or no JSON object.
+            UnsupportedModel, ModelConfigError: as :meth:`from_dict`.
+        """
+        folder = folder_path("folder", folder)
+        path = entry(folder, "config.json")
+        if not path.exists():
+            raise CheckpointError(
+                f"{path} cannot be read: there is no such file. A model folder holds config.json, model.safetensors and "
+                "tokenizer.json, as save_pretrained of transformers writes them"
+            )
+        values = read_json(path)
+        if (ends := read_generation(folder).get("eos_token_id")) is not None:
+            values["eos_token_id"] = ends
+        return cls.from_dict(values)
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+"""Fields that count something."""
+
+DEFAULTED = ("max_position_embeddings",)
+"""Fields of :data:`SIZES` that a file may leave out."""
+
+FLAGS = ("tie_word_embeddings", "attention_bias")
+
+PLAIN = ("rms_norm_eps", "rope_theta", *FLAGS, "bos_token_id")
+"""Fields whose values are taken from a file unchanged."""
+
+
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelConfigError(name, got=value, want="an integer of at least 1")
+    if value > LARGEST_SIZE:
+        raise ModelConfigError(name, got=value, want=f"an integer of at most {LARGEST_SIZE}")
+
+
+def _check_number(name: str, value: object, want: str, is_right: Callable[[float], bool]) -> None:
+    """Raise unless ``value`` is a number that a float holds, and is right."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number) and is_right(number):
+            return
+    raise ModelConfigError(name, got=value, want=want)
+
+
+def _check_scaling(scaling: RopeScaling) -> None:
+    """Raise unless a scaling of positions gives frequencies that are numbers."""
+    if not isinstance(scaling, tuple(KINDS.values())):
+        raise ModelConfigError("rope_scaling", got=scaling, want=f"one of {listing(kind.__name__ for kind in KINDS.values())}")
+    least, most = SCALES
+    for name, value in vars(scaling).items():
+        if name == "truncate":
+            if not isinstance(value, bool):
+                raise ModelConfigError("rope_scaling.truncate", got=value, want="true or false")
+        elif value is not None or name != "attention_factor":
+            want = f"a number above 0, from {least:g} to {most:g}"
+            _check_number(f"rope_scaling.{name}", value, want, lambda number: least <= number <= most)
+    if scaling.factor < 1:
+        raise ModelConfigError("rope_scaling.factor", got=scaling.factor, want="a number of at least 1")
+    if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+        want = f"larger than low_freq_factor = {scaling.low_freq_factor:g}"
+        raise ModelConfigError("rope_scaling.high_freq_factor", got=scaling.high_freq_factor, want=want)
+
+
+def _check_architecture(values: Mapping[str, Any]) -> None:
+    """Raise unless this is a dense Qwen3 with full attention and plain weights."""
+    names, kind = _names(values, "architectures"), values.get("model_type")
+    if (names and names[0] not in ARCHITECTURES) or (not names and kind not in ARCHITECTURES.values()):
+        raise UnsupportedModel(f"architecture {shown(names[0] if names else kind)}", supported=ARCHITECTURES)
+    if values.get("quantization_config"):
+        raise UnsupportedModel("quantized weights", supported=DTYPES)
+    if values.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"hidden_act {shown(values['hidden_act'])}", supported=("silu",))
+    counts = [values.get(name) or 0 for name in ("max_window_layers", "num_hidden_layers")]
+    sliding = values.get("use_sliding_window") and not (all(isinstance(each, int) for each in counts) and counts[0] >= counts[1])
+    layers = set(_names(values, "layer_types"))
+    if layers - {"full_attention"} or (not layers and sliding):
+        raise UnsupportedModel("attention over a sliding window", supported=("full attention",))
+
+
+def _names(values: Mapping[str, Any], field: str) -> list[str]:
+    names = values.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelConfigError(field, got=names, want="a list of names")
+    return names
+
+
+def _scaling(values: Mapping[str, Any], context: int) -> RopeScaling | None:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ModelConfigError("rope_scaling.rope_type", got=kind, want=f"one of {listing(('default', *KINDS))}")
+    made = KINDS[kind]
+    fields = made.__dataclass_fields__
+    given = {name: values[name] for name in fields if values.get(name) is not None}
+    if "original_max_position_embeddings" in fields:
+        given.setdefault("original_max_position_embeddings", context)
+    if kind == "yarn" and (unknown := [name for name in ("mscale", "mscale_all_dim") if values.get(name) is not None]):
+        raise ModelConfigError(f"rope_scaling.{unknown[0]}", got=values[unknown[0]], want="left out: no Qwen3 has it")
+    try:
+        return made(**given)
+    except TypeError:
+        missing = next(name for name in fields if name not in given)
+        raise ModelConfigError(f"rope_scaling.{missing}", got="missing", want=f"given for rope_type {kind!r}") from None
+
+
+def _tokens(value: object) -> tuple[int, ...]:
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) for token in tokens):
+        raise ModelConfigError("eos_token_id", got=value, want="an integer or a list of them")
+    return tuple(tokens)
+
+
+def read_generation(folder: str | Path) -> dict[str, Any]:
+    """Return what a folder's ``generation_config.json`` holds, which is nothing where there is no such file."""
+    path = entry(Path(folder), "generation_config.json")
+    return read_json(path) if path.exists() else {}

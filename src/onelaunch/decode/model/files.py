@@ -1,0 +1,148 @@
+"""Files of a model folder: which of them may be read, and the JSON that they hold.
+
+A model folder comes from somebody else, and its files name other files. A file is read only if it is an entry of the folder
+itself, a regular file, and not a link to somewhere else. In the cache of Hugging Face's hub, the entries of a folder are links to
+files that the cache keeps beside it; these are followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from onelaunch.errors import ArgumentError, CheckpointError
+from onelaunch.files import FileTooLarge, read_bytes, reason
+from onelaunch.wording import in_a_line, shown
+
+JSON_BYTES = 8 * 2**20
+"""Largest configuration file that is read, in bytes. Models' take kilobytes, tokenizers' up to 1.2 million."""
+
+INDEX_BYTES = 32 * 2**20
+"""Largest index of weights that is read, in bytes. That of a model with 100,000 tensors takes about ten million."""
+
+TOKENIZER_BYTES = 256 * 2**20
+"""Largest tokenizer that is read, in bytes. The largest published ones take about 35 million."""
+
+NAME_LENGTH = 255
+"""Longest name of a file, in characters."""
+
+
+def folder_path(argument: str, value: object) -> Path:
+    """Return a folder that a caller gave, as a path.
+
+    Raises:
+        ArgumentError: ``value`` is neither a string nor a path.
+    """
+    if isinstance(value, (str, os.PathLike)) and isinstance(found := os.fspath(value), str) and found:
+        return Path(found)
+    raise ArgumentError(f"{argument} is {shown(value)}; it must be the path of a model folder, a string or a pathlib.Path.")
+
+
+def entry(folder: Path, name: object, *, named_by: str = "", suffix: str = "") -> Path:
+    """Return the path of a file of a model folder, which need not exist.
+
+    Args:
+        folder: The model folder.
+        name: The file's name as another file gives it, or as we know it.
+        named_by: The file that gives the name, for the message.
+        suffix: What the name must end with.
+
+    Raises:
+        CheckpointError: ``name`` is no plain file name with that suffix, or the entry is a link that leaves the folder.
+    """
+    said = f"{named_by or folder} names the file {shown(name)}"
+    if not isinstance(name, str) or not _is_plain(name):
+        raise CheckpointError(f"{said}; it must be the name of a file in that folder, without separators")
+    if not name.endswith(suffix):
+        raise CheckpointError(f"{said}; its name must end with {suffix}")
+    path = folder / name
+    if path.is_symlink():
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(root) for root in _roots(folder)):
+            raise CheckpointError(
+                f"{path} is a link to {target}, outside its folder, and is not followed. Copy the file there, or pass the "
+                "folder that holds the files themselves"
+            )
+    return path
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a string is a file's own name on every system: no separator, drive, control character or parent."""
+    return 0 < len(name) <= NAME_LENGTH and name.isprintable() and name not in (".", "..") and not set(name) & set("/\\:")
+
+
+def _roots(folder: Path) -> list[Path]:
+    """Return the folders that links of a model folder may lead to: itself and, in the hub's cache, where that keeps files.
+
+    The cache is laid out as ``CACHE/models--OWNER--NAME/{blobs,snapshots/REVISION}``, with ``CACHE/blobs`` for files that
+    several models share.
+    """
+    real = Path(os.path.realpath(folder))
+    model = real.parent.parent
+    if real.parent.name != "snapshots" or not model.name.startswith("models--"):
+        return [real]
+    return [real, *(Path(os.path.realpath(each / "blobs")) for each in (model, model.parent))]
+
+
+def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
+    """Return the text of a file that was found with :func:`entry`.
+
+    Raises:
+        CheckpointError: there is no such regular file, it is larger than ``most_bytes``, or no UTF-8.
+    """
+    check_size(path, most_bytes)
+    try:
+        return read_bytes(path, most_bytes).decode("utf-8-sig")
+    except (OSError, FileTooLarge) as problem:  # it may have changed since
+        raise CheckpointError(f"{path} cannot be read: {reason(problem)}") from None
+    except ValueError as problem:
+        raise CheckpointError(f"{path} is not text in UTF-8: {in_a_line(problem)}") from None
+
+
+def check_size(path: Path, most_bytes: int) -> None:
+    """Raise :class:`CheckpointError` unless a path is a regular file of at most ``most_bytes``."""
+    try:
+        if not path.exists():
+            raise CheckpointError(f"{path} cannot be read: there is no such file")
+        if not path.is_file():  # a pipe would be waited for without end
+            raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+        size = path.stat().st_size
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size:,} bytes; such a file may have {most_bytes:,}")
+
+
+def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        CheckpointError: the file cannot be read, is no JSON, holds something else than an object, names a key twice, or holds NaN
+            or Infinity, which are no numbers of JSON.
+    """
+    text = read_text(path, most_bytes)
+    try:
+        values = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_number)
+    except RecursionError:
+        raise CheckpointError(f"{path} is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as problem:
+        raise CheckpointError(f"{path} is not JSON: {in_a_line(problem)}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return values
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return pairs as a dict; a key that stands twice would hide a value from whoever reads the file."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"the key {shown(name)} stands twice in one object")
+        values[name] = value
+    return values
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")

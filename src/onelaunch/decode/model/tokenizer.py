@@ -1,0 +1,224 @@
+"""Tokenizers, chat templates, and text that is handed out while its tokens still come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onelaunch.decode.model.files import TOKENIZER_BYTES, check_size, entry, read_json, read_text
+from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing
+from onelaunch.wording import in_a_line, shown
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""Character that stands in decoded text for one whose bytes are not all there."""
+
+TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
+"""Files that hold chat templates: one, or several by name, of which the one named ``default`` is meant."""
+
+TOKENIZER_FILES = (
+    *TEMPLATE_FILES, "added_tokens.json", "config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "vocab.json",
+)  # fmt: skip
+"""Files that transformers reads for a tokenizer."""
+
+FIXED = (
+    "add_generation_prompt", "conversation", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "truncation",
+)  # fmt: skip
+"""Choices of transformers' ``apply_chat_template`` that are not the caller's: the result is a prompt of one text."""
+
+
+@contextmanager
+def checkpoint_at_fault(said: str) -> Iterator[None]:
+    """Raise :class:`CheckpointError` with ``said`` and the reason where other packages fail over a model's files.
+
+    They raise nothing narrower than ``Exception``; what panics in Rust, such as a tokenizer, derives from ``BaseException``.
+    """
+    try:
+        yield
+    except Exception as problem:  # noqa: BLE001
+        raise CheckpointError(f"{said}: {in_a_line(problem)}") from None
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{said}: {str(problem)[:300]}") from None
+
+
+class TextCodec:
+    """Tokenizer of a model folder.
+
+    Raises:
+        TokenizerMissing: the package ``tokenizers`` is not installed.
+        CheckpointError: the folder has no readable ``tokenizer.json``.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = entry(self.folder, "tokenizer.json")
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise TokenizerMissing("text needs the package tokenizers, which is not installed") from None
+        if not path.is_file():
+            raise CheckpointError(
+                f"{self.folder} has no tokenizer.json; convert its tokenizer with transformers' save_pretrained"
+            )
+        check_size(path, TOKENIZER_BYTES)
+        with checkpoint_at_fault(f"{path} cannot be read"):
+            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer.no_truncation()  # which training leaves behind
+            self._tokenizer.no_padding()
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, with those that the tokenizer puts around it, unless it is :class:`Templated`.
+
+        Raises:
+            ArgumentError: the text cannot be encoded in UTF-8, as with bytes that were none.
+            CheckpointError: the tokenizer fails.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as problem:
+            raise ArgumentError(
+                f"prompt has {text[problem.start]!r}, which is no character of Unicode; give text in UTF-8."
+            ) from None
+        with checkpoint_at_fault(f"the tokenizer of {self.folder} fails on this prompt"):
+            return tuple(self._tokenizer.encode(text, add_special_tokens=not isinstance(text, Templated)).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; special ones, such as the end of a text, have none.
+
+        Raises:
+            CheckpointError: the tokenizer fails.
+        """
+        with checkpoint_at_fault(f"the tokenizer of {self.folder} fails on tokens of the model"):
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> Templated:
+        """Return the prompt of a conversation by the model's chat template, ready for the answer.
+
+        Args:
+            messages: Messages, each with ``role`` and ``content``.
+            **choices: Variables of the template, such as ``enable_thinking=False`` of Qwen3.
+
+        Raises:
+            ArgumentError: there are no messages, they are none, or a choice is not the caller's.
+            TokenizerMissing: the package ``transformers`` is not installed.
+            CheckpointError: the model has no chat template, or one that fails or refuses the messages; or its files are wrong.
+        """
+        _check_messages(messages)
+        if taken := [name for name in choices if name in FIXED]:
+            raise ArgumentError(f"{taken[0]} is {shown(choices[taken[0]])}; leave it out: the result is always one text.")
+        self._check_templates()
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise TokenizerMissing("chat templates need the package transformers, which is not installed") from None
+        with checkpoint_at_fault(f"the tokenizer of {self.folder} cannot be read"):
+            # Code that a folder brings is refused without a question, and nothing is fetched.
+            tokenizer = AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False, local_files_only=True)
+        if not tokenizer.chat_template:
+            raise CheckpointError(f"{self.folder} has no chat template; pass the prompt as text")
+        with checkpoint_at_fault(f"the chat template of {self.folder} refuses these messages"):
+            found = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **choices)
+        if not isinstance(found, str):
+            raise CheckpointError(f"the chat template of {self.folder} makes {shown(found)}; it must make text")
+        return Templated(found)
+
+    def _check_templates(self) -> None:
+        """Raise unless the files that transformers is about to read are the folder's own, and their templates are text."""
+        for name in TOKENIZER_FILES:
+            entry(self.folder, name)
+        described, alone = (entry(self.folder, name) for name in TEMPLATE_FILES)
+        if alone.exists():
+            read_text(alone)
+        if not described.exists():
+            return
+        template = read_json(described).get("chat_template")
+        if template is None or isinstance(template, str):
+            return
+        said = f"chat_template of {described} is {shown(template)}"
+        named = isinstance(template, list) and all(
+            isinstance(each, Mapping) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
+            for each in template
+        )
+        if not named:
+            raise CheckpointError(f"{said}; it must be a text, or a list of objects with name and template")
+        if not alone.exists() and template and "default" not in (each["name"] for each in template):
+            raise CheckpointError(f"{said}; one of the templates must be named default")
+
+
+def _check_messages(messages: object) -> None:
+    """Raise :class:`ArgumentError` unless these are messages of a conversation."""
+    right = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages, (str, bytes))
+    if not right or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):  # pyrefly: ignore
+        want = "mappings with role and content, at least one, such as [{'role': 'user', 'content': 'Hello'}]"
+        raise ArgumentError(f"messages is {shown(messages)}; it must be {want}.")
+
+
+class Templated(str):
+    """Prompt to which a chat template has given all its special tokens: none is put around it again."""
+
+    __slots__ = ()
+
+
+class Detokenizer:
+    """Decoder of tokens as they come: a character is handed out once its last byte is there."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._tokens: list[int] = []
+        # Decoding starts at a token of known text, since some tokenizers drop the space before the first token.
+        self._start, self._known = 0, 0
+
+    def push(self, token: int) -> str:
+        """Add a token and return the text that it completed."""
+        self._tokens.append(token)
+        text = self._new()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self._start, self._known = self._known, len(self._tokens)
+        return text
+
+    def finish(self) -> str:
+        """Return the text that is left; characters that were never finished become replacement characters."""
+        text = self._new()
+        self._start = self._known = len(self._tokens)
+        return text
+
+    def _new(self) -> str:
+        known = self._codec.decode(self._tokens[self._start : self._known])
+        return self._codec.decode(self._tokens[self._start :])[len(known) :]
+
+
+class StopStrings:
+    """Filter that holds text back while it may still become a stop string, and ends it where one is complete."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+        """Stop string that ended the text; ``None`` before."""
+
+    def push(self, text: str) -> str:
+        """Add text and return what can be handed out now: nothing from the stop string that begins first onward."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        hits = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if hits:
+            at, _, self.found = min(hits)
+            return self._held[:at]
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return out
+
+    def finish(self) -> str:
+        """Return what was held back for a stop string that did not come."""
+        out, self._held = self._held if self.found is None else "", ""
+        return out
+
+    def _overlap(self, stop: str) -> int:
+        """Return how many characters at the end of the held text begin ``stop``."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((length for length in range(longest, 0, -1) if self._held.endswith(stop[:length])), 0)

@@ -1,0 +1,321 @@
+"""Weights of a model: the tensors of a checkpoint, checked against the configuration, each read once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onelaunch import checks
+from onelaunch.decode.model.arguments import device_of, instance, integer
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.files import INDEX_BYTES, entry, folder_path, read_json
+from onelaunch.decode.model.sampling import LARGEST_SEED
+from onelaunch.errors import ArgumentError, CheckpointError, ShapeError
+from onelaunch.operation import Bundle
+from onelaunch.wording import in_a_line, listing, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from Python 3.11 on
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Names of the file of a checkpoint in one piece, and of the index of one in several."""
+
+SUFFIX = ".safetensors"
+"""Suffix of every file of weights. Other formats, such as pickles, are never opened."""
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""Dtypes of plain weights; tensors of other dtypes are quantized."""
+
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+"""Beginning of the name that a layer's tensor has in a checkpoint."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights(Bundle):
+    """One layer's tensors in Hugging Face's layout: a projection is ``[outputs, inputs]``.
+
+    ``H`` is the hidden size, ``Q`` and ``K`` the channels of all query and of all key heads, ``D`` those of a head, ``I`` the
+    intermediate size.
+    """
+
+    input_layernorm: torch.Tensor
+    """Factors of the norm before attention, ``[H]``."""
+    q_proj: torch.Tensor
+    """Projection to queries, ``[Q, H]``."""
+    k_proj: torch.Tensor
+    """Projection to keys, ``[K, H]``."""
+    v_proj: torch.Tensor
+    """Projection to values, ``[K, H]``."""
+    o_proj: torch.Tensor
+    """Projection of attention's output, ``[H, Q]``."""
+    q_norm: torch.Tensor
+    """Factors of the norm of each query head, ``[D]``."""
+    k_norm: torch.Tensor
+    """Factors of the norm of each key head, ``[D]``."""
+    post_attention_layernorm: torch.Tensor
+    """Factors of the norm before the MLP, ``[H]``."""
+    gate_proj: torch.Tensor
+    """Projection to the MLP's gate, ``[I, H]``."""
+    up_proj: torch.Tensor
+    """Projection to the MLP's values, ``[I, H]``."""
+    down_proj: torch.Tensor
+    """Projection of the MLP's output, ``[H, I]``."""
+    q_bias: torch.Tensor | None = None
+    """Bias of the queries, ``[Q]``; biases are there only with ``attention_bias``."""
+    k_bias: torch.Tensor | None = None
+    """Bias of the keys, ``[K]``."""
+    v_bias: torch.Tensor | None = None
+    """Bias of the values, ``[K]``."""
+    o_bias: torch.Tensor | None = None
+    """Bias of attention's output, ``[H]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weights(Bundle):
+    """All tensors of a model, with the configuration that gives their shapes."""
+
+    config: ModelConfig
+    embed_tokens: torch.Tensor
+    """Embedding, one row for each token, ``[V, H]``."""
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    """Factors of the norm before the LM head, ``[H]``."""
+    untied_head: torch.Tensor | None = None
+    """LM head, ``[V, H]``; ``None`` where it is the embedding's matrix."""
+
+    def __post_init__(self) -> None:
+        count = instance("config", self.config, ModelConfig).num_hidden_layers
+        if not isinstance(self.layers, tuple) or len(self.layers) != count:
+            got = f"has {len(self.layers)} elements" if isinstance(self.layers, tuple) else f"is {type(self.layers).__name__}"
+            raise ArgumentError(f"layers {got}; it must be a tuple of {count} LayerWeights, one for each of num_hidden_layers.")
+
+    @property
+    def lm_head(self) -> torch.Tensor:
+        """Matrix of the LM head, ``[V, H]``: its own or the embedding's."""
+        return self.embed_tokens if self.untied_head is None else self.untied_head
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
+
+    def check(self) -> None:
+        """Raise unless every tensor is as the configuration says, and contiguous, as kernels read it.
+
+        Raises:
+            ArgumentError: a tensor is missing, or not contiguous.
+            ShapeError, DTypeError, DeviceError: naming the tensor, what it is and what it has to be.
+        """
+        tensors = self.tensors()
+        for name, _, shape in parts(self.config):
+            what, tensor = f"weights.{name}", checks.tensor(f"weights.{name}", tensors.get(name))
+            if tuple(tensor.shape) != shape:
+                raise ShapeError(what, got=tensor.shape, want=f"{list(shape)} by the model's configuration")
+            checks.dtype(what, tensor, (self.config.dtype,), ", the dtype of their configuration")
+            checks.device(what, tensor, self.device)
+            if not tensor.is_contiguous():
+                raise ArgumentError(f"{what} is not contiguous; use weights.map(torch.Tensor.contiguous).")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor once, by its name here, such as ``layers.0.q_proj``."""
+        own = super().tensors()
+        for number, layer in enumerate(self.layers):
+            own |= {f"layers.{number}.{name}": tensor for name, tensor in layer.tensors().items()}
+        return own
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return these weights with ``function`` applied to each tensor; an LM head that is tied stays so."""
+        tensors = from_tensors(self.config, {name: function(tensor) for name, tensor in self.tensors().items()})
+        return replace(self, **{each.name: getattr(tensors, each.name) for each in fields(tensors)})
+
+
+def parts(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield for every tensor of a model its name here, its name in a checkpoint, and its shape."""
+    H, Q, K = config.hidden_size, config.query_size, config.key_value_size
+    I, D, V = config.intermediate_size, config.head_dim, config.vocab_size
+    yield "embed_tokens", "model.embed_tokens.weight", (V, H)
+    yield "norm", "model.norm.weight", (H,)
+    if not config.tie_word_embeddings:
+        yield "untied_head", "lm_head.weight", (V, H)
+    attention = {"q": (Q, H), "k": (K, H), "v": (K, H), "o": (H, Q)}
+    in_attention = {f"{name}_proj": (f"{name}_proj.weight", shape) for name, shape in attention.items()}
+    in_attention |= {f"{name}_norm": (f"{name}_norm.weight", (D,)) for name in "qk"}
+    if config.attention_bias:
+        in_attention |= {f"{name}_bias": (f"{name}_proj.bias", shape[:1]) for name, shape in attention.items()}
+    for number in range(config.num_hidden_layers):
+        here, there = f"layers.{number}", f"model.layers.{number}"
+        for name, (file_name, shape) in in_attention.items():
+            yield f"{here}.{name}", f"{there}.self_attn.{file_name}", shape
+        for name, shape in {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}.items():
+            yield f"{here}.{name}", f"{there}.mlp.{name}.weight", shape
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{here}.{name}", f"{there}.{name}.weight", (H,)
+
+
+def from_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Weights:
+    """Return the weights that consist of named tensors, as :meth:`Weights.tensors` names them."""
+    names = [field.name for field in fields(LayerWeights)]
+    layers = [
+        LayerWeights(**{name: tensors[key] for name in names if (key := f"layers.{number}.{name}") in tensors})
+        for number in range(config.num_hidden_layers)
+    ]
+    return Weights(config, tensors["embed_tokens"], tuple(layers), tensors["norm"], tensors.get("untied_head"))
+
+
+def elements(config: ModelConfig, *, matrices_only: bool = False) -> int:
+    """Return how many numbers a model's weights hold, or its matrices alone; the time does not depend on the number of layers."""
+    shapes = [(name, shape) for name, _, shape in parts(replace(config, num_hidden_layers=1))]
+    return sum(
+        math.prod(shape) * (config.num_hidden_layers if name.startswith("layers.") else 1)
+        for name, shape in shapes
+        if len(shape) == 2 or not matrices_only
+    )
+
+
+def check_header(folder: str | Path, config: ModelConfig) -> None:
+    """Raise unless a folder's files hold the tensors of a configuration: :func:`load_weights` without reading a tensor.
+
+    Raises:
+        CheckpointError: as :func:`load_weights`.
+    """
+    with ExitStack() as opened:
+        _open_checked(folder_path("folder", folder), config, torch.device("cpu"), opened)
+
+
+def load_weights(folder: str | Path, config: ModelConfig, device: torch.device | str = "cpu") -> Weights:
+    """Read the weights of a Hugging Face folder: ``model.safetensors``, or the files that ``model.safetensors.index.json`` names.
+
+    Every name, shape and dtype is checked by the files' headers before anything is read or allocated, so that a configuration
+    of absurd size is refused at once. Then each tensor is read once, straight to the device, in ``config.dtype``.
+
+    Args:
+        folder: Folder of the checkpoint. Its index may name files of this folder only.
+        config: Configuration that the tensors must fit.
+        device: Device to read them to.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type.
+        CheckpointError: a file is missing, truncated, no safetensors file or not in the folder; a tensor is missing, quantized or
+            of another shape; or there is a tensor for which the configuration has no place. The message names file and tensor.
+    """
+    folder, where = folder_path("folder", folder), device_of("device", device)
+    instance("config", config, ModelConfig)
+    with ExitStack() as opened:
+        files = _open_checked(folder, config, where, opened)
+        tensors = {name: files[file_name].get_tensor(file_name).to(config.dtype) for name, file_name, _ in parts(config)}
+    return from_tensors(config, tensors)
+
+
+def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opened: ExitStack) -> dict[str, Any]:
+    """Open a folder's files, check the headers, and return the open file of each wanted tensor by its name in the checkpoint."""
+    single = entry(folder, SINGLE)
+    if single.is_file():
+        files = {single: opened.enter_context(_opened(single, device))}
+        homes, missing = dict.fromkeys(files[single].keys(), single), f"{single} has no tensor"
+    else:
+        homes, missing = _indexed(folder), f"{folder / INDEX} names no file for"
+        files = {}
+    _check_layers(folder, config, homes)
+    wanted = list(parts(config))
+    for _, file_name, _ in wanted:
+        if file_name not in homes:
+            raise CheckpointError(f"{missing} {file_name!r}")
+    for path in dict.fromkeys(homes[file_name] for _, file_name, _ in wanted):
+        if path not in files:
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, which {INDEX} names")
+            files[path] = opened.enter_context(_opened(path, device))
+    held = {path: frozenset(file.keys()) for path, file in files.items()}
+    for _, file_name, shape in wanted:
+        path = homes[file_name]
+        if file_name not in held[path]:
+            raise CheckpointError(f"{path} has no tensor {file_name!r}")
+        found = files[path].get_slice(file_name)
+        if tuple(found.get_shape()) != shape:
+            said = f"has shape {shown(tuple(found.get_shape()))}; it must be {list(shape)} by the model's configuration"
+            raise CheckpointError(f"{file_name} of {path} {said}")
+        if found.get_dtype() not in FLOATS:
+            raise CheckpointError(f"{file_name} of {path} is {found.get_dtype()}; weights must be one of {listing(FLOATS)}")
+    _check_rest(config, held, {file_name for _, file_name, _ in wanted})
+    return {file_name: files[homes[file_name]] for _, file_name, _ in wanted}
+
+
+def _check_layers(folder: Path, config: ModelConfig, names: Iterable[str]) -> None:
+    """Raise where the configuration has more layers than a checkpoint has tensors of, before anything loops over them."""
+    there = {int(found[1]) for name in names if (found := LAYER.match(name))}
+    if config.num_hidden_layers > len(there):
+        raise CheckpointError(
+            f"num_hidden_layers of the model's configuration is {config.num_hidden_layers:,}, and {folder} holds tensors of "
+            f"{len(there)} layers"
+        )
+
+
+def _check_rest(config: ModelConfig, held: Mapping[Path, frozenset[str]], wanted: set[str]) -> None:
+    """Raise where a file has tensors of the model for which the configuration has no place: the text would be another model's."""
+    free = {"lm_head.weight"} if config.tie_word_embeddings else set()  # some write a tied head too
+    for path, names in held.items():
+        rest = sorted(name for name in names - wanted - free if name.startswith("model.") or name == "lm_head.bias")
+        if rest := [name for name in rest if not name.endswith("rotary_emb.inv_freq")]:
+            more = f" and {len(rest) - 1} more tensors" if len(rest) > 1 else ""
+            raise CheckpointError(f"{path} has {shown(rest[0])}{more}, for which the model's configuration has no place")
+
+
+def random_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
+    """Draw weights so that activations stay of unit scale; the same seed gives the same values on a device.
+
+    Matrices have variance 1 / inputs, the factors of norms lie around 1, biases around 0.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type.
+    """
+    instance("config", config, ModelConfig)
+    device = device_of("device", device)
+    generator = torch.Generator(device=device).manual_seed(integer("seed", seed, 0, LARGEST_SEED))
+    tensors = {}
+    for name, _, shape in parts(config):
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=config.dtype)
+        if "norm" in name:
+            tensors[name] = drawn.mul_(0.1).add_(1)
+        else:
+            tensors[name] = drawn.mul_(0.1 if len(shape) == 1 else 1 / math.sqrt(shape[-1]))
+    return from_tensors(config, tensors)
+
+
+def _indexed(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor by a folder's index, every one of them an entry of the folder."""
+    index = entry(folder, INDEX)
+    if not index.is_file():
+        pickled = next((each.name for each in folder.glob("*.bin") if each.name.startswith("pytorch_model")), "")
+        convert = (
+            f"; {pickled} is a pickle, which is not read: write it again with save_pretrained of transformers" if pickled else ""
+        )
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{convert}")
+    table = read_json(index, INDEX_BYTES).get("weight_map")
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{index} is not an index of weights: its weight_map is {shown(table)}; it must be an object")
+    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
+    for tensor, name in table.items():
+        if not isinstance(name, str) or name not in paths:
+            path = entry(folder, name, named_by=str(index), suffix=SUFFIX)
+            paths[path.name] = path
+        found[tensor] = paths[name]
+    return found
+
+
+def _opened(path: Path, device: torch.device) -> Any:
+    """Open a file and read its header; return a context, which closes the file."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise CheckpointError("weights are read by safetensors, which is not here: pip install 'onelaunch[decode]'") from None
+    try:
+        return safe_open(str(path), framework="pt", device=str(device))
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path} cannot be read, as if missing or truncated: {in_a_line(problem)}") from problem

@@ -1,0 +1,317 @@
+"""The static check of a plan: reads ordered after the writes they need, nothing overwritten while it is read, all CTAs resident.
+
+Ordering is followed with vector clocks: what each CTA knows every other to have finished, phase by phase, over tokens and layers.
+An edge that does not hold for certain gives no knowledge. Source: Fidge (1988), Mattern (1989).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onelaunch.decode.plan.phases import Buffer, Phase, Piece, Plan, Share
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
+from onelaunch.errors import PlanError
+
+LAYERS = 3
+"""Of a token that is followed: the first, which reads the embedding, the last, which closes, and one that has both neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a launch needs, and what the device has for it."""
+
+    threads: int
+    registers: int
+    """Of a thread."""
+    shared_bytes: int
+    """Of a CTA."""
+    processors: int
+    shared_limit: int = HOPPER_SHARED_BYTES
+    registers_limit: int = 1 << 16
+    """Of a processor."""
+
+
+def check(*tokens: Plan, room: Room | None = None) -> None:
+    """Raise :class:`PlanError` with the reason unless a plan is sound.
+
+    Args:
+        tokens: the plan of each of a few tokens in a row: one plan, or the same for lengths that use more and fewer CTAs.
+        room: what a launch needs; without it, residency is not looked at.
+    """
+    plan = tokens[0]
+    if room is not None:
+        check_room(plan, room)
+    for each in dict.fromkeys(tokens):
+        _check_shares(each)
+    if plan.separate:
+        return  # launches on one stream follow each other
+    tokens = tokens if len(tokens) > 1 else (plan,) * 4
+    clocks = _Clocks(plan)
+    for number, each in enumerate(tokens):
+        clocks.begin_token(number)
+        for layer, phase in each.instances(min(plan.config.num_hidden_layers, LAYERS)):
+            clocks.follow(phase, layer, f"token {number}, layer {layer}")
+
+
+def check_room(plan: Plan, room: Room) -> None:
+    """The part of :func:`check` that depends on the device: whether all CTAs can be resident."""
+    if room.shared_bytes > room.shared_limit:
+        raise PlanError(plan.rung, f"a CTA needs {room.shared_bytes} bytes of shared memory; there are {room.shared_limit}")
+    if room.threads * room.registers > room.registers_limit:
+        needed = f"{room.threads} threads of {room.registers} registers"
+        raise PlanError(plan.rung, f"a CTA needs {needed}; a processor has {room.registers_limit}")
+    resident = room.processors * min(
+        room.shared_limit // max(room.shared_bytes, 1), room.registers_limit // (room.threads * room.registers)
+    )
+    if not plan.separate and plan.ctas > resident:
+        raise PlanError(plan.rung, f"{plan.ctas} CTAs wait for each other; only {resident} can be resident")
+
+
+def _check_shares(plan: Plan) -> None:
+    """What no order can mend: words that are nowhere, or have two writers or none."""
+    for phase in plan.phases():
+        if len(phase.shares) != plan.ctas:
+            raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.shares)} shares for {plan.ctas} CTAs")
+        counts: dict[str, np.ndarray] = {}
+        for cta, share in enumerate(phase.shares):
+            for piece in (*share.reads, *share.writes, *share.adds, *share.polls):
+                if not 0 <= piece.begin <= piece.end <= _buffer(plan, piece).words:
+                    raise PlanError(plan.rung, f"{_who(phase, cta)} names words {piece.begin} to {piece.end} of {piece.buffer}")
+            if any(not _buffer(plan, piece).sums for piece in share.adds):
+                raise PlanError(plan.rung, f"{_who(phase, cta)} adds to words that are no sums")
+            if phase.edge == "data":
+                _check_polls(plan, phase, cta, share)
+            for piece in share.writes:
+                count = counts.setdefault(piece.buffer, np.zeros(_buffer(plan, piece).words, np.int32))
+                count[piece.begin : piece.end] += 1
+        for name, count in counts.items():
+            if count.max(initial=0) > 1:
+                raise PlanError(plan.rung, f"word {int(count.argmax())} of {name} has two writers in phase {phase.name}")
+            if plan.buffer(name).tagged and count.min(initial=1) < 1:
+                missing = int(count.argmin())
+                raise PlanError(plan.rung, f"word {missing} of {name} is tagged but not written in every use, by {phase.name}")
+
+
+def _check_polls(plan: Plan, phase: Phase, cta: int, share: Share) -> None:
+    """Words that say themselves that they are there say nothing of any other: each that is read is waited for."""
+    for piece in share.reads:
+        if (_buffer(plan, piece).tagged or _buffer(plan, piece).counts) and piece not in share.polls:
+            raise PlanError(plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that it does not wait for")
+
+
+def _buffer(plan: Plan, piece: Piece) -> Buffer:
+    for buffer in plan.buffers:
+        if buffer.name == piece.buffer:
+            return buffer
+    raise PlanError(plan.rung, f"there is no buffer {piece.buffer!r}")
+
+
+def _embedded(phase: Phase, piece: Piece, layer: int) -> bool:
+    """Whether the embedding's row takes the place of the residual stream."""
+    return layer == 0 and piece.buffer == "hidden" and phase.op in ("norm", "qkv")
+
+
+def _who(phase: Phase, cta: int) -> str:
+    return f"CTA {cta} in phase {phase.name}"
+
+
+class _State:
+    """Of one buffer: by whom and when each word was written, the time before too, when each CTA read it since, or added to it."""
+
+    def __init__(self, words: int, ctas: int) -> None:
+        self.writer, self.written, self.writer_before, self.written_before = (np.zeros(words, np.int32) for _ in range(4))
+        self.read, self.added = (np.zeros((ctas, words), np.int32) for _ in range(2))
+        self.count = np.zeros(words, np.int32)
+        """Of additions since then."""
+
+
+@dataclass(slots=True)
+class _Past:
+    """Writers and times of a piece's words, now and before, once for each run of words that have the same."""
+
+    writer: np.ndarray
+    written: np.ndarray
+    writer_before: np.ndarray
+    written_before: np.ndarray
+    knew: np.ndarray | None = None
+    """What the writers, taken together, knew when they had finished."""
+
+
+class _Clocks:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.time = self.token = 0
+        self.known = np.zeros((plan.ctas, plan.ctas), np.int32)
+        """``[c, d]``: the last time that CTA c knows CTA d to have finished."""
+        self.history: list[np.ndarray] = [self.known.copy()]
+        """What each CTA knew when it had finished, at each time."""
+        self.states: dict[tuple[str, int, int], _State] = {}
+        self.found: dict[tuple[str, int, int], _Past] = {}
+        """Of pieces that several CTAs read in the phase at hand."""
+        self.begun = self.known
+        """What each CTA knew when it began the token: all that keys and values that are fetched ahead can rely on."""
+        self.arrivals: dict[int, tuple[int, list[int]]] = {}
+        """Of each counter: when it was last bumped, and by whom."""
+
+    def begin_token(self, number: int) -> None:
+        self.token, self.begun = number, self.known.copy()
+
+    def follow(self, phase: Phase, layer: int, where: str) -> None:
+        """One phase: what is known at its begin, its reads, its writes, what is known at its end."""
+        self.time += 1
+        self.found.clear()
+        if phase.edge == "grid":
+            self.known[:] = np.maximum(self.known, self.known.max(axis=0))
+        else:
+            before = self.known.copy()
+            for cta, share in enumerate(phase.shares):
+                self.known[cta] = np.maximum(before[cta], self._waited(phase, cta, share, layer, where))
+        for cta, share in enumerate(phase.shares):
+            for piece in share.reads:
+                self._read(phase, cta, piece, layer, where)
+        for cta, share in enumerate(phase.shares):
+            for piece in share.writes:
+                self._write(phase, cta, piece, layer, where)
+            for piece in share.adds:
+                self._add(phase, cta, piece, layer, where)
+        self.known[np.diag_indices(self.plan.ctas)] = self.time
+        self.history.append(self.known.copy())
+        bumped: dict[int, list[int]] = {}
+        for cta, share in enumerate(phase.shares):
+            for counter in share.arrives:
+                bumped.setdefault(counter, []).append(cta)
+        self.arrivals.update({counter: (self.time, ctas) for counter, ctas in bumped.items()})
+
+    def _waited(self, phase: Phase, cta: int, share: Share, layer: int, where: str) -> np.ndarray:
+        """What a CTA learns from the edge before its share."""
+        learnt = np.zeros(self.plan.ctas, np.int32)
+        if phase.edge == "flags":
+            for wait in share.awaits:
+                time, ctas = self.arrivals.get(wait.counter, (0, []))
+                if wait.arrivals != len(ctas):
+                    wanted = f"waits for {wait.arrivals} arrivals at counter {wait.counter}, at which {len(ctas)} CTAs arrive"
+                    raise PlanError(self.plan.rung, f"{_who(phase, cta)} {wanted} ({where})")
+                for other in ctas:
+                    learnt = np.maximum(learnt, self.history[time][other])
+        if phase.edge == "data":
+            for piece in share.polls:
+                if _embedded(phase, piece, layer):
+                    continue
+                learnt = np.maximum(learnt, self._polled(phase, cta, piece, layer, where))
+        return learnt
+
+    def _polled(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> np.ndarray:
+        """Of words that are waited for by themselves: what their writers knew, or those who added to them.
+
+        The use before must be known to be over: a word's tag tells only a few uses apart, and its count begins anew.
+        """
+        buffer, state = _buffer(self.plan, piece), self._state(piece, layer)
+        if not (buffer.tagged or buffer.counts):
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer}, which has no tags ({where})")
+        past = self._past(state, piece)
+        if buffer.counts:
+            self._counted(phase, cta, piece, layer, where)
+        elif not past.written.all():
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} waits for words of {piece.buffer} that nobody writes ({where})")
+        writer, written = (past.writer, past.written) if buffer.counts else (past.writer_before, past.written_before)
+        if (self.known[cta, writer] < written).any():
+            stale = f"may take a word of {piece.buffer} of an old use for a new one: it does not follow every use"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {stale} ({where})")
+        if past.knew is None:
+            writers = enumerate(state.added[:, piece.begin : piece.end].max(axis=1, initial=0))
+            pairs = writers if buffer.counts else zip(past.writer, past.written, strict=True)
+            knew = [self.history[time][writer] for writer, time in pairs]
+            past.knew = np.max([np.zeros(self.plan.ctas, np.int32), *knew], axis=0)
+        return past.knew
+
+    def _counted(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        """Whether words have as many additions as are waited for: with fewer it would wait for ever, with more too."""
+        wanted, counts = self.plan.additions(layer), self._state(piece, layer).count[piece.begin : piece.end]
+        if (wrong := counts != wanted).any():
+            problem = f"waits for {wanted} additions to a word of {piece.buffer}, which has {int(counts[wrong.argmax()])}"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+
+    def _read(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        state = self._state(piece, layer)
+        if _embedded(phase, piece, layer):
+            return
+        past = self._past(state, piece)
+        # the cache's first words are the caller's, sums begin as zero
+        if not past.written.all() and piece.buffer != "cache" and not _buffer(self.plan, piece).sums:
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} reads words of {piece.buffer} that nobody writes ({where})")
+        known = self.begun if self.plan.keys_stream and piece.buffer == "cache" else self.known
+        if (early := known[cta, past.writer] < past.written).any():
+            writer = int(past.writer[early.argmax()])
+            problem = (
+                f"reads words {piece.begin} to {piece.end} of {piece.buffer} before CTA {writer} has written them for certain"
+            )
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        self._follows_sums(phase, cta, "reads", piece, state, where)
+        state.read[cta, piece.begin : piece.end] = self.time
+
+    def _follows_sums(self, phase: Phase, cta: int, what: str, piece: Piece, state: _State, where: str) -> None:
+        if not _buffer(self.plan, piece).sums:
+            return
+        if (late := self.known[cta] < state.added[:, piece.begin : piece.end].max(axis=1, initial=0)).any():
+            problem = f"{what} sums of {piece.buffer} to which CTA {int(late.argmax())} may still add"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+
+    def _add(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        """Each other adder may come before or after; who cleared the words, and whoever read the sums before, must have.
+
+        Sums that count may be read in between, by those who wait for that number; these must have finished too.
+        """
+        state, at = self._state(piece, layer), slice(piece.begin, piece.end)
+        read = state.read[:, at].max(axis=1, initial=0)
+        others = np.where(np.arange(self.plan.ctas) == cta, 0, read)
+        if read.any() and not _buffer(self.plan, piece).counts:
+            problem = f"adds to sums of {piece.buffer} that were read and not cleared since"
+        elif (late := self.known[cta] < others).any():
+            problem = f"adds to sums of {piece.buffer} that CTA {int(late.argmax())} may still read"
+        elif (self.known[cta, state.writer[at]] < state.written[at]).any():
+            problem = f"adds to sums of {piece.buffer} before they are cleared for certain"
+        else:
+            state.added[cta, at] = self.time
+            state.count[at] += 1
+            return
+        raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+
+    def _write(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
+        state = self._state(piece, layer)
+        at = slice(piece.begin, piece.end)
+        read = state.read[:, at]
+        # of the cache other positions are written than are read in the same phase
+        last = (np.where(read == self.time, 0, read) if piece.buffer == "cache" else read).max(axis=1, initial=0)
+        last[cta] = 0
+        if (late := self.known[cta] < last).any():
+            problem = f"overwrites words of {piece.buffer} that CTA {int(late.argmax())} may still read"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        writer, written = state.writer[at], state.written[at]
+        if (late := (writer != cta) & (self.known[cta, writer] < written)).any():
+            problem = f"may overtake CTA {int(writer[late.argmax()])}, which writes the same words of {piece.buffer} before"
+            raise PlanError(self.plan.rung, f"{_who(phase, cta)} {problem} ({where})")
+        self._follows_sums(phase, cta, "clears", piece, state, where)
+        read[read != self.time] = 0
+        state.added[:, at] = 0
+        state.count[at] = 0
+        state.writer_before[at], state.written_before[at] = state.writer[at], state.written[at]
+        state.writer[at], state.written[at] = cta, self.time
+
+    def _state(self, piece: Piece, layer: int) -> _State:
+        buffer = _buffer(self.plan, piece)
+        key = (piece.buffer, layer if buffer.per_layer else 0, self.token % buffer.copies)
+        if key not in self.states:
+            self.states[key] = _State(buffer.words, self.plan.ctas)
+        return self.states[key]
+
+    def _past(self, state: _State, piece: Piece) -> _Past:
+        """Of a piece that is read; kept within a phase, whose CTAs often read the same."""
+        if piece not in self.found:
+            at = slice(piece.begin, piece.end)
+            table = np.stack([state.writer[at], state.written[at], state.writer_before[at], state.written_before[at]])
+            new = np.ones(table.shape[1], np.bool_)
+            new[1:] = (table[:, 1:] != table[:, :-1]).any(axis=0)
+            self.found[piece] = _Past(*table[:, new])
+        return self.found[piece]

@@ -1,0 +1,1 @@
+"""Execution of requests: engines, sessions, CUDA graphs, device memory, and the loading of kernels."""

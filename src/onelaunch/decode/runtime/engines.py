@@ -1,0 +1,200 @@
+"""Engines: a request in, its tokens out. PyTorch's works everywhere; a variant of ``decode_step`` may bring its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections import deque
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.request import Engine, Request
+from onelaunch.decode.model.sampling import Sampler
+from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.plan.rungs import RUNGS
+from onelaunch.decode.runtime.session import Pending
+from onelaunch.decode.step import capabilities
+from onelaunch.decode.step.contract import decode_step, key_of
+from onelaunch.device.hardware import room_for
+from onelaunch.dispatch import AUTO
+from onelaunch.errors import FallbackNotice
+from onelaunch.operation import Query
+
+if TYPE_CHECKING:
+    from onelaunch.decode.runtime.session import Session
+
+BATCH = 16
+"""Tokens of one launch. The host then has to act every few milliseconds."""
+
+TYPICAL_POSITION = 256
+"""Position at which the variant is chosen that decides which engine runs a request."""
+
+
+class TorchEngine:
+    """Engine of prefill by PyTorch, then ``decode_step`` token by token; the device is one step ahead of the host.
+
+    A short prompt goes through ``decode_step`` too; how short, the variant says
+    (:func:`onelaunch.decode.step.capabilities.prompt_steps`).
+
+    Args:
+        weights: Weights of the model.
+        variant: Variant of ``decode_step``.
+    """
+
+    def __init__(self, weights: Weights, variant: str = AUTO) -> None:
+        self.weights = weights
+        self.variant = variant
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.weights.config
+
+    @torch.inference_mode(mode=False)  # what is kept for the next request must be of use to it too
+    @torch.no_grad()
+    def run(self, request: Request) -> Generator[int, None, None]:
+        """See :class:`onelaunch.decode.Engine`."""
+        device = self.weights.device
+        prompt = torch.tensor(request.prompt, device=device)
+        sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
+        logits, cache = self._read(prompt)
+        token, step = sampler(logits, cache.length), None
+        for made in range(1, request.max_new_tokens + 1):
+            pending = Pending(device, token, logits, step=step)
+            if made < request.max_new_tokens:
+                cache = self._grown(cache, cache.length + 1)
+                logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
+                cache = cache.with_length(cache.length + 1)
+                token, step = sampler(logits, cache.length), self._last_step()
+            (known,) = pending.wait()
+            yield known
+            if known in request.ends:
+                return
+
+    def _read(self, prompt: torch.Tensor) -> tuple[torch.Tensor, KVCache]:
+        """Return logits ``[V]`` after a prompt ``[T]``, and its cache."""
+        with room_for(f"a cache of {len(prompt)} positions", self.weights.device):
+            cache = KVCache.empty(self.config, len(prompt), self.weights.device)
+        if len(prompt) > self._prompt_steps():
+            with room_for(f"the activations of a prompt of {len(prompt)} tokens", self.weights.device):
+                return prefill(self.weights, prompt, cache)
+        logits = prompt.new_empty(0)
+        for token in prompt.split(1):
+            logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
+            cache = cache.with_length(cache.length + 1)
+        return logits, cache
+
+    def _prompt_steps(self) -> int:
+        """Return the longest prompt that single steps read sooner than PyTorch reads it at once."""
+        chosen = dispatch.pick(self.variant, typical_query(self.config, self.weights.device))
+        return capabilities.prompt_steps(chosen, self.config)
+
+    def _grown(self, cache: KVCache, positions: int) -> KVCache:
+        with room_for(f"a cache of {positions} positions", self.weights.device):
+            return cache.grown(self.config, positions)
+
+    def _last_step(self) -> Pending | None:
+        """Return the pending state of the last step, which raises its error; ``None`` where steps have none."""
+        return None
+
+
+class KernelEngine(TorchEngine):
+    """Engine of a rung: the prompt as :class:`TorchEngine` reads it, then many tokens per launch of the kernel.
+
+    A rung of a launch per phase takes the largest logit only; other sampling goes step by step there.
+    """
+
+    @torch.inference_mode(mode=False)  # what is kept for the next request must be of use to it too
+    @torch.no_grad()
+    def run(self, request: Request) -> Generator[int, None, None]:
+        """See :class:`onelaunch.decode.Engine`."""
+        if RUNGS[self.variant].separate and not request.sampling.plain:
+            yield from super().run(request)
+            return
+        session, device = self._session(), self.weights.device
+        prompt = torch.tensor(request.prompt, device=device)
+        sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
+        by_steps = len(prompt) <= self._prompt_steps()
+        # No other request may clear an error of these steps before its copy is on its way.
+        with session.lock if by_steps else contextlib.nullcontext():
+            logits, cache = self._read(prompt)
+            sequence, made = session.sequence(cache, sampler(logits, cache.length), sampler), 1
+            batches = deque([Pending(device, sequence.token, logits, session if by_steps else None)])
+        while batches:
+            while len(batches) < 2 and made < request.max_new_tokens:  # the device works on one while the host yields another
+                count = min(BATCH, request.max_new_tokens - made)
+                sequence.cache = self._grown(sequence.cache, sequence.cache.length + count)
+                with sequence:
+                    sequence.step(count)
+                    batches.append(sequence.copy_tokens())
+                made += count
+            for known in batches.popleft().wait():
+                yield known
+                if known in request.ends:
+                    return
+
+    def _session(self) -> Session:
+        from onelaunch.decode.runtime.kernels import session_for  # with NumPy, which only those need who run kernels
+
+        return session_for(self.weights, self.variant)
+
+    def _last_step(self) -> Pending | None:
+        return self._session().last_step
+
+
+def typical_query(config: ModelConfig, device: torch.device) -> Query:
+    """Return the query of the step that decides which engine runs a model's requests."""
+    return key_of(config, min(TYPICAL_POSITION, config.max_position_embeddings - 1), str(device))
+
+
+def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO) -> int:
+    """Return the most bytes that the engine of a variant takes on the device in addition to the weights."""
+    return capabilities.engine_bytes(dispatch.pick(variant, typical_query(config, device)), config)
+
+
+def engine_that_fits(config: ModelConfig, device: torch.device, room: int) -> str:
+    """Return ``"auto"`` if its engine takes at most ``room`` bytes beside the weights, else the next variant whose engine does.
+
+    Then a :class:`~onelaunch.errors.FallbackNotice` says so. Where none fits it is ``"auto"`` again, for its error.
+    """
+    need, query = engine_bytes(config, device), typical_query(config, device)
+    if need <= room:
+        return AUTO
+    chosen = dispatch.pick(AUTO, query).name
+    for name in decode_step.preference(query):
+        variant = decode_step.variants[name]
+        able = name != chosen and variant.why_not(query) is None and variant.capabilities.automatic
+        if able and engine_bytes(config, device, name) <= room:
+            said = (
+                f"{chosen} keeps the weights a second time, {need / 1e9:.1f} GB, and there is room for {max(room, 0) / 1e9:.1f}"
+            )
+            warnings.warn(f"{said}; {name} runs instead.", FallbackNotice, stacklevel=3)
+            return name
+    return AUTO
+
+
+def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
+    """Return the engine of a variant of ``decode_step``: the one that the variant brings, else PyTorch's.
+
+    On a GPU, a :class:`~onelaunch.errors.FallbackNotice` says why the engine that ``"auto"`` would prefer cannot run there.
+
+    Raises:
+        UnknownVariant, VariantUnsupported: as :func:`decode_step`.
+    """
+    query = typical_query(weights.config, weights.device)
+    chosen = dispatch.pick(variant, query)
+    if (maker := capabilities.engine(chosen)) is not None:
+        return maker(weights)
+    if variant == AUTO and query.device_type != "cpu":
+        for name in itertools.takewhile(lambda name: name != chosen.name, decode_step.preference(query)):
+            preferred = decode_step.variants[name]
+            if capabilities.engine(preferred) is not None and (reason := preferred.why_not(query)) is not None:
+                warnings.warn(f"{name} cannot run here: it {reason}; {chosen.name} runs instead.", FallbackNotice, stacklevel=3)
+                break
+    return TorchEngine(weights, variant)

@@ -1,0 +1,64 @@
+"""CUDA graphs: how a step is captured, and the cache of captured steps."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import torch
+
+Captured = TypeVar("Captured")
+Result = TypeVar("Result")
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Lock held while a step is captured. Captures allocate from pools of their own, and empty PyTorch's cache first."""
+
+
+class GraphCache(Generic[Captured]):
+    """Cache of captured steps that drops the least recently used one. Its owner holds a lock around each use.
+
+    Args:
+        capacity: Number of captured steps to keep.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Hashable, make: Callable[[], Captured]) -> Captured:
+        """Return what was captured for ``key``; capture it with ``make`` if it is not here."""
+        kept = self._kept
+        if key not in kept:
+            kept[key] = make()
+            while len(kept) > self.capacity:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return kept[key]
+
+
+def capture(step: Callable[[], Result], device: torch.device, *, warm_up: bool = False) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture the work that a function enqueues, and return the graph and the function's result.
+
+    Args:
+        step: Function to capture.
+        device: Device of its work.
+        warm_up: Flag to call the function once before, on the stream of the capture, so that compiling and the allocation of
+            workspaces are not captured.
+    """
+    with _ONE_AT_A_TIME, torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        if warm_up:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                step()
+            torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # By default PyTorch captures on a stream of the device that captured first, and fails on what other threads do meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = step()
+    return graph, result

@@ -1,0 +1,1 @@
+"""The operation ``decode_step``: contract, oracle, cost and variants."""

@@ -1,0 +1,52 @@
+"""Capabilities of a variant of ``decode_step`` beyond a single step, typed for decoding.
+
+==================  ==========================================================================================================
+``engine``          ``engine(weights)``: the engine that makes a request's tokens; without it, PyTorch calls ``decode_step``.
+``engine_bytes``    ``engine_bytes(config)``: most bytes that the engine takes on the device in addition to the weights.
+``prompt_steps``    ``prompt_steps(config)``: longest prompt that single steps read sooner than PyTorch's prefill.
+``in_a_row``        ``in_a_row(call, count)``: ``count`` tokens ``[N]``, greedy, and the logits ``[V]`` of the last.
+``barriers``        ``barriers(call)``: grid barriers of one token, by the kernel's own counter.
+==================  ==========================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.request import Engine
+from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.step.contract import DecodeCall
+from onelaunch.operation import Variant
+
+InARow: TypeAlias = Callable[[DecodeCall, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def engine(variant: Variant) -> Callable[[Weights], Engine] | None:
+    """Return the function that makes the variant's engine, or ``None`` if it brings none."""
+    return variant.capabilities.engine
+
+
+def engine_bytes(variant: Variant, config: ModelConfig) -> int:
+    """Return the most bytes that the variant's engine takes on the device in addition to the weights."""
+    size: Callable[[ModelConfig], int] | None = variant.capabilities.engine_bytes
+    return 0 if size is None else size(config)
+
+
+def prompt_steps(variant: Variant, config: ModelConfig) -> int:
+    """Return the longest prompt, in tokens, that single steps read sooner than PyTorch's prefill."""
+    longest: Callable[[ModelConfig], int] | None = variant.capabilities.prompt_steps
+    return 0 if longest is None else longest(config)
+
+
+def in_a_row(variant: Variant) -> InARow | None:
+    """Return the function that makes many tokens at once, or ``None`` if the variant makes single steps only."""
+    return variant.capabilities.in_a_row
+
+
+def barriers(variant: Variant) -> Callable[[DecodeCall], int] | None:
+    """Return the function that counts the grid barriers of a token, or ``None`` if the variant's kernels count none."""
+    return variant.capabilities.barriers

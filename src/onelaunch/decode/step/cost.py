@@ -1,0 +1,30 @@
+"""Cost of ``decode_step``: the floating-point operations and the bytes that no variant can do without."""
+
+from __future__ import annotations
+
+from onelaunch.decode.model.weights import elements
+from onelaunch.decode.step.contract import decode_step
+from onelaunch.decode.step.reference import config_of
+from onelaunch.operation import Case, Cost, Direction, Variant
+
+
+@decode_step.costs
+def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
+    """Return the least cost of a step.
+
+    Its bytes are every weight but the rows of an untied embedding that are not looked up, the cached rows, the new ones and
+    logits. Activations stay on the chip. A variant adds nothing: its launches hand on vectors, a thousandth of the weights.
+    """
+    del direction  # there is no backward pass
+    config, position = config_of(case), case.sizes["position"]
+    read, multiplied = elements(config), elements(config, matrices_only=True)
+    if not config.tie_word_embeddings:
+        embedding = config.vocab_size * config.hidden_size
+        read += config.hidden_size - embedding
+        multiplied -= embedding
+    row = 2 * config.num_hidden_layers * config.key_value_size  # keys and values of a position
+    moved = (read + (position + 1) * row) * case.dtype.itemsize + 4 * config.vocab_size
+    written = row * case.dtype.itemsize + 4 * config.vocab_size
+    attention = 2 * config.num_hidden_layers * config.query_size * (position + 1)
+    launches = 1 if variant is None else variant.launches
+    return Cost(2 * (multiplied + attention), moved, launches, written=written)

@@ -1,0 +1,62 @@
+"""The oracle of ``decode_step``, and the models and caches that it is judged on."""
+
+from __future__ import annotations
+
+import torch
+
+from onelaunch.decode.model.cache import KVCache, rounded
+from onelaunch.decode.model.config import ModelConfig
+from onelaunch.decode.model.forward import forward, logits_of
+from onelaunch.decode.model.weights import Weights, random_weights
+from onelaunch.decode.step.contract import Results, decode_step, key_of
+from onelaunch.operation import Case, Query, Reading
+
+CONTEXT = 40_960
+"""Positions of the models of cases, or one more than a case's position: the context of the family."""
+
+
+@decode_step.oracle
+def reference(token: torch.Tensor, weights: Weights, cache: KVCache) -> Results:
+    """The model in plain PyTorch, in the dtype of the weights: float64 for float64."""
+    hidden = forward(weights, token, cache)
+    return logits_of(weights, hidden)[0], cache.keys[:, :, cache.length], cache.values[:, :, cache.length]
+
+
+@decode_step.queries
+def make_query(case: Case, device: str, grad: bool) -> Query:
+    """The dispatch key of a case. Nothing here has gradients; a query that wants them finds no variant."""
+    return key_of(config_of(case), case.sizes["position"], device)._replace(grad=grad)
+
+
+@decode_step.inputs
+def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
+    """Random weights, and a cache of keys and values of unit scale; its room holds numbers as large."""
+    config, position = config_of(case), case.sizes["position"]
+    seed = int(torch.randint(2**31, (1,), generator=generator, device=device))
+    shape = (config.num_hidden_layers, config.num_key_value_heads, rounded(position + 1, config), config.head_dim)
+    keys, values = (torch.randn(shape, generator=generator, device=device, dtype=config.dtype) for _ in range(2))
+    token = torch.randint(config.vocab_size, (1,), generator=generator, device=device)
+    return Reading(
+        {"token": token, "weights": random_weights(config, seed, device), "cache": KVCache(keys, values, position)}, ()
+    )
+
+
+def config_of(case: Case) -> ModelConfig:
+    """The model that a case describes."""
+    layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, position = (
+        case.sizes[name] for name in decode_step.dimensions
+    )
+    return ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope_theta=decode_step.option(case, "rope_theta"),
+        max_position_embeddings=max(CONTEXT, position + 1),
+        tie_word_embeddings=decode_step.option(case, "tied"),
+        attention_bias=decode_step.option(case, "bias"),
+        dtype=case.dtype,
+    )

@@ -1,0 +1,1 @@
+"""Variants of ``decode_step``: PyTorch and the megakernel."""

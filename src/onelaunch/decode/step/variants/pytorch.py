@@ -1,0 +1,159 @@
+"""Variants of ``decode_step`` in PyTorch: op by op, compiled, and replayed as one CUDA graph.
+
+``compiled`` and ``captured`` have one shape for many positions: attention goes over a window of the cache, a power of two that
+holds the position, and a mask hides the rest. What is captured reads and writes the caller's weights and cache where they lie.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.decode.model.forward import forward, heads, logits_of, mlp, rms_norm, widened
+from onelaunch.decode.model.rope import rotation
+from onelaunch.decode.model.weights import LayerWeights, Weights
+from onelaunch.decode.runtime.graphs import capture
+from onelaunch.decode.runtime.models import MODELS
+from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
+from onelaunch.dispatch.capture import compile_static, compiler_missing
+from onelaunch.operation import Query
+
+SMALLEST_WINDOW = 256
+"""Smallest window, in positions; a smaller one saves nothing that can be measured."""
+
+LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
+
+Part = Callable[..., torch.Tensor]
+"""Function of this file, plain or compiled."""
+
+
+@decode_step.variant("eager", launches=None, fuses=(), maker="pytorch", yardstick=True, backward=False)
+def eager(call: DecodeCall) -> Results:
+    """PyTorch op by op, attention over just the filled positions: what the other variants are measured against."""
+    return call.results(logits_of(call.weights, forward(call.weights, call.token, call.cache))[0])
+
+
+@decode_step.variant("captured", launches=None, fuses=(), maker="pytorch", backward=False)
+def captured(call: DecodeCall) -> Results:
+    """The same kernels over a window of the cache, replayed as one CUDA graph: nothing is compiled."""
+    return call.results(_replay(call, layer_step, head_step))
+
+
+@decode_step.variant("compiled", launches=None, fuses=("norms", "rotation", "gate"), maker="pytorch", backward=False)
+def compiled(call: DecodeCall) -> Results:
+    """torch.compile of a layer over a window of the cache; on a GPU all layers are replayed as one CUDA graph."""
+    return call.results(_replay(call, compile_static(layer_step), compile_static(head_step)))
+
+
+compiled.supports(compiler_missing)
+
+
+@captured.supports
+def needs_cuda(query: Query) -> str | None:
+    """Return why there are no CUDA graphs."""
+    return None if query.device_type == "cuda" else "needs a CUDA device"
+
+
+def window_of(position: int, capacity: int) -> int:
+    """Return how many positions of the cache a step attends to."""
+    return min(capacity, max(SMALLEST_WINDOW, 1 << position.bit_length()))
+
+
+# One step with the position as a tensor
+
+
+def layer_step(
+    weights: tuple[torch.Tensor | None, ...],
+    head_dim: int,
+    eps: float,
+    hidden: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Apply a layer to the residual stream ``[1, H]`` float32; write keys and values ``[K, C, D]`` at ``position [1]``."""
+    layer = LayerWeights(*weights)  # pyrefly: ignore[bad-argument-type]
+    normed = rms_norm(hidden, layer.input_layernorm, eps)
+    q, k, v = heads(head_dim, eps, layer, normed, (cosine, sine))
+    keys.index_copy_(1, position, k)
+    values.index_copy_(1, position, v)
+    window = mask.shape[-1]
+    shared = q.view(len(keys), -1, head_dim)  # queries of a key head side by side, as if they were positions
+    found = F.scaled_dot_product_attention(
+        shared[None], keys[None, :, :window], values[None, :, :window], attn_mask=mask, scale=1 / math.sqrt(head_dim)
+    )
+    hidden = hidden + F.linear(found.reshape(1, -1), layer.o_proj, layer.o_bias)
+    return hidden + mlp(eps, layer, hidden)
+
+
+def head_step(hidden: torch.Tensor, norm: torch.Tensor, lm_head: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return logits ``[V]`` float32 of the residual stream ``[1, H]``."""
+    return widened(F.linear(rms_norm(hidden, norm, eps), lm_head)[0])
+
+
+def step(
+    layer: Part, head: Part, weights: Weights, token: torch.Tensor, position: torch.Tensor, call: DecodeCall, window: int
+) -> torch.Tensor:
+    """Return logits ``[V]``, given token and position ``[1]`` as tensors: shapes depend on the window alone."""
+    config = weights.config
+    embedded = F.embedding(token, weights.embed_tokens)
+    hidden = widened(embedded)
+    cosine, sine = rotation(config, position, hidden.dtype)
+    mask = (torch.arange(window, device=token.device) <= position).expand(config.queries_per_key, window)
+    for each, keys, values in zip(weights.layers, call.cache.keys, call.cache.values, strict=True):
+        tensors = tuple(getattr(each, name) for name in LAYER_FIELDS)
+        hidden = layer(tensors, config.head_dim, config.rms_norm_eps, hidden, keys, values, position, cosine, sine, mask)
+    return head(hidden, weights.norm, weights.lm_head, config.rms_norm_eps)
+
+
+# Capturing
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """Step as a CUDA graph, for one window and one address of the cache, with the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    token: torch.Tensor
+    position: torch.Tensor
+    logits: torch.Tensor
+
+    @classmethod
+    def of(cls, call: DecodeCall, layer: Part, head: Part, window: int) -> CapturedStep:
+        """Capture the step of a call."""
+        with torch.inference_mode(mode=False):  # else no step outside of inference mode could write to them
+            token, position = call.token.clone(), torch.full_like(call.token, call.position)
+        run = functools.partial(step, layer, head, call.weights, token, position, call, window)
+        graph, logits = capture(run, call.token.device, warm_up=True)
+        return cls(graph, token, position, logits)
+
+    def replay(self, call: DecodeCall) -> torch.Tensor:
+        """Enqueue the step of a call and return its logits."""
+        self.token.copy_(call.token)
+        self.position.fill_(call.position)
+        self.graph.replay()
+        return self.logits.clone()
+
+
+def _replay(call: DecodeCall, layer: Part, head: Part) -> torch.Tensor:
+    """Return the logits of a call by a captured step, or without CUDA, or in a capture of the caller's, by the step itself.
+
+    A cache at the address of an earlier one, of the same shape, is served by the same graph.
+    """
+    window = window_of(call.position, call.cache.capacity)
+    if call.token.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return step(layer, head, call.weights, call.token, torch.full_like(call.token, call.position), call, window)
+    kept = MODELS.captured(call.weights)
+    key = (layer, window, call.cache.capacity, call.cache.keys.data_ptr(), call.cache.values.data_ptr())
+    with kept.lock:
+        captured_step = kept.graphs.get(key, functools.partial(CapturedStep.of, call, layer, head, window))
+        kept.order.join()
+        return captured_step.replay(call)

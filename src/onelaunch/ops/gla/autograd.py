@@ -1,0 +1,96 @@
+"""Operators of ``gla``'s own kernels, one pair for all of them, and their gradients.
+
+``onelaunch::gla_forward`` runs the launches of a variant by its name. What is kept for ``onelaunch::gla_backward`` are the inputs
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from onelaunch.launch.by_variant import Launches
+from onelaunch.launch.operator import Operator
+from onelaunch.ops.gla.contract import GlaCall
+
+if TYPE_CHECKING:
+    from onelaunch.ops.gla.launch import Attention
+
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Output ``o [B, T, H, V]`` and the final state, which has no elements if it is not wanted."""
+
+Run: TypeAlias = "Callable[[Attention, bool], Results]"
+"""Function from a call's tensors, and from whether the final state is wanted, to the results."""
+
+launches: Launches[Run] = Launches()
+"""Launches of forward passes by the names of variants."""
+
+EITHER_ORDER = "stepwise"
+"""Variant that takes initial states with keys next to each other in memory as well."""
+
+
+def run_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    scale: float,
+    want_final: bool,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute o and the final state (no elements if it is not wanted) by the variant of this name."""
+    from onelaunch.ops.gla.launch import Attention
+
+    call = Attention.of(q, k, v, g, initial, offsets, scale, either_order=kernel == EITHER_ORDER)
+    return launches[kernel](call, want_final)
+
+
+def run_backward(
+    do: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    initial: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    scale: float,
+    kernel: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of q, k, v, g and the initial state (no elements where there is none)."""
+    from onelaunch.ops.gla import launch, launch_hopper
+
+    call = launch.Attention.of(q, k, v, g, initial, offsets, scale)
+    return launch_hopper.backward(call, do) if kernel == "hopper" else launch.backward(call, do, dfinal)
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    """Keep the tensors among the inputs."""
+    *tensors, ctx.scale, ctx.want_final, ctx.kernel = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def gradients(ctx: Any, backward: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of every input of :func:`run_forward`."""
+    *tensors, initial, offsets = ctx.saved_tensors
+    do = torch.zeros_like(tensors[2]) if do is None else do
+    dfinal = dfinal if ctx.want_final else None
+    *found, dinitial = backward(do, dfinal, *tensors, initial, offsets, ctx.scale, ctx.kernel)
+    return *found, None if initial is None else dinitial, None, None, None, None
+
+
+backward = Operator("gla_backward", run_backward)
+forward = Operator("gla_forward", run_forward, save=save, gradients=gradients, backward=backward, outputs=2)
+
+
+def attend(call: GlaCall, kernel: str) -> Results:
+    """Compute o and the final state by the variant of this name, differentiable."""
+    return forward(
+        call.q, call.k, call.v, call.g, call.initial_state, call.cu_seqlens, call.scale, call.output_final_state, kernel,
+        grad=call.query().grad,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Kernels of ``gla`` in Triton, and in Gluon for Hopper GPUs."""

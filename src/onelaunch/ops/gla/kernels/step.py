@@ -1,0 +1,66 @@
+"""A step at a time: decoding, and sequences too short for chunks.
+
+Computes   as chunk.py: o and the final state.
+Grid       a program per sequence, head and BV values.
+On chip    the state [BK, BV] (BK >= K), float32: nothing is rounded but o.
+Memory     the state in and out once, which is nearly all there is to one step; q, k, g in per BV values, v in and o out once.
+Order      a step's vectors are loaded a step ahead of it: the loop waits for memory once, not at every step.
+"""
+
+import triton
+import triton.language as tl
+
+from onelaunch.ops.gla.kernels.chunk import exp, inside_state, row_pointer, sequence_bounds
+
+
+@triton.jit
+def load_step(p_q, p_k, p_v, p_g, c, cv, inside, K, V, SCALAR: tl.constexpr):
+    """q, k [BK], v [BV] and g [BK] of a step, float32; zeros where not ``inside``."""
+    b_q = tl.load(p_q + c, mask=(c < K) & inside, other=0.0).to(tl.float32)
+    b_k = tl.load(p_k + c, mask=(c < K) & inside, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + cv, mask=(cv < V) & inside, other=0.0).to(tl.float32)
+    gc = c * 0 if SCALAR else c
+    b_g = tl.load(p_g + gc, mask=(c < K) & inside, other=0.0).to(tl.float32)
+    return b_q, b_k, b_v, b_g
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def step_kernel(
+    q, k, v, g, first, offsets, out, last, scale,
+    T, H, K, V, sequences, state_stride_k, state_stride_v,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    g_stride_b, g_stride_t, g_stride_h,
+    BK: tl.constexpr, BV: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """See the top of the file. States [N, H, K, V] may lie in memory with values or with keys next to each other."""
+    blocks = tl.cdiv(V, BV)
+    head = tl.program_id(0) // blocks
+    n, h = head // H, head % H
+    c = tl.arange(0, BK)
+    cv = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    held = inside_state(c, cv, K, V)
+    cell = head.to(tl.int64) * K * V + c[:, None] * state_stride_k + cv[None, :] * state_stride_v
+    b, start, length, _ = sequence_bounds(offsets, n, T, PACKED)
+    state = tl.zeros([BK, BV], tl.float32)
+    if FIRST:
+        state = tl.load(first + cell, mask=held, other=0.0)
+    p_q = row_pointer(q, b, start, h, q_stride_b, q_stride_t, q_stride_h)
+    p_k = row_pointer(k, b, start, h, k_stride_b, k_stride_t, k_stride_h)
+    p_v = row_pointer(v, b, start, h, v_stride_b, v_stride_t, v_stride_h)
+    p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
+    p_out = row_pointer(out, b, start, h, tl.cast(T, tl.int64) * H * V, H * V, V)
+    next_q, next_k, next_v, next_g = load_step(p_q, p_k, p_v, p_g, c, cv, length > 0, K, V, SCALAR)
+    for t in tl.range(0, length, num_stages=1):
+        b_q, b_k, b_v, b_g = next_q, next_k, next_v, next_g
+        p_q += q_stride_t
+        p_k += k_stride_t
+        p_v += v_stride_t
+        p_g += g_stride_t
+        next_q, next_k, next_v, next_g = load_step(p_q, p_k, p_v, p_g, c, cv, t + 1 < length, K, V, SCALAR)
+        state *= exp(b_g)[:, None]
+        state += b_k[:, None] * b_v[None, :]
+        b_out = tl.sum(state * (b_q * scale)[:, None], 0)
+        tl.store(p_out + cv, b_out.to(out.dtype.element_ty), mask=cv < V)
+        p_out += H * V
+    if LAST:
+        tl.store(last + cell, state, mask=held)

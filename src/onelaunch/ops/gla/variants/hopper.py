@@ -1,0 +1,92 @@
+"""The variant ``hopper`` of ``gla``: walks along time with the state in registers, and decays under matrix products."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onelaunch.device.hardware import is_hopper
+from onelaunch.operation import Example, Query
+from onelaunch.operation.requirements import cannot_scan
+from onelaunch.ops.gla.autograd import Results, attend, launches
+from onelaunch.ops.gla.contract import GlaCall, gla
+from onelaunch.ops.gla.variants.triton import no_value_gate
+
+if TYPE_CHECKING:
+    from onelaunch.ops.gla.launch import Attention
+
+KEYS = (64, 128, 256)
+"""Sizes K of heads: a warpgroup's registers hold at most 64 values of 256 channels."""
+
+
+@launches("hopper")
+def launch_forward(call: Attention, want_final: bool) -> Results:
+    """Launch the pass along time; a final state is never wanted."""
+    from onelaunch.ops.gla import launch, launch_hopper
+
+    return launch_hopper.forward(call), launch.empty_final(call, wanted=want_final)
+
+
+@gla.variant(
+    "hopper", launches=1, backward_launches=3, fuses=("decay", "scores", "states"), hands=(), chunk=64,
+    backward_hands=("rounded_states", "rounded_states"), gemm="gluon", architectures=("sm_90a",),
+)  # fmt: skip
+def hopper(call: GlaCall) -> Results:
+    """One launch along time, or two where T is cut into parts to fill the chip: decays under products, states in registers.
+
+    Backward three: two walks and the gradients of all chunks; one more for each walk of parts, and two of PyTorch's that add up
+    what panels give one decay per head.
+    """
+    return attend(call, "hopper")
+
+
+hopper.supports(cannot_scan)
+hopper.supports(no_value_gate)
+
+
+@hopper.supports
+def fits(query: Query) -> str | None:
+    """What the copy engine, the registers and the gate allow."""
+    if not is_hopper(torch.device(query.device)):
+        return "needs a Hopper GPU (compute capability 9.x)"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return "needs float16 or bfloat16"
+    batch, length, heads, keys, values = query.sizes
+    if keys not in KEYS or values % 64:
+        return "needs K of 64, 128 or 256 and V that is a multiple of 64"
+    if not batch * length * heads:
+        return "needs at least one step"
+    if "final_state" in query.flags:
+        return "returns no final state: float32 is more than its products of 16-bit numbers are good for"
+    if "float32_decay" in query.flags and "scalar_decay" not in query.flags:
+        return "needs log-decays per channel in the dtype of q"
+    return why_no_gradients(query) if query.grad else None
+
+
+def why_no_gradients(query: Query) -> str | None:
+    """What the backward pass leaves to others: float32 results, and a dtype whose range is too narrow for its products."""
+    if query.dtype is torch.float16:
+        return "trains in bfloat16 alone: products of gradients leave the range of float16"
+    if "initial_state" in query.flags:
+        return "has no gradient of an initial state"
+    if "float32_decay" in query.flags:
+        return "has no gradient of float32 log-decays"
+    return None
+
+
+@hopper.examples
+def training() -> list[Example]:
+    """Return training calls with heads of most models and with the largest K, with T whole and in parts that fill the chip."""
+    whole: dict[str, Any] = {"B": 8, "T": 4096, "H": 36}
+    parts: dict[str, Any] = {"B": 1, "T": 32768, "H": 12}
+    return [
+        Example(
+            gla.case("bfloat16", K=size, V=size, decay_per=per, **sizes),
+            "forward_backward",
+            name=f"K = V = {size}, decay per {per}, {said}",
+        )
+        for size in (128, 256)
+        for per in ("channel", "head")
+        for said, sizes in (("T whole", whole), ("T in parts", parts))
+    ]

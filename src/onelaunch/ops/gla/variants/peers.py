@@ -1,0 +1,71 @@
+"""The peer: ``fla``'s own functions, called as its layers call them."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from onelaunch.device.hardware import is_hopper
+from onelaunch.device.tools import package_installed
+from onelaunch.operation import Query
+from onelaunch.ops.gla.contract import GlaCall, gla
+
+FEW_STEPS = 64
+"""Up to here fla's layers call ``fused_recurrent_*``, beyond ``chunk_*``."""
+
+MISCOMPILED = ((3, 4, 0), (3, 7, 1))
+"""Triton versions, the first included, the last not, for which chunk_simple_gla's backward pass raises on Hopper."""
+
+
+@gla.variant("fla", launches=None, fuses=(), chunk=64, hands=("cumulated", "states", "scores"), requires="fla", tunes=True)
+def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``chunk_gla`` or ``chunk_simple_gla`` of flash-linear-attention; its one-kernel loop for few steps or a gate on values."""
+    from fla.ops import gla as by_channel  # pyrefly: ignore[missing-import]
+    from fla.ops import simple_gla as by_head  # pyrefly: ignore[missing-import]
+
+    steps = "fused_recurrent" if call.gv is not None or call.q.shape[1] <= FEW_STEPS else "chunk"
+    if call.per_head:
+        function, gates = getattr(by_head, f"{steps}_simple_gla"), {"g": call.g}
+    elif steps == "chunk":
+        function, gates = by_channel.chunk_gla, {"g": call.g}
+    else:
+        function, gates = by_channel.fused_recurrent_gla, {"gk": call.g, "gv": call.gv}
+    return function(
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        **gates,
+        scale=call.scale,
+        initial_state=call.initial_state,
+        output_final_state=call.output_final_state,
+        cu_seqlens=call.cu_seqlens,
+    )
+
+
+@fla.supports
+def what_fla_can(query: Query) -> str | None:
+    """Its limits as of fla 0.6.0."""
+    if not package_installed("fla"):
+        return "needs fla, which is not installed"
+    if query.device_type != "cuda":
+        return "needs a CUDA or ROCm device"
+    if 0 in query.sizes:
+        return "needs at least one element in every dimension"
+    if "scalar_decay" not in query.flags:
+        return None
+    if "value_gate" in query.flags:
+        return "takes no gate on values beside one decay per head (fla 0.6.0)"
+    if query.grad and query.sizes[1] > FEW_STEPS and is_hopper(torch.device(query.device)) and _miscompiles(_triton_version()):
+        return "raises in the backward pass of chunk_simple_gla on Hopper for Triton >= 3.4.0 and < 3.7.1 (fla 0.6.0)"
+    return None
+
+
+def _triton_version() -> tuple[int, ...]:
+    import triton  # by its own word: nightly builds of PyTorch bring it under another name of distribution
+
+    return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
+
+
+def _miscompiles(version: tuple[int, ...]) -> bool:
+    return MISCOMPILED[0] <= version < MISCOMPILED[1]

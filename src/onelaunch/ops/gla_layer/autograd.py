@@ -1,0 +1,334 @@
+"""The layer as one function, whose backward pass writes gradients where the products read them.
+
+Queries, keys, values and gates have no activation: the gradient of the packed projection, a matrix dz with a column for each row
+of ``in_proj_weight``, is their gradients side by side. Called one by one, operations hand them on as tensors of their own, and a
+pass over memory puts them together. Here the kernels of ``gla`` and ``output_chain`` write into columns of dz, and so does the
+product that makes the gradient of r. Log-decays are ``logsigmoid(z) / normalizer``: on Hopper the gradient of z leaves the
+recurrence's registers, elsewhere a launch makes it.
+
+Nothing of dz is seen from outside: it is made and used up within one call of the backward pass. What is kept from the forward
+pass is not written to, so that there may be another one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from onelaunch import dispatch
+from onelaunch.launch.operator import Operator
+from onelaunch.operation import Query, find_operation
+from onelaunch.ops.gla_layer.composition import Results, decay_segments_of, segments_of
+from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes
+from onelaunch.ops.output_chain import autograd as chain
+from onelaunch.ops.projections import autograd as way_in
+from onelaunch.ops.projections.layout import ALIGNMENT, Layout, layout_of
+
+CHUNK = 64
+"""Steps that share a kept state, as the kernels of gla have it."""
+
+KEEP = True
+"""What a backward pass needs."""
+
+
+class Kernels(NamedTuple):
+    """Variants whose launches make up the layer; what reads x is one product of PyTorch's, since nothing follows it."""
+
+    decays: str
+    """Of ``projections``, for the log-decays."""
+    recurrence: str
+    """Of ``gla``."""
+    way_out: str
+    """Of ``output_chain``."""
+
+
+OWN = (
+    ("wide_activated", "epilogue", "epilogue_persistent", "cluster", "cluster_weight"),
+    ("hopper", "fused"),
+    ("norm_gate", "prologue"),
+)
+"""Those that can, part by part."""
+
+
+def parts_of(query: Query, rank: int, normalizer: float) -> tuple[Query, Query, Query]:
+    """The keys of the parts' calls, in the order of :class:`Kernels`."""
+    batch, length, width, heads, keys, values = query.sizes
+    layout = layout_of(decay_segments_of(LayerSizes(heads, keys, values, rank, normalizer)))
+    given = (query.device, query.dtype)
+    return (
+        Query("projections", *given, (batch, length, rank, heads, keys, keys), query.grad, (layout.code,)),
+        Query("gla", *given, (batch, length, heads, keys, values), query.grad, query.flags),
+        Query("output_chain", *given, (batch, length, heads, values, width), query.grad, ("gate", "norm_weight")),
+    )
+
+
+def own_kernel(query: Query, names: Sequence[str]) -> str | None:
+    """What the dispatcher chooses for a part if it is one of these, else the first of them that can run."""
+    chosen, operation = dispatch.choose(query).name, find_operation(query.operation)
+    able = [name for name in names if operation.get(name).why_not(query) is None]
+    return chosen if chosen in able else next(iter(able), None)
+
+
+def why_not(query: Query) -> str | None:
+    """Why a layer of this key does not run so. Read as: a backward pass, columns that can be addressed, own kernels for all."""
+    if not query.grad:
+        return "differs from composed in the backward pass alone, and there is none"
+    *_, heads, keys, values = query.sizes
+    if heads * keys % ALIGNMENT or heads * values % ALIGNMENT:
+        return f"needs H * K and H * V in multiples of {ALIGNMENT}: so columns of all gradients begin where they can be addressed"
+    for part, names in zip(parts_of(query, ALIGNMENT, 1.0), OWN, strict=True):
+        if own_kernel(part, names) is None:
+            reasons = [f"{name} {find_operation(part.operation).get(name).why_not(part)}" for name in names]
+            return f"needs kernels of ours for {part.operation}: {'; '.join(reasons)}"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def kernels_for(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
+    """:class:`Kernels` in one text, for a layer of this key, rank and normalizer, which :func:`why_not` has nothing against."""
+    *key, rank, normalizer = rest
+    parts = parts_of(Query(operation, device, dtype, *key), rank, normalizer)
+    return ",".join([own_kernel(part, names) or "" for part, names in zip(parts, OWN, strict=True)])
+
+
+def constant_kernels(*key: Any) -> str:
+    """The same, a constant under ``torch.compile``."""
+    return kernels_for(*key)
+
+
+vars(constant_kernels)["_dynamo_marked_constant"] = True  # as in dispatch.py
+
+
+class Plan(NamedTuple):
+    """Where things lie, and what runs."""
+
+    sizes: LayerSizes
+    layout: Layout
+    """Of what x is projected to: columns of the result and of dz are the same."""
+    decays: Layout
+    kernels: Kernels
+
+    @property
+    def scale(self) -> float:
+        """Of queries."""
+        return self.sizes.keys**-0.5
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_for(sizes: LayerSizes, kernels: str) -> Plan:
+    """By names of kernels in one text."""
+    return Plan(sizes, layout_of(segments_of(sizes)), layout_of(decay_segments_of(sizes)), Kernels(*kernels.split(",")))
+
+
+def plan_of(gk_weight: torch.Tensor, w_out: torch.Tensor, heads: int, normalizer: float, kernels: str) -> Plan:
+    """From the weights of a call."""
+    (keys, rank), values = gk_weight.shape, w_out.shape[1]
+    return plan_for(LayerSizes(heads, keys // heads, values // heads, rank, normalizer), kernels)
+
+
+def run_forward(
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: torch.Tensor,
+    gk_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    initial: Optional[torch.Tensor],  # noqa: UP045 - as PyTorch reads schemas
+    heads: int,
+    normalizer: float,
+    eps: float,
+    want_final: bool,
+    keep_states: bool,
+    kernels: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``out [B, T, D]``, the final state (no elements if it is not wanted), and what is kept.
+
+    That is all that x was projected to ``[B, T, pitch]``, packed log-decays ``[B, T, pitch]``, ``o [B, T, H, V]``, the norms'
+    ``rstd [M, H]`` and, if they are kept, states ``[slots, H, V, K]``.
+    """
+    from onelaunch.ops.gla import launch, launch_hopper
+    from onelaunch.ops.output_chain import launch as chain_launch
+
+    plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
+    rows = x.reshape(-1, x.shape[-1])
+    y = rows.new_empty(*x.shape[:-1], plan.layout.pitch)
+    torch.mm(rows, in_proj_weight.mT, out=y.view(-1, plan.layout.pitch)[:, : plan.layout.rows])
+    q, k, v, gate, low_rank = plan.layout.cut(y)
+    wanted = way_in.Wanted(plan.decays, eps=0.0, keep=KEEP)
+    packed = way_in.launches[plan.kernels.decays](low_rank.reshape(-1, plan.sizes.rank), gk_weight, gk_bias, wanted)
+    gk = packed.y.view(*x.shape[:-1], plan.decays.pitch)
+    (g,) = plan.decays.cut(gk)
+    call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
+    states, final = [], launch.empty_final(call, wanted=False)
+    if plan.kernels.recurrence == "hopper":
+        states = launch_hopper.empty_states(call, int(keep_states))
+        o = launch_hopper.forward(call, states)
+    else:
+        o, final = launch.forward(call, want_final=want_final)
+    given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
+    out, rstd = chain.launches[plan.kernels.way_out](given, w_out, None, eps, KEEP)
+    assert rstd is not None  # noqa: S101 - it is kept
+    return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
+
+
+def fake_forward(
+    x: Any, in_proj_weight: Any, gk_weight: Any, gk_bias: Any, norm_weight: Any, w_out: Any, initial: Any, heads: int,
+    normalizer: float, eps: float, want_final: bool, keep_states: bool, kernels: str,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Room for the results of :func:`run_forward`."""
+    plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
+    (batch, length, _), (_, keys, values, *_) = x.shape, plan.sizes
+    kept = keep_states and plan.kernels.recurrence == "hopper"
+    return (
+        x.new_empty(x.shape),
+        x.new_empty((batch, heads, keys, values) if want_final else (0,), dtype=torch.float32),
+        x.new_empty(batch, length, plan.layout.pitch),
+        x.new_empty(batch, length, plan.decays.pitch),
+        x.new_empty(batch, length, heads, values),
+        x.new_empty(batch * length, heads, dtype=torch.float32),
+        x.new_empty((batch * -(-length // CHUNK), heads, values, keys) if kept else (0,)),
+    )
+
+
+def run_backward(
+    dout: torch.Tensor,
+    dfinal: Optional[torch.Tensor],  # noqa: UP045
+    x: torch.Tensor,
+    in_proj_weight: torch.Tensor,
+    gk_weight: torch.Tensor,
+    norm_weight: torch.Tensor,
+    w_out: torch.Tensor,
+    initial: Optional[torch.Tensor],  # noqa: UP045
+    y: torch.Tensor,
+    gk: torch.Tensor,
+    o: torch.Tensor,
+    rstd: torch.Tensor,
+    states: torch.Tensor,
+    heads: int,
+    normalizer: float,
+    kernels: str,
+    wants: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Gradients of the tensors that :func:`run_forward` takes, in their order; of no elements where not wanted."""
+    from onelaunch.ops.output_chain import launch as chain_launch
+
+    plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
+    wants_x, wants_packed, wants_gk, wants_bias, wants_norm, wants_out, wants_initial = wants
+    found = [x.new_empty(0) for _ in wants]
+    dz = x.new_empty(y.shape)
+    *_, gate, _ = plan.layout.cut(y)
+    *_, dgate, _ = plan.layout.cut(dz)
+    dout, inner = dout.reshape(-1, w_out.shape[0]), heads * plan.sizes.values
+    inside = wants_x or wants_packed or wants_gk or wants_bias or wants_initial
+    da = dout @ w_out if inside or wants_norm else None
+    given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
+    a, do, _, dnorm = chain_launch.norm_gate_gradients(
+        da, given, rstd, want_a=wants_out, into=dgate.flatten(0, 1).view(-1, inner)
+    )
+    del da
+    if a is not None:
+        found[5] = dout.mT @ a
+    if wants_norm and dnorm is not None:
+        found[4] = dnorm.to(norm_weight.dtype)
+    del a
+    if not inside or do is None:
+        return found
+    dgk, dinitial = recurrence_gradients(plan, do.view(o.shape), dfinal, y, gk, initial, states, dz)
+    del do
+    columns, rank = plan.layout.rows, plan.sizes.rank
+    dz = dz.view(-1, plan.layout.pitch)
+    if wants_gk:
+        found[2] = dgk.mT @ y.view(-1, plan.layout.pitch)[:, columns - rank : columns]
+    if wants_bias:
+        found[3] = dgk.sum(0)
+    if wants_x or wants_packed:
+        torch.mm(dgk, gk_weight, out=dz[:, columns - rank : columns])
+    del dgk
+    dz = dz[:, :columns]
+    if wants_x:
+        found[0] = (dz @ in_proj_weight).view(x.shape)
+    if wants_packed:
+        found[1] = dz.mT @ x.reshape(-1, x.shape[-1])
+    if wants_initial:
+        found[6] = dinitial
+    return found
+
+
+def recurrence_gradients(
+    plan: Plan,
+    do: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    y: torch.Tensor,
+    gk: torch.Tensor,
+    initial: torch.Tensor | None,
+    states: torch.Tensor,
+    dz: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill the columns of q, k and v in dz; return gradients of log-decays before their activation ``[M, H * K]``, and of the
+    initial state.
+    """
+    from onelaunch.ops.gla import launch, launch_hopper
+    from onelaunch.ops.projections import launch as projections_launch
+
+    q, k, v, *_ = plan.layout.cut(y)
+    into = launch.Into(*plan.layout.cut(dz)[:3])
+    (g,) = plan.decays.cut(gk)
+    call = launch.Attention.of(q, k, v, g, initial, None, plan.scale)
+    width = plan.decays.rows
+    if plan.kernels.recurrence == "hopper":
+        found = launch_hopper.backward(call, do, into, plan.sizes.normalizer, [states] if states.numel() else None)
+        return found.g.flatten(0, 1).view(-1, width), found.initial
+    found = launch.backward(call, do, dfinal, into)
+    nothing, dg = gk.new_empty(0), found.g.view(-1, width)
+    made = projections_launch.activation_gradients([dg], gk.view(-1, plan.decays.pitch), nothing, nothing, plan.decays)
+    return made[:, :width], found.initial
+
+
+def fake_backward(
+    dout: Any, dfinal: Any, x: Any, in_proj_weight: Any, gk_weight: Any, norm_weight: Any, w_out: Any, initial: Any, y: Any,
+    gk: Any, o: Any, rstd: Any, states: Any, heads: int, normalizer: float, kernels: str, wants: Sequence[bool],
+) -> list[torch.Tensor]:  # fmt: skip
+    """Room for the results of :func:`run_backward`."""
+    tensors = (x, in_proj_weight, gk_weight, gk_weight[:, 0], norm_weight, w_out, initial)
+    return [
+        x.new_empty(tensor.shape, dtype=tensor.dtype) if wanted else x.new_empty(0)
+        for tensor, wanted in zip(tensors, wants, strict=True)
+    ]
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """All tensors that come in but the bias of the decays, and what :func:`run_forward` keeps."""
+    x, in_proj_weight, gk_weight, _, norm_weight, w_out, initial, heads, normalizer, _, ctx.want_final, _, kernels = inputs
+    ctx.save_for_backward(x, in_proj_weight, gk_weight, norm_weight, w_out, initial, *output[2:])
+    ctx.numbers = (heads, normalizer, kernels)
+    ctx.set_materialize_grads(False)
+
+
+def gradients(ctx: Any, backward: Any, dout: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Of every input of :func:`run_forward`."""
+    x, *rest = ctx.saved_tensors
+    wants = list(ctx.needs_input_grad[:7])
+    dout = torch.zeros_like(x) if dout is None else dout
+    found = backward(dout, dfinal if ctx.want_final else None, x, *rest, *ctx.numbers, wants)
+    return *(each if wanted else None for each, wanted in zip(found, wants, strict=True)), *(None,) * 6
+
+
+backward = Operator("gla_layer_backward", run_backward, fake=fake_backward)
+forward = Operator(
+    "gla_layer_forward", run_forward, fake=fake_forward, save=save, gradients=gradients, backward=backward, outputs=2
+)
+
+
+def compute(call: GlaLayerCall, *, keep_states: bool = False) -> Results:
+    """The layer of a call that :func:`why_not` has nothing against."""
+    key, sizes = call.query(), call.sizes
+    find = constant_kernels if torch.compiler.is_compiling() else kernels_for
+    kernels = find(*key, sizes.rank, sizes.normalizer)
+    out, final, *_ = forward(
+        call.x, call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, call.initial_state,
+        sizes.heads, sizes.normalizer, call.eps, call.output_final_state, keep_states, kernels, grad=True,
+    )  # fmt: skip
+    return out, final if call.output_final_state else None

@@ -1,0 +1,120 @@
+"""Operators of ``projections``'s own kernels, one for all of them, and their gradients.
+
+``onelaunch::projections_forward`` runs the launches of a variant by its name. For a backward pass it keeps what activations are
+undone from. That pass is one launch, which makes one matrix dz of all segments' gradients, and a product of it for each of x and
+the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional, TypeAlias
+
+import torch
+
+from onelaunch.launch.by_variant import Launches
+from onelaunch.launch.operator import Operator
+from onelaunch.ops.projections.contract import ProjectionsCall
+from onelaunch.ops.projections.layout import Layout, read_layout
+
+
+class Wanted(NamedTuple):
+    """Properties of a call that its launches depend on beside their operands."""
+
+    layout: Layout
+    eps: float
+    keep: bool
+    """Flag that there will be a backward pass."""
+
+
+class Packed(NamedTuple):
+    """Results of launches."""
+
+    y: torch.Tensor
+    """``[M, layout.pitch]``, contiguous, dtype of x: what lies between segments need not be written."""
+    rstd: torch.Tensor | None = None
+    """``[M, layout.norms]`` float32, contiguous: ``1 / sqrt(sum(z^2) + eps)`` of normalized heads; if there are, and ``keep``."""
+    kept: torch.Tensor | None = None
+    """``[M, layout.kept]``, contiguous, dtype of x: z of segments with SiLU, bias included; if there are such, and ``keep``."""
+
+
+Run: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Wanted], Packed]
+"""Launches of a variant: from x ``[M, D]``, the weight ``[N, D]`` and the packed bias."""
+
+launches: Launches[Run] = Launches()
+"""Launches by the names of variants."""
+
+
+def run_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, code: str, eps: float, keep: bool, variant: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the packed result ``[..., pitch]`` by the variant of this name, and rstd and pre-activations.
+
+    Those have no elements where they are not kept.
+    """
+    layout = read_layout(code)
+    y, rstd, kept = launches[variant](x.reshape(-1, x.shape[-1]), weight, bias, Wanted(layout, eps, keep))
+    y = y.view(*x.shape[:-1], layout.pitch)
+    return y, x.new_empty(0, dtype=torch.float32) if rstd is None else rstd, x.new_empty(0) if kept is None else kept
+
+
+def run_activation_gradients(
+    dys: Sequence[Optional[torch.Tensor]],  # noqa: UP045 - as PyTorch reads schemas
+    y: torch.Tensor,
+    rstd: torch.Tensor,
+    kept: torch.Tensor,
+    code: str,
+) -> torch.Tensor:
+    """Return dz ``[M, gradient_pitch]``, of which the first N columns are written, in the order of the weight's rows.
+
+    ``dys`` are gradients of the segments' results, of any strides; ``None`` counts as zeros.
+    """
+    from onelaunch.ops.projections import launch
+
+    layout = read_layout(code)
+    return launch.activation_gradients(dys, y.view(-1, layout.pitch), rstd, kept, layout)
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Keep x, the weight, the packed result, and what activations are undone from."""
+    x, weight, _, ctx.code, *_ = inputs
+    ctx.save_for_backward(x, weight, *output)
+    ctx.set_materialize_grads(False)  # a segment that took no part costs no memory
+
+
+def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x, the weight and the bias."""
+    x, weight, y, rstd, kept = ctx.saved_tensors
+    layout = read_layout(ctx.code)
+    dz = backward(list(dys), y, rstd, kept, ctx.code)[:, : layout.rows]  # [M, N]
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    dx = (dz @ weight).view(x.shape) if wants_x else None
+    dweight = dz.mT @ x.reshape(-1, x.shape[-1]) if wants_weight else None
+    dbias = None
+    if wants_bias:
+        biased = [place for place in layout.places if place.segment.bias]
+        parts = [dz[:, place.row : place.row + place.segment.width].sum(0) for place in biased]
+        dbias = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return dx, dweight, dbias, None, None, None, None
+
+
+def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the segments' results, views of the packed one."""
+    return read_layout(inputs[3]).cut(packed)
+
+
+activation_gradients = Operator("projections_activation_gradients", run_activation_gradients)
+forward = Operator(
+    "projections_forward",
+    run_forward,
+    save=save,
+    gradients=gradients,
+    backward=activation_gradients,
+    views=views,
+)
+
+
+def compute(call: ProjectionsCall, variant: str) -> tuple[torch.Tensor, ...]:
+    """Return all results by the variant of this name, differentiable."""
+    grad = call.query().grad
+    return forward(call.x, call.weight, call.bias, call.layout.code, call.eps, grad, variant, grad=grad)

@@ -1,0 +1,131 @@
+"""Variants of ``projections`` in Triton: activations behind PyTorch's product, and at the end of our own. See ``autograd.py``."""
+
+from __future__ import annotations
+
+import torch
+
+from onelaunch.operation import Direction, Example, Query
+from onelaunch.operation.requirements import LARGEST_GRID_X, cannot_launch
+from onelaunch.ops.projections.autograd import Packed, Wanted, compute, launches
+from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
+from onelaunch.ops.projections.layout import Layout, Segment, layout_of
+
+LARGEST_HEAD = 512
+"""Most channels of a normalized head: a CTA holds whole heads."""
+
+LARGEST_PRODUCT_HEAD = 256
+"""Most channels of a head that is normalized in the product's registers."""
+
+MOST_COLUMNS = 2**30
+"""Bound of N: below it there is room for a tile in 32 bits."""
+
+
+@launches("wide_activated")
+def run_wide_activated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
+    """Multiply with PyTorch, then launch the kernel of activations."""
+    from onelaunch.ops.projections import launch
+
+    return Packed(*launch.activate(x @ weight.mT, bias, wanted.layout, wanted.eps, keep=wanted.keep))
+
+
+@projections.variant("wide_activated", launches=2, backward_launches=3, fuses=("products",), hands=("all",), gemm="cublas")
+def wide_activated(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
+    """One matrix product with the packed weight by PyTorch, and one kernel for the activations of all segments.
+
+    A bias adds a launch to the backward pass for each segment that has one, and another where these are several.
+    """
+    return compute(call, "wide_activated")
+
+
+@launches("epilogue")
+def run_epilogue(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
+    """Launch the kernel whose product ends with the activations."""
+    from onelaunch.ops.projections import launch
+
+    return Packed(*launch.epilogue(x, weight, bias, wanted.layout, wanted.eps, keep=wanted.keep))
+
+
+@projections.variant("epilogue", launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="triton")
+def epilogue(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
+    """One launch: a portable kernel multiplies, and applies each segment's activation to sums in registers."""
+    return compute(call, "epilogue")
+
+
+@epilogue.supports
+def whole_heads(query: Query) -> str | None:
+    """Return why a tile of the product cannot hold a call's heads."""
+    longest = max((each.segment.head_size for each in layout_in(query).places if each.segment.activation == "l2norm"), default=0)
+    if longest > LARGEST_PRODUCT_HEAD:
+        return f"normalizes heads of at most {LARGEST_PRODUCT_HEAD} channels, not {longest}"
+    return None if query.sizes[2] else "needs at least one channel of x"
+
+
+@epilogue.supports
+@wide_activated.supports
+def activates(query: Query) -> str | None:
+    """Return why the kernels of activations cannot run: of the forward pass, and of the backward pass of every own variant."""
+    if (reason := cannot_launch(query)) is not None:
+        return reason
+    from onelaunch.ops.projections import launch
+
+    layout = layout_in(query)
+    if (reason := heads_too_long(layout)) is not None:
+        return reason
+    if layout.rows >= MOST_COLUMNS:
+        return f"takes N below {MOST_COLUMNS}: positions in rows are of 32 bits"
+    if launch.programs(query.sizes[0] * query.sizes[1], layout) > LARGEST_GRID_X:
+        return f"takes at most {LARGEST_GRID_X} tiles of {launch.ELEMENTS} elements: a launch is no wider"
+    return None
+
+
+def heads_too_long(layout: Layout) -> str | None:
+    """Return why a CTA cannot hold a head that it normalizes, or whose normalization it undoes."""
+    heads = [place.segment for place in layout.places if place.segment.activation == "l2norm"]
+    longest = max(heads, key=lambda segment: segment.head_size, default=None)
+    if longest is None or longest.head_size <= LARGEST_HEAD:
+        return None
+    return f"normalizes heads of at most {LARGEST_HEAD} channels, not {longest.head_size}: a program holds whole heads"
+
+
+def chain(heads: int, head_size: int) -> Layout:
+    """Return the layout of one segment of every kind."""
+    return layout_of(
+        (
+            Segment("q", heads, head_size, "l2norm"),
+            Segment("v", heads, head_size),
+            Segment("gate", heads, head_size, "silu"),
+            Segment("decay", heads, 1, "sigmoid"),
+            Segment("gk", heads, head_size, "logsigmoid", normalizer=16.0, bias=True),
+        )
+    )
+
+
+def example(heads: int, head_size: int, dtype: str, rows: int, direction: Direction) -> Example:
+    """Return a call with one segment of every kind."""
+    code = chain(heads, head_size).code
+    case = projections.case(dtype, B=1, T=rows, D=2048, H=heads, K=head_size, V=head_size, segments=code)
+    return Example(case, direction, name=f"heads of {head_size}, M = {rows}" + (", kept" * (direction == "forward_backward")))
+
+
+BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
+
+MANY = 4095
+"""Rows of examples, of which no tile holds a whole number."""
+
+
+@wide_activated.examples
+def behind_a_product() -> list[Example]:
+    """Return calls with heads of usual, uneven and the largest sizes, for inference and for training."""
+    kinds = ((16, 128, "bfloat16"), (3, 100, "float16"), (2, LARGEST_HEAD, "float32"))
+    return [example(*kind, MANY, direction) for kind in kinds for direction in BOTH]
+
+
+@epilogue.examples
+def at_the_end_of_a_product() -> list[Example]:
+    """Return training calls with heads of usual, uneven and long sizes, many rows and few, and a call for inference."""
+    return [
+        *(example(16, 128, "bfloat16", MANY, direction) for direction in BOTH),
+        example(3, 100, "float16", MANY, "forward_backward"),
+        example(4, LARGEST_PRODUCT_HEAD, "bfloat16", 15, "forward_backward"),
+        example(2, 64, "float32", 63, "forward_backward"),
+    ]

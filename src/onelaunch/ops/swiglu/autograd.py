@@ -1,0 +1,141 @@
+"""Operators of ``swiglu``'s own kernels, and their gradients.
+
+``onelaunch::swiglu_forward`` runs the launches of a variant by its name. For a backward pass it keeps both products, without a
+launch more. That pass is the gate's gradients in one launch, and matrix products of PyTorch. ``onelaunch::swiglu_gate`` is the
+gate alone, for variants whose products are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from onelaunch.launch.by_variant import Launches
+from onelaunch.launch.operator import Operator
+from onelaunch.ops.swiglu.contract import SwigluCall
+from onelaunch.ops.swiglu.operands import Matrix, all_swizzled, with_scales_alike
+
+# The gate alone
+
+
+def run_gate(both: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """Return ``silu(gate) * up``; without ``up``, the gate and up are the halves of ``both [M, 2 N]``."""
+    from onelaunch.ops.swiglu import launch
+
+    gate, up = both.chunk(2, 1) if up is None else (both, up)
+    return launch.gate(gate, up)
+
+
+def run_gate_backward(dh: torch.Tensor, both: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradients of gate and up, side by side ``[M, 2 N]``."""
+    from onelaunch.ops.swiglu import launch
+
+    gate, up = both.chunk(2, 1) if up is None else (both, up)
+    return launch.gate_backward(dh, gate, up)
+
+
+def save_products(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Keep both products."""
+    ctx.save_for_backward(*inputs)
+
+
+def gate_gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of both products: one matrix, or its halves."""
+    both, up = ctx.saved_tensors
+    found = backward(dh, both, up)
+    return (found, None) if up is None else tuple(found.chunk(2, 1))
+
+
+gate_backward = Operator("swiglu_gate_backward", run_gate_backward)
+gate = Operator("swiglu_gate", run_gate, save=save_products, gradients=gate_gradients, backward=gate_backward)
+
+# Kernels that multiply
+
+
+class Wanted(NamedTuple):
+    """Properties of a call that its launches depend on beside their operands."""
+
+    dtype: torch.dtype
+    """Dtype of h."""
+    swizzled: bool
+    """Flag that block scales lie in the swizzled order."""
+    keep: bool
+    """Flag that both products are wanted too."""
+    constant_weights: bool
+    """Flag that weights may be read beside the end of earlier launches."""
+
+
+Run: TypeAlias = Callable[[Matrix, Matrix, Matrix, Wanted], tuple[torch.Tensor, torch.Tensor | None]]
+"""Launches of a variant: from x, w_gate and w_up to ``h [M, N]``, and both products ``[M, 2 N]`` if they are to be kept."""
+
+launches: Launches[Run] = Launches()
+"""Launches by the names of variants."""
+
+
+def run_forward(
+    x: torch.Tensor,
+    w_gate: torch.Tensor,
+    w_up: torch.Tensor | None,
+    x_blocks: torch.Tensor | None,
+    gate_blocks: torch.Tensor | None,
+    up_blocks: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    gate_scale: torch.Tensor | None,
+    up_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    swizzled: bool,
+    keep: bool,
+    constant_weights: bool,
+    variant: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return h, and for a backward pass both products ``[M, 2 N]`` (no elements unless ``keep``), by the variant of this name.
+
+    ``w_gate`` holds the weights of both if ``w_up`` is not given. Blocks and scales are those of quantized operands.
+    """
+    rows, gate = Matrix(x, x_blocks, x_scale), Matrix(w_gate, gate_blocks, gate_scale)
+    if w_up is None:
+        half = w_gate.shape[0] // 2
+        gate, up = gate.rows(0, half, swizzled=swizzled), gate.rows(half, 2 * half, swizzled=swizzled)
+    else:
+        up = Matrix(w_up, up_blocks, up_scale)
+    h, kept = launches[variant](rows, *with_scales_alike(gate, up), Wanted(dtype, swizzled, keep, constant_weights))
+    return h, x.new_empty(0, dtype=dtype) if kept is None else kept
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Keep x, the weights and both products."""
+    ctx.save_for_backward(*inputs[:3], output[1])
+    ctx.set_materialize_grads(False)  # nobody asks for gradients of the products
+
+
+def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of x and the weights; no other input takes any."""
+    x, w_gate, w_up, products = ctx.saved_tensors
+    both = backward(dh, products, None)  # [M, 2 N]
+    wants_x, *wants_weights = ctx.needs_input_grad[:3]
+    dx = dgate = dup = None
+    if w_up is None:
+        dx = both @ w_gate if wants_x else None
+        dgate = both.mT @ x if wants_weights[0] else None
+    else:
+        gate, up = both.chunk(2, 1)
+        dx = torch.addmm(gate @ w_gate, up, w_up) if wants_x else None
+        if any(wants_weights):
+            dgate, dup = (both.mT @ x).chunk(2)
+    return dx, dgate, dup, *(None,) * 11
+
+
+forward = Operator("swiglu_forward", run_forward, save=save, gradients=gradients, backward=gate_backward)
+
+
+def compute(call: SwigluCall, variant: str) -> tuple[torch.Tensor]:
+    """Return h by the variant of this name, differentiable where the operands are plain."""
+    grad = call.query().grad
+    stacked = call.stacked if grad else None  # whose gradient is one product, and one tensor
+    operands = (call.x, call.w_gate, call.w_up) if stacked is None else (call.x, stacked)
+    swizzled = all_swizzled(operands)
+    parts = [Matrix.of(each, swizzled=swizzled) for each in operands] + [(None, None, None)] * (stacked is not None)
+    tensors = [part for kind in zip(*parts, strict=True) for part in kind]
+    return (forward(*tensors, call.dtype, swizzled, grad, call.constant_weights, variant, grad=grad)[0],)

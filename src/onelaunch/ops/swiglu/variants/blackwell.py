@@ -1,0 +1,57 @@
+"""The variant of ``swiglu`` for Blackwell's block-scaled matrix instructions: both sides in NVFP4. Not run on hardware yet."""
+
+from __future__ import annotations
+
+import torch
+
+from onelaunch.device.hardware import compute_capability
+from onelaunch.operation import Example, Query
+from onelaunch.operation.requirements import triton_here
+from onelaunch.ops.swiglu.autograd import Wanted, compute, launches
+from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
+from onelaunch.ops.swiglu.operands import Matrix
+from onelaunch.ops.swiglu.variants.torch import trains_plain_tensors
+
+ARCHITECTURES = ("sm_100a",)
+
+
+@launches("block_scaled")
+def run_block_scaled(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, None]:
+    """Launch the block-scaled kernel."""
+    from onelaunch.ops.swiglu import launch
+
+    return launch.block_scaled(x, gate, up, wanted.dtype, swizzled=wanted.swizzled), None
+
+
+@swiglu.variant(
+    "block_scaled", launches=1, fuses=("products", "gate"), gemm="tcgen05", architectures=ARCHITECTURES, experimental=True
+)
+def block_scaled(call: SwigluCall) -> tuple[torch.Tensor]:
+    """Both sides in NVFP4 through matrix instructions that know block scales: Blackwell's. Compiled, not run on hardware."""
+    return compute(call, "block_scaled")
+
+
+block_scaled.supports(trains_plain_tensors)
+
+
+@block_scaled.supports
+def needs_blackwell(query: Query) -> str | None:
+    """Return why there are no such instructions for a call."""
+    if not triton_here():
+        return "needs Triton, which is not installed"
+    if compute_capability(torch.device(query.device)) != 10:
+        return "needs an NVIDIA GPU of compute capability 10"
+    if "nvfp4" not in query.flags:
+        return "takes NVFP4 on both sides"
+    if 0 in query.sizes:
+        return "needs at least one element in every dimension"
+    return None
+
+
+@block_scaled.examples
+def in_either_order() -> list[Example]:
+    """Return calls of no particular size, with block scales in plain and in swizzled order."""
+    return [
+        Example(swiglu.case("float16", M=1000, N=4100, K=7168, format="nvfp4", swizzled_scales=swizzled), name=said)
+        for swizzled, said in ((False, "plain scales"), (True, "swizzled scales"))
+    ]

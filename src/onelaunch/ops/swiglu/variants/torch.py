@@ -1,0 +1,79 @@
+"""Variants of ``swiglu`` in plain PyTorch: they run everywhere.
+
+Quantized operands are multiplied in float32, which holds their products exactly; scales of rows and of whole tensors come after.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.dispatch.capture import compile_static, compiler_missing
+from onelaunch.formats import Fp8Tensor
+from onelaunch.operation import Query
+from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
+
+
+def factors(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a matrix in float32 that holds codes and block scales exactly, and the factors that its rows still need
+    (``[R, 1]``, ``[1, 1]`` or nothing).
+    """
+    if isinstance(operand, torch.Tensor):
+        return operand.float(), None
+    if isinstance(operand, Fp8Tensor):
+        return operand.values.float(), operand.scale.reshape(-1, 1)
+    shared = operand.global_scale
+    return operand.decode(torch.float32), None if shared is None else shared.reshape(1, 1)
+
+
+def product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x weight^T`` ``[M, N]`` in ``dtype``; of quantized operands in float32 where float16 might not hold it."""
+    if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
+        return x @ weight.mT
+    (rows, row_scale), (columns, column_scale) = factors(x), factors(weight)
+    found = rows @ columns.mT
+    found = found if row_scale is None else found * row_scale
+    found = found if column_scale is None else found * column_scale.mT
+    return found if dtype is torch.float16 else found.to(dtype)
+
+
+def multiply(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``x weight^T`` by PyTorch's matrix products, in float8 where both are; not of NVFP4."""
+    if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
+        return x @ weight.mT
+    assert isinstance(x, Fp8Tensor)  # noqa: S101 - see plain_or_float8
+    assert isinstance(weight, Fp8Tensor)  # noqa: S101
+    x_scale, scale = x.scale.reshape(-1, 1), weight.scale.reshape(-1, 1)
+    if x.per_row or weight.per_row:  # one kind of scales for both
+        x_scale, scale = x_scale.expand(x.shape[0], 1).contiguous(), scale.expand(weight.shape[0], 1).contiguous()
+    else:
+        x_scale, scale = x_scale.reshape(()), scale.reshape(())
+    right_scale = scale.mT if scale.dim() else scale
+    rows, columns = x.values.contiguous(), weight.values.contiguous()  # as cuBLAS takes them
+    return torch._scaled_mm(rows, columns.mT, x_scale, right_scale, out_dtype=dtype)  # noqa: SLF001 - has no other name
+
+
+@swiglu.variant("eager", launches=None, fuses=(), hands=("gate", "up"), maker="pytorch", yardstick=True)
+def eager(call: SwigluCall) -> tuple[torch.Tensor]:
+    """Two products, SiLU and a product of elements, one after another: what the other variants are measured against."""
+    return _gated(call.x, call.w_gate, call.w_up, call.dtype)
+
+
+@swiglu.variant("compiled", launches=None, fuses=("gate",), hands=("gate", "up"), maker="pytorch")
+def compiled(call: SwigluCall) -> tuple[torch.Tensor]:
+    """The same, compiled by ``torch.compile``."""
+    return compile_static(_gated)(call.x, call.w_gate, call.w_up, call.dtype)
+
+
+compiled.supports(compiler_missing)
+
+
+@eager.supports
+@compiled.supports
+def trains_plain_tensors(query: Query) -> str | None:
+    """Return why gradients cannot be taken: the operands are quantized."""
+    return "has no backward pass for quantized operands" if query.grad and set(query.flags) & set(FORMATS.values()) else None
+
+
+def _gated(x: Operand, w_gate: Operand, w_up: Operand, dtype: torch.dtype) -> tuple[torch.Tensor]:
+    return ((F.silu(product(x, w_gate, dtype)) * product(x, w_up, dtype)).to(dtype),)

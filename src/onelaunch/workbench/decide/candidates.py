@@ -1,0 +1,93 @@
+"""Choose the measurements that a criterion compares: those of a named variant, or of the fastest variant with some tags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onelaunch.wording import listing
+from onelaunch.workbench.result import Cell, Result, Timing
+from onelaunch.workbench.study import Criterion, Selector, Shape
+
+STATUS_WORDS = {
+    "unsupported": "cannot run here",
+    "not_installed": "is not installed",
+    "incorrect": "is incorrect",
+    "invalid": "was faster than its floor and is not believed",
+    "out_of_memory": "ran out of memory",
+    "error": "failed",
+    "interrupted": "was interrupted",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Measurement that a selector stands for at one shape."""
+
+    cell: Cell | None
+    among: int = 1
+    """Number of measurements from which it was chosen as the fastest."""
+    reason: str = ""
+    """The reason if there is no measurement."""
+
+
+def candidate(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Candidate:
+    """Return the named variant's (or control's) cell, or the fastest correct one that a tag filter selects, except ``but``."""
+    names = [name for name in result.study.select(selector) if name != but]
+    cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
+    timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
+    counted = [] if criterion.quantity.timed else [cell for cell in cells if cell.status == "ok"]
+    usable = timed or counted
+    if not usable:
+        return Candidate(None, 0, why_none(names, cells, shape, criterion))
+    return Candidate(min(usable, key=lambda cell: _median(cell, criterion)), len(usable))
+
+
+def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candidate]:
+    """Return the candidate for ``of`` and, if the measure compares two, the candidate for ``over``.
+
+    If both selectors stand for the same fastest variant, it is compared with the fastest of the others. Against itself, noise
+    alone would decide.
+    """
+    asked = zip((criterion, asked_of_over(criterion)), result.study.sides(criterion, shape), strict=False)
+    sides = [candidate(result, asking, selector, where.name) for asking, (selector, where) in asked]
+    if criterion.quantity.timed and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
+        _, (selector, where) = result.study.sides(criterion, shape)
+        if sides[0].cell is not None and not isinstance(selector, str):
+            other = candidate(result, criterion, selector, where.name, but=sides[0].cell.variant)
+            sides[1] = sides[1] if other.cell is None else other
+    return sides
+
+
+def asked_of_over(criterion: Criterion) -> Criterion:
+    """Return the criterion with the regime in which ``over`` is timed."""
+    return criterion if criterion.over_regime is None else criterion.model_copy(update={"regime": criterion.over_regime})
+
+
+def timing_of(cell: Cell, criterion: Criterion) -> Timing:
+    """Return a cell's timing in the criterion's regime. A chosen cell always has one; :class:`LookupError` for any other."""
+    timing = cell.timing(criterion.regime)
+    if timing is None:
+        raise LookupError(f"{cell.variant} has no {criterion.regime} time")
+    return timing
+
+
+def _median(cell: Cell, criterion: Criterion) -> float:
+    timing = cell.timing(criterion.regime)
+    return timing.microseconds.median if timing else float("inf")
+
+
+def why_none(names: Sequence[str], cells: Sequence[Cell], shape: str, criterion: Criterion) -> str:
+    """Explain why none of a criterion's variants has a usable measurement."""
+    if not cells:
+        return f"{listing(names)} did not run at {shape}"
+    if len(cells) > 1 and {cell.status for cell in cells} - {"unsupported", "not_installed"} == {"interrupted"}:
+        return f"the run was interrupted before {shape} was done"  # whichever of them it would have been
+    reasons = []
+    for cell in cells:
+        if cell.status == "ok":
+            reasons.append(f"{cell.variant} has no {criterion.regime} time at {shape}")
+        else:
+            said = f" ({cell.reason})" if cell.reason else ""
+            reasons.append(f"{cell.variant} {STATUS_WORDS[cell.status]} at {shape}{said}")
+    return "; ".join(reasons)

@@ -1,0 +1,132 @@
+"""Judge each declared criterion: met, missed, inconclusive, not measured or infeasible, in one sentence with numbers.
+
+Times are compared round by round. A criterion on times is *met* when the whole interval of the ratio lies on the right side of
+the bound and its median does so by more than the A/A noise of that shape. It is *missed* when the whole interval lies on the
+wrong side and the median does so by more than the noise. Everything else is *inconclusive*, with the reason: the interval
+contains the bound, or the noise is larger than the distance to it. A criterion that is not met is *infeasible* when meeting it
+would take a run below the roofline bound by more than the noise, given the measured time of the other side.
+
+A variant that is itself the fastest is compared with the fastest of the others. Bytes count as measured only if the hardware
+counted them. Memory, bytes and counts are exact numbers and are compared with the bound directly.
+
+Times at two shapes share no rounds: the ratio's interval covers everything that both intervals allow, and the larger noise of the
+two applies. A geometric mean over shapes is judged in the same way, with an interval and a noise as if every shape erred in the
+same direction. It is measured only if every shape is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from onelaunch.workbench import stats
+from onelaunch.workbench.decide.judging import Finding
+from onelaunch.workbench.decide.measured import judged
+from onelaunch.workbench.decide.words import per, selector_words
+from onelaunch.workbench.result import CriterionStatus, Outcome, Result
+from onelaunch.workbench.study import Criterion, Shape
+
+
+def evaluate(result: Result, infeasible: Mapping[str, str]) -> tuple[Outcome, ...]:
+    """Judge every criterion of the study by the result's measurements and noise.
+
+    Args:
+        result: The measurements. Outcomes and a decision that it already has are ignored.
+        infeasible: Criteria that arithmetic alone refutes, with the reason: ``StudyPlan.infeasible``.
+
+    Returns:
+        One outcome for each criterion, in declared order.
+    """
+    return tuple(_outcome(result, criterion, infeasible.get(criterion.name)) for criterion in result.study.criteria)
+
+
+def _outcome(result: Result, criterion: Criterion, refuted: str | None) -> Outcome:
+    findings = [_finding(result, criterion, shape) for shape in result.study.shapes_of(criterion)]
+    mean = _mean(criterion, findings) if criterion.combine == "geomean" else None
+    needed = criterion.in_at_least or len(findings)
+    status = mean.status if mean else _combine([finding.status for finding in findings], needed)
+    evidence = f"{mean.text}." if mean else _evidence(criterion, findings, needed)
+    if refuted:
+        status = "infeasible"
+        measured = any(finding.value is not None for finding in findings)
+        evidence = f"{refuted[:1].upper()}{refuted[1:]}" + (f"; measured: {evidence}" if measured else ".")
+    names = (*result.study.variant_names(), *result.study.controls)
+    return Outcome(
+        criterion=criterion,
+        status=status,
+        evidence=evidence if evidence.startswith(names) else evidence[:1].upper() + evidence[1:],
+        values={finding.shape: finding.value for finding in findings if finding.value is not None},
+        overall=mean.value if mean else None,
+        best_of=max((finding.best_of for finding in findings), default=1),
+    )
+
+
+def _combine(statuses: Sequence[CriterionStatus], needed: int) -> CriterionStatus:
+    """Return a criterion's status from its statuses at each shape, of which ``needed`` must be met."""
+    count = {status: statuses.count(status) for status in ("met", "missed", "inconclusive", "infeasible")}
+    if count["met"] >= needed:
+        return "met"
+    if len(statuses) - count["infeasible"] < needed:
+        return "infeasible"
+    if len(statuses) - count["infeasible"] - count["missed"] < needed:
+        return "missed"
+    return "inconclusive" if count["met"] + count["inconclusive"] >= needed else "not_measured"
+
+
+def _mean(criterion: Criterion, findings: Sequence[Finding]) -> Finding:
+    """Judge a criterion on the geometric mean over its shapes."""
+    if said_of_all := _said_of_all(findings):
+        return Finding("", "not_measured", said_of_all, "")
+    row = ", ".join(f"{one.shape} {one.value.median:.3g}" if one.value else f"{one.shape} {one.brief}" for one in findings)
+    values = [one.value for one in findings if one.value is not None]
+    if len(values) < len(findings):
+        measured = f"{len(values)} of {len(findings)} shapes"
+        return Finding("", "not_measured", f"{_asked(criterion)} measured at {measured}, which give no mean: {row}", "")
+    ratio = stats.mean_estimate(values)
+    noises = [one.noise for one in findings if one.noise is not None]
+    noise = stats.geometric_mean(noises) if len(noises) == len(findings) else None
+    gains = [one.gain for one in findings if one.gain is not None]
+    gain = stats.geometric_mean(gains) if len(gains) == len(findings) else None
+    status, why, details = judged(criterion).judge_mean(criterion, ratio, noise, gain)
+    because = f": {why}" if why else ""
+    best = max(one.best_of for one in findings)
+    chosen = f"; best of {best} at each shape" if best > 1 else ""
+    text = (
+        f"{_asked(criterion)} {ratio.median:.3g} in the geometric mean over {len(findings)} shapes{details}, "
+        f"{criterion.bound} was asked{because}; {row}{chosen}"
+    )
+    return Finding("", status, text, "", ratio, best)
+
+
+def _said_of_all(findings: Sequence[Finding]) -> str:
+    """Return the reason why no shape was measured if all shapes share it, else an empty string."""
+    same = all(finding.value is None for finding in findings) and len({finding.text for finding in findings}) == 1
+    return findings[0].text if same else ""
+
+
+def _evidence(criterion: Criterion, findings: Sequence[Finding], needed: int) -> str:
+    if len(findings) == 1:
+        return f"{findings[0].text}."
+    if said_of_all := _said_of_all(findings):
+        return f"{said_of_all}."
+    met = sum(finding.status == "met" for finding in findings)
+    row = ", ".join(f"{finding.shape} {finding.brief}" for finding in findings)
+    best = max(finding.best_of for finding in findings)
+    chosen = f"; best of {best} at each shape" if best > 1 else ""
+    return f"{_asked(criterion)} {criterion.bound} at {met} of {len(findings)} shapes, {needed} needed: {row}{chosen}."
+
+
+def _asked(criterion: Criterion) -> str:
+    """Return the words that come before the values, such as ``the speed of one over the baseline is``."""
+    of = selector_words(criterion.of, "the fastest variant", "the fastest variant")
+    others = "the fastest other variant" if criterion.quantity.timed else "the fastest variant"
+    over = "the baseline" if criterion.over is None else selector_words(criterion.over, others, others)
+    if criterion.over_at is not None:
+        over += f" at {criterion.over_at}{per(criterion)}"
+    return judged(criterion).evidence.format(of=of, over=over)
+
+
+def _finding(result: Result, criterion: Criterion, shape: Shape) -> Finding:
+    if shape.scale != result.provenance.scale and not any(cell.shape == shape.name for cell in result.cells):
+        remedy = "run on a GPU, or with --scale full" if shape.scale == "full" else "run on a CPU, or with --scale small"
+        return Finding(shape.name, "not_measured", f"needs {shape.scale} scale: {remedy}", f"needs {shape.scale} scale")
+    return judged(criterion).finding(result, criterion, shape)

@@ -1,0 +1,116 @@
+"""Hold a value against a criterion's bound: with interval and noise if it is a time, directly if it is an exact number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onelaunch.workbench.decide.candidates import asked_of_over, compared
+from onelaunch.workbench.result import CriterionStatus, Estimate, Result
+from onelaunch.workbench.study import Criterion, Study
+
+FEWEST_ROUNDS = 3
+"""Smallest number of rounds whose interval is believed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Status of a criterion at one of its shapes, with the words for it."""
+
+    shape: str
+    status: CriterionStatus
+    text: str
+    """A clause with the numbers, for a criterion of one shape."""
+    brief: str
+    """The status in a word or two, for a row of shapes."""
+    value: Estimate | None = None
+    best_of: int = 1
+    noise: float | None = None
+    """The smallest factor that may be claimed of a time, or ``None`` without an A/A run."""
+    gain: float | None = None
+    """The value of :func:`possible_gain` for a time."""
+
+
+def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | None:
+    """Return the largest possible speed-up at a shape: the measured time of ``over`` / the roofline bound of ``of``.
+
+    Both are divided by their share of the work if the criterion asks for that. ``None`` if either is unknown, and outside the
+    cold regime, because roofline bounds are computed for cold memory.
+    """
+    if criterion.regime != "cold" or criterion.over_regime is not None:
+        return None
+    over = compared(result, criterion, result.study.shape(shape))[-1].cell
+    floor = floor_of(result, criterion, shape)
+    timing = over.timing("cold") if over else None
+    return timing.microseconds.high / floor / share_of_work(result.study, criterion, shape) if timing and floor else None
+
+
+def noise_of(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:
+    """Return the largest noise floor of the shapes and regimes that are timed, or ``None`` if one of them has no A/A run."""
+    regimes = (criterion.regime, asked_of_over(criterion).regime)
+    found = [result.noise_at(shape, criterion.direction, regime) for shape in shapes for regime in regimes]
+    known = [noise.floor for noise in found if noise is not None]
+    return max(known) if len(known) == len(found) else None
+
+
+def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tuple[CriterionStatus, str]:
+    """Judge a ratio of times against the bound: return the status, and the reason if it is inconclusive.
+
+    *Met* and *missed* ask for the same: the whole interval on one side of the bound, and the median beyond it by more than the
+    A/A noise.
+    """
+    if ratio.samples < FEWEST_ROUNDS:
+        return "inconclusive", f"{ratio.samples} round{'s' * (ratio.samples != 1)} give no interval"
+    if noise is None:
+        return "inconclusive", "without an A/A run the noise is unknown"
+    bound, low, high, median = _turned(criterion, ratio)
+    if low >= bound and median >= bound * noise:
+        return "met", ""
+    if high < bound and median < bound / noise:
+        return "missed", ""
+    if low < bound <= high:
+        return "inconclusive", "the interval contains the bound"
+    return "inconclusive", f"the A/A noise of {noise:.3g} is larger than the distance to the bound"
+
+
+def _turned(criterion: Criterion, ratio: Estimate) -> tuple[float, float, float, float]:
+    """Return bound, low, high and median, inverted if the bound is an upper one, so that larger is better."""
+    if criterion.at_least is not None:
+        return criterion.at_least, ratio.low, ratio.high, ratio.median
+    bound = criterion.at_most or 1.0
+    return 1 / bound, 1 / ratio.high, 1 / ratio.low, 1 / ratio.median
+
+
+def exactly(criterion: Criterion, shape: str, value: float, text: str, brief: str, among: int = 1) -> Finding:
+    """Judge a number that is exact, without an interval or noise."""
+    status = held(criterion, value)
+    exact = Estimate(median=value, low=value, high=value, samples=1)
+    return Finding(shape, status, text, brief if status == "met" else f"{brief} (missed)", exact, among)
+
+
+def held(criterion: Criterion, value: float) -> CriterionStatus:
+    """Return whether an exact number is on the right side of the bound, as a status."""
+    if criterion.equals is not None:
+        return "met" if value == criterion.equals else "missed"
+    enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)
+    return "met" if enough else "missed"
+
+
+def share_of_work(study: Study, criterion: Criterion, shape: str) -> float:
+    """Return the work at ``over_at`` over the work at ``shape``, as the product of the sizes in ``per``; 1 without ``per``."""
+    (_, own), (_, other) = study.sides(criterion, study.shape(shape))
+    work = [math.prod(side.sizes[name] for name in criterion.per) for side in (own, other)]
+    return work[1] / work[0] if work[0] else 1.0
+
+
+def floor_of(result: Result, criterion: Criterion, shape: str) -> float | None:
+    """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds."""
+    names = result.study.select(criterion.of)
+    cells = (result.cell(shape, name, criterion.direction) for name in names)
+    return min((cell.plan.floor_microseconds for cell in cells if cell is not None and cell.plan is not None), default=None)
+
+
+def scaled(estimate: Estimate, factor: float) -> Estimate:
+    """Return the estimate multiplied by a factor, such as one for another unit."""
+    return estimate.model_copy(update={side: factor * getattr(estimate, side) for side in ("median", "low", "high")})

@@ -1,0 +1,267 @@
+"""Count the DRAM bytes of a call: by the hardware's counters through NVIDIA's ``ncu``, else by arithmetic; the result says which.
+
+One child process (:mod:`onelaunch.workbench.measure.count_child`) runs under ``ncu`` for many requests at once, each in an NVTX
+range of its own. It calls over rotated inputs larger than three last-level caches after a full untimed rotation, with the caches
+left as they are: in that steady state all compulsory traffic reaches DRAM, write-backs included.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import onelaunch
+from onelaunch.device.tools import find_ncu
+from onelaunch.operation import Case, Cost, Direction, Operation
+from onelaunch.workbench.result import Traffic
+
+READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+
+METRICS = (READ, WRITTEN, "lts__t_bytes.sum", "gpu__time_duration.sum")
+"""At most four, so that one pass over each kernel is enough and nothing is replayed."""
+
+RANGE = "onelaunch_count_"
+
+MOST_KERNELS = 20_000
+"""Most kernels that one child process profiles."""
+
+UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call whose bytes are wanted."""
+
+    case: Case
+    variant: str
+    """Name of the variant, or of the control."""
+    direction: Direction = "forward"
+    control: bool = False
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Sums over the kernels of one NVTX range."""
+
+    read: float = 0.0
+    written: float = 0.0
+    kernels: int = 0
+
+    def __add__(self, other: Counted) -> Counted:
+        return Counted(self.read + other.read, self.written + other.written, self.kernels + other.kernels)
+
+
+class CountFailed(RuntimeError):
+    """The profiler gave no numbers; the message says why."""
+
+
+def count(
+    operation: Operation[..., Any],
+    case: Case,
+    variant: str,
+    direction: Direction = "forward",
+    *,
+    control: bool = False,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    timeout_seconds: float = 240.0,
+) -> Traffic:
+    """DRAM bytes of one call of a variant (or control); see :func:`count_all`, which is faster for several."""
+    request = Request(case, variant, direction, control)
+    return count_all(operation, [request], device=device, seed=seed, timeout_seconds=timeout_seconds)[0]
+
+
+def count_all(
+    operation: Operation[..., Any],
+    requests: Sequence[Request],
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    timeout_seconds: float = 600.0,
+) -> list[Traffic]:
+    """DRAM bytes of several calls, in the order of the requests, profiled in one child process.
+
+    Never raises for a profiler that is missing, not permitted or too slow: what could not be counted comes from :func:`analytic`,
+    with a note that says why.
+    """
+    device = torch.device(device)
+    try:
+        if device.type != "cuda" or torch.version.hip:
+            raise CountFailed("ncu counts on NVIDIA GPUs only")
+        counted = _profile(operation, requests, device, seed, timeout_seconds)
+    except CountFailed as failure:
+        counted = [str(failure)] * len(requests)
+    return [
+        found if isinstance(found, Traffic) else analytic(_cost(operation, request), because=found)
+        for found, request in zip(counted, requests, strict=True)
+    ]
+
+
+def analytic(cost: Cost, because: str = "") -> Traffic:
+    """Return the fewest bytes by arithmetic: all under ``read`` where the cost does not tell reads from writes."""
+    written = cost.written or 0
+    note = "fewest bytes by arithmetic" + (", reads and writes together" if cost.written is None else "")
+    note = f"{note} ({because})" if because else note
+    return Traffic(source="analytic", read=float(cost.bytes - written), written=float(written), note=note)
+
+
+def parse(text: str) -> dict[int, Counted]:
+    """Sums per request from ``ncu --csv --page raw --print-units base``: a header, a row of units, a row per kernel.
+
+    A kernel belongs to the request whose range its NVTX columns name.
+
+    Raises:
+        CountFailed: there is no table, a metric is missing or in a unit that is not of bytes; with the profiler's own error if it
+            gave one.
+    """
+    lines = text.splitlines()
+    start = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise CountFailed(_own_words(text) or "ncu gave no table")
+    rows = csv.DictReader(io.StringIO("\n".join(lines[start:])))
+    if missing := [name for name in (READ, WRITTEN) if name not in (rows.fieldnames or ())]:
+        raise CountFailed(f"ncu gave no {' and no '.join(missing)}")
+    scales = {READ: 1.0, WRITTEN: 1.0}
+    sums: dict[int, Counted] = {}
+    for row in rows:
+        if not row["ID"]:
+            scales = {name: _scale(row[name]) for name in scales}
+            continue
+        if (match := re.search(rf"{RANGE}(\d+)\b", " ".join(value for value in row.values() if isinstance(value, str)))) is None:
+            continue
+        read, written = (_number(row[name]) * scales[name] for name in (READ, WRITTEN))
+        index = int(match.group(1))
+        sums[index] = sums.get(index, Counted()) + Counted(read, written, 1)
+    return sums
+
+
+def command(ncu: str, log: Path, specification: Path, requests: int) -> list[str]:
+    """The profiler's command line round the child process."""
+    include = [part for index in range(requests) for part in ("--nvtx-include", f"{RANGE}{index}/")]
+    return [
+        *(ncu, "--metrics", ",".join(METRICS), "--clock-control", "none", "--cache-control", "none"),
+        *("--replay-mode", "kernel", "--target-processes", "all", "--launch-count", str(MOST_KERNELS), "--nvtx", *include),
+        *("--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)),
+        *(sys.executable, "-m", "onelaunch.workbench.measure.count_child", str(specification)),
+    ]
+
+
+def _profile(
+    operation: Operation[..., Any], requests: Sequence[Request], device: torch.device, seed: int, timeout_seconds: float
+) -> list[Traffic | str]:
+    """Per request its traffic, or why it could not be counted."""
+    if (ncu := find_ncu()) is None:
+        raise CountFailed("ncu is not installed")
+    with tempfile.TemporaryDirectory(prefix="onelaunch-count-") as folder:
+        specification, log, report = (Path(folder) / name for name in ("requests.json", "ncu.csv", "report.json"))
+        specification.write_text(json.dumps(_specification(operation, requests, device, seed, report)), encoding="utf-8")
+        said, code = _run(command(ncu, log, specification, len(requests)), timeout_seconds)
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if code != 0 and '"ID"' not in text:
+            raise CountFailed(_own_words(text + said) or f"ncu ended with code {code}: {said.strip()[-200:]}")
+        sums = parse(text)
+        outcomes = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    if sum(found.kernels for found in sums.values()) >= MOST_KERNELS:
+        sums.pop(max(sums))  # cut off in the middle
+    return [_traffic(sums.get(index), outcomes.get(str(index), {})) for index in range(len(requests))]
+
+
+def _traffic(found: Counted | None, outcome: dict[str, Any]) -> Traffic | str:
+    if error := outcome.get("error"):
+        return str(error)
+    if found is None or not outcome.get("calls"):
+        return "ncu counted no kernel of it"
+    calls = outcome["calls"]
+    note = (
+        f"mean of {calls} calls over {outcome['sets']} rotated input sets, {found.kernels / calls:g} kernels a call, "
+        "caches left as they are between kernels"
+    )
+    return Traffic(source="ncu", read=found.read / calls, written=found.written / calls, note=note)
+
+
+def _specification(
+    operation: Operation[..., Any], requests: Sequence[Request], device: torch.device, seed: int, report: Path
+) -> dict[str, Any]:
+    return {
+        "operation": operation.name,
+        "module": operation.__module__,
+        "device": str(device),
+        "seed": seed,
+        "report": str(report),
+        "requests": [
+            {
+                "name": request.variant,
+                "control": request.control,
+                "direction": request.direction,
+                "dtype": str(request.case.dtype).removeprefix("torch."),
+                "sizes": dict(request.case.sizes),
+                "options": dict(request.case.options),
+            }
+            for request in requests
+        ],
+    }
+
+
+def _run(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
+    """Run to the end; what was printed, and the exit code. :class:`CountFailed` when it takes too long or does not start."""
+    paths = [str(Path(onelaunch.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        process = subprocess.Popen(
+            arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise CountFailed(f"ncu does not start: {error}") from error
+    try:
+        said, _ = process.communicate(timeout=timeout_seconds)
+    except BaseException as error:  # the profiler's child must not outlive it, whatever ended the wait
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise CountFailed(f"ncu took more than {timeout_seconds:g} s") from error
+        raise
+    return said, process.returncode
+
+
+def _own_words(text: str) -> str | None:
+    """Return the profiler's first error line, if there is one."""
+    found = re.search(r"==ERROR==\s*(.+)", text)
+    return f"ncu: {found.group(1).strip()}" if found else None
+
+
+def _scale(unit: str) -> float:
+    if unit not in UNITS:
+        raise CountFailed(f"ncu counted in {unit or 'no unit'}, not in bytes")
+    return UNITS[unit]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError as error:
+        raise CountFailed(f"ncu gave {text!r} for a count of bytes") from error
+
+
+def _cost(operation: Operation[..., Any], request: Request) -> Cost:
+    if request.control:
+        return operation.controls[request.variant].cost(request.case)
+    return operation.cost(request.case, operation.get(request.variant), request.direction)

@@ -1,0 +1,43 @@
+"""Measures that are counted in one call, where a criterion asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from onelaunch.operation import Operation
+from onelaunch.workbench.decide.measured import CountedMeasure
+from onelaunch.workbench.measure.count import Request
+from onelaunch.workbench.measure.launches import count_barriers, count_launches
+from onelaunch.workbench.study import register
+
+
+@register
+class Launches(CountedMeasure):
+    """Kernels, copies and fills of one call of ``of``."""
+
+    name = "launches"
+    meaning = "kernels, copies and fills of one call of `of`, counted"
+    noun = "launch"
+    does = "launches {count} times"
+    no_mean = ""
+    rank = 7
+
+    def count(self, operation: Operation[..., Any], requests: Sequence[Request], *, device: torch.device) -> Sequence[int | str]:
+        return count_launches(operation, requests, device=device)
+
+
+@register
+class Barriers(CountedMeasure):
+    """Barriers over the grid in one call of ``of``."""
+
+    name = "barriers"
+    meaning = "barriers over the grid in one call of `of`, counted by its kernel"
+    noun = "barrier"
+    does = "meets {count} barriers over the grid"
+    rank = 8
+
+    def count(self, operation: Operation[..., Any], requests: Sequence[Request], *, device: torch.device) -> Sequence[int | str]:
+        return count_barriers(operation, requests, device=device)

@@ -1,0 +1,109 @@
+"""Base classes and types of all stored values: names, numbers and texts that follow the rules, and estimates."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    model_serializer,
+)
+
+from onelaunch.device.hardware import SLUG
+from onelaunch.wording import escaped
+
+NAME = re.compile(r"(?! )[A-Za-z0-9 ._+*=/,():%'-]{1,80}(?<! )")
+"""Names of shapes, variants, controls and criteria: nothing that a page, a plot, a shell or a terminal could read as more."""
+
+NAME_RULE = "it must be 1 to 80 letters (A to Z), digits, spaces and . _ - + * = / , ( ) : % ', without a space at either end"
+
+FROM_A_FILE = {"from_a_file": True}
+"""Context of a validation in which names and texts must follow the rules: what is read from files, and what is about to run."""
+
+
+def check_names(value: Any, info: ValidationInfo) -> Any:
+    """Return a value after a check that every text in it, keys of mappings included, follows :data:`NAME`."""
+    if not info.context:
+        return value
+    if isinstance(value, str) and not NAME.fullmatch(value):
+        raise ValueError(NAME_RULE)
+    if isinstance(value, dict):
+        check_names([*value, *value.values()], info)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            check_names(each, info)
+    return value
+
+
+def _slug(text: str, info: ValidationInfo) -> str:
+    if info.context and not SLUG.fullmatch(text):
+        raise ValueError("it names files, so it must be 1 to 80 small letters (a to z), digits, '.', '_' and '-', with no '..'")
+    return text
+
+
+Slug = Annotated[str, AfterValidator(_slug)]
+Name = Annotated[str, AfterValidator(check_names)]
+
+Words = Annotated[str, AfterValidator(escaped)]
+"""Free text, such as the message of another package's error: control characters in it are written as backslash escapes."""
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LEAST_TIME, MOST_TIME = 1e-6, 1e15
+"""Least and greatest time in microseconds: one picosecond and some thirty years. Times further apart cannot be drawn."""
+
+Time = Annotated[float, Field(ge=LEAST_TIME, le=MOST_TIME, allow_inf_nan=False)]
+
+
+def _drawable(microseconds: float) -> float:
+    if 0 < microseconds < 1e-12:
+        raise ValueError("it must be 0 or at least 1e-12 microseconds")
+    return microseconds
+
+
+Bound = Annotated[float, Field(ge=0, le=MOST_TIME, allow_inf_nan=False), AfterValidator(_drawable)]
+"""Microseconds of a plan, which may be 0 and which plots draw beside measured times."""
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Error = Annotated[float, Field(ge=0)]
+"""An error against the oracle, which may be infinite."""
+
+Count = Annotated[int, Field(ge=0, le=10**120)]
+"""A number of bytes or operations: sizes have 63 bits, and few of them are multiplied."""
+
+
+class Grown(BaseModel):
+    """Base of what is stored and has grown since: what was stored before stays as it was when it is stored again."""
+
+    LATER: ClassVar[tuple[str, ...]] = ()
+    """Fields added after results were published. They are left out at their default, so that older digests stay valid."""
+
+    @model_serializer(mode="wrap")
+    def _as_it_was(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {
+            key: value
+            for key, value in handler(self).items()
+            if key not in self.LATER or getattr(self, key) != fields[key].get_default(call_default_factory=True)
+        }
+
+
+class Stored(BaseModel):
+    """Base of all stored values: closed and unchangeable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Estimate(Stored):
+    """A median over rounds with its 95 % bootstrap interval."""
+
+    median: Error
+    low: Error
+    high: Error
+    samples: Count

@@ -1,0 +1,291 @@
+"""The declaration of a study, before it runs: its operation, shapes and variants, its baseline, and what counts as success."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from onelaunch.operation import Case, Direction, Variant, find_operation
+from onelaunch.wording import UNSAFE
+from onelaunch.workbench.stored import Grown, check_names
+from onelaunch.workbench.study.measure import Measure, find_measure, measure_names
+
+FILE_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+"""Names of studies, which name files and folders."""
+
+FILE_NAME_RULE = "it names files, so it must be 1 to 80 letters (A to Z), digits, '.', '_' and '-', with no '..'"
+
+LARGEST_SIZE = 2**63 - 1
+"""Largest size of a shape: PyTorch's sizes are signed 64-bit integers."""
+
+
+def check_file_name(value: str, info: ValidationInfo) -> str:
+    """Return a name after a check that it follows :data:`FILE_NAME`."""
+    if info.context and not FILE_NAME.fullmatch(value):
+        raise ValueError(FILE_NAME_RULE)
+    return value
+
+
+def check_prose(value: str, info: ValidationInfo) -> str:
+    """Return a text of several lines after a check that it holds no control characters."""
+    if info.context and UNSAFE.search(value):
+        raise ValueError("it must hold no control characters except line breaks and tabs")
+    return value
+
+
+def check_sizes(value: dict[str, int]) -> dict[str, int]:
+    """Return sizes after a check that a tensor can have them."""
+    for name, size in value.items():
+        if not 0 <= size <= LARGEST_SIZE:
+            raise ValueError(f"{name} must be an integer from 0 to {LARGEST_SIZE}, the largest size of a tensor")
+    return value
+
+
+def check_dtype(value: str, info: ValidationInfo) -> str:
+    """Return the name of a dtype after a check that studies know it."""
+    if info.context and value not in ("float16", "bfloat16", "float32"):
+        raise ValueError("it must be float16, bfloat16 or float32")
+    return value
+
+
+def check_bound(value: float | None) -> float | None:
+    """Return a bound after a check that it is a number above 0, or an exact count of at least 0."""
+    if value is not None and not (0 < value < math.inf or (type(value) is int and value == 0)):
+        raise ValueError("it must be a number above 0")
+    return value
+
+
+Scale = Literal["small", "full"]
+"""``small`` shapes suit a machine without a GPU, ``full`` ones need a GPU."""
+
+Regime = Literal["cold", "warm", "eager", "running", "served"]
+"""cold: inputs rotated through more than three last-level caches, graph replay on a GPU; warm: the same inputs again;
+eager: as a Python caller of the public function sees it, checks and dispatch included. Of operations that are steps:
+running: a step of many in a row, each on what the one before gave, with nothing handed to the host; served: a step of many that
+come through the public loop, as its reader sees it."""
+
+LOOPS: tuple[Regime, ...] = ("running", "served")
+"""Regimes of many steps in a row; an operation says how they are made: :class:`onelaunch.operation.Loop`."""
+
+
+def check_measure(value: Any) -> Any:
+    """Return the name of a measure after a check that there is one of that name."""
+    if not isinstance(value, str) or value not in measure_names():
+        *most, last = map(repr, measure_names())
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": f"{', '.join(most)} or {last}"})
+    return value
+
+
+MeasureName = Annotated[str, BeforeValidator(check_measure)]
+"""Name of a registered measure."""
+
+
+class Declared(Grown):
+    """Base of what a study file declares: a misspelt key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Shape(Declared):
+    """One size of the operation, with the input maker's options that differ from their defaults."""
+
+    LATER = ("directions",)
+
+    name: str
+    """Name of the shape in criteria, results and reports; each shape of a study has its own."""
+    dtype: str = "float16"
+    """Dtype of the inputs, as PyTorch names it."""
+    scale: Scale = "full"
+    """Scale of the shape. Without ``--scale`` a run takes the ``small`` shapes on a CPU, the ``full`` ones on a GPU."""
+    sizes: dict[str, int]
+    """Sizes of the operation, all of them. In the file each stands in the shape's table under its own name."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the operation's input maker that differ from their defaults, such as a decay per head or packed lengths. In the
+    file each stands in the shape's table under its own name."""
+    skip: tuple[str, ...] = ()
+    """Variants and controls left out at this shape, such as a loop over time that would take minutes; the report says so."""
+    directions: tuple[Direction, ...] = ()
+    """Directions of the study that run at this shape; all of the study's when empty."""
+
+    _names = field_validator("name", "sizes", "options", "skip")(check_names)
+    _sizes = field_validator("sizes")(check_sizes)
+    _dtype = field_validator("dtype")(check_dtype)
+
+
+SHAPE_KEYS = ("name", "dtype", "scale", "skip", "directions")
+"""Keys of a shape's table in addition to the operation's sizes and options."""
+
+
+Selector = str | dict[str, Any]
+"""A variant or control by name, or the fastest of the variants whose tags match: ``{launches = 1}``, ``{launches = [1, 2]}``;
+``{}`` matches every variant."""
+
+
+class Criterion(Declared):
+    """One condition of success.
+
+    ``measure`` says what is judged: one of the registered measures, :func:`onelaunch.workbench.study.measures`.
+    ``over`` is the study's baseline by default; where it stands for the fastest variant, and that is ``of`` itself, times are
+    held against the fastest of the others. Where a selector stands for the fastest variant, bytes, memory and counts are
+    those of the fastest variant too.
+    """
+
+    LATER = ("combine", "over_at", "per", "decides", "over_regime", "equals")
+
+    name: str
+    """Name of the criterion in results and reports; each criterion of a study has its own."""
+    measure: MeasureName
+    """Quantity that is judged, one of the measures in the table below."""
+    of: Selector
+    """Variant that is judged: a variant or control by name, or a table of tags, which stands for the fastest of the variants that
+    have these tags. An empty table stands for the fastest of all."""
+    over: Selector | None = None
+    """Variant that ``of`` is compared with, given like ``of``; the study's baseline when left out."""
+    at: str | tuple[str, ...] | None = None
+    """Shapes at which the criterion is judged: a name or a list of names. All full-scale shapes when left out, or all shapes of a
+    study that has no full-scale shape."""
+    in_at_least: int | None = None
+    """Number of these shapes at which the bound must hold; all of them when left out."""
+    combine: Literal["each", "geomean"] = "each"
+    """``each``: the bound holds shape by shape. ``geomean``: it holds for the geometric mean over the shapes."""
+    over_at: str | None = None
+    """Shape at which ``over`` is timed, where it is another one than that of ``of``."""
+    per: tuple[str, ...] = ()
+    """With ``over_at``: sizes by whose product both times are divided; ``["B", "T"]`` gives the time per token."""
+    decides: bool = True
+    """Switch for taking part in the decision. A criterion that takes no part is judged and shown all the same, such as a claim of
+    a write-up that is kept for what it taught."""
+    direction: Direction = "forward"
+    """Direction that is judged: the forward pass alone, or the forward and backward passes together."""
+    regime: Regime = "cold"
+    """Regime in which ``of`` is timed."""
+    over_regime: Regime | None = None
+    """Regime in which ``over`` is timed, where it is another one, such as ``served`` steps over the same steps ``running``."""
+    at_least: float | None = None
+    """Lower bound. A criterion has exactly one of ``at_least``, ``at_most`` and ``equals``."""
+    at_most: float | None = None
+    """Upper bound."""
+    equals: int | None = None
+    """Exact number, for the counted measures ``launches`` and ``barriers``."""
+
+    _names = field_validator("name", "of", "over", "at", "over_at", "per")(check_names)
+    _bounds = field_validator("at_least", "at_most", "equals")(check_bound)
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Criterion:
+        if [self.at_least, self.at_most, self.equals].count(None) != 2:
+            raise ValueError(f"criterion {self.name!r} needs exactly one of at_least, at_most and equals")
+        return self
+
+    @property
+    def quantity(self) -> Measure:
+        """The registered measure of this criterion."""
+        return find_measure(self.measure)
+
+    @property
+    def bound(self) -> str:
+        """The bound in words, such as ``at least 1.3``."""
+        if self.equals is not None:
+            return f"exactly {self.equals}"
+        return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
+
+
+class Study(Declared):
+    """A declared study."""
+
+    name: str
+    """Name of the study; its results and reports are named after it."""
+    question: str
+    """Question that the study answers, in a sentence; the report shows it beside the decision."""
+    operation: str
+    """Name of the operation whose variants are compared."""
+    baseline: str
+    """Variant that the others are compared with. It is also run against itself (A/A), which gives the noise."""
+    variants: tuple[str, ...] = ()
+    """Variants that take part; all of the operation's when empty. The baseline always takes part."""
+    controls: tuple[str, ...] = ()
+    """Controls that are timed beside the variants: parts of the operation, such as its matrix product alone."""
+    directions: tuple[Direction, ...] = ("forward",)
+    """Directions that are measured: the forward pass alone, the forward and backward passes together, or each of them."""
+    regimes: tuple[Regime, ...] = ("cold", "warm", "eager")
+    """Regimes in which variants are timed."""
+    rounds: int = Field(default=20, ge=3)
+    """Rounds in which the variants take turns; medians and intervals are taken over them."""
+    shapes: tuple[Shape, ...] = Field(min_length=1)
+    """Shapes at which variants are measured, each a table of its own."""
+    criteria: tuple[Criterion, ...] = ()
+    """Criteria that the decision rests on, each a table of its own."""
+    notes: str = ""
+    """Notes for the reader, in Markdown, such as what an earlier write-up reported; never used as a measurement."""
+
+    _file_name = field_validator("name")(check_file_name)
+    _names = field_validator("operation", "baseline", "variants", "controls")(check_names)
+    _prose = field_validator("question", "notes")(check_prose)
+
+    def digest(self) -> str:
+        """Return the SHA-256 over the declaration."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    def shape(self, name: str) -> Shape:
+        return next(shape for shape in self.shapes if shape.name == name)
+
+    def directions_at(self, shape: Shape) -> tuple[Direction, ...]:
+        """Return the directions that run at a shape, in the study's order."""
+        return tuple(direction for direction in self.directions if not shape.directions or direction in shape.directions)
+
+    def case(self, shape: Shape) -> Case:
+        """Return the operation's case for a shape."""
+        return find_operation(self.operation).case(shape.dtype, name=shape.name, **shape.sizes, **shape.options)
+
+    def variant_names(self) -> tuple[str, ...]:
+        """Return the variants that take part, the baseline first."""
+        names = self.variants or tuple(find_operation(self.operation).variants)
+        return (self.baseline, *(name for name in names if name != self.baseline))
+
+    def select(self, selector: Selector) -> tuple[str, ...]:
+        """Return the names of the variants (or the one control) that a selector stands for in this study."""
+        if isinstance(selector, str):
+            return (selector,)
+        owner = find_operation(self.operation)
+        return tuple(name for name in self.variant_names() if _matches(owner.get(name), selector))
+
+    def over(self, criterion: Criterion) -> Selector:
+        """Return the variant that a criterion compares with: its own ``over``, or the study's baseline."""
+        return self.baseline if criterion.over is None else criterion.over
+
+    def sides(self, criterion: Criterion, shape: Shape) -> tuple[tuple[Selector, Shape], ...]:
+        """Return the two sides of a criterion at one of its shapes: ``of`` and ``over``, each with its own shape."""
+        if criterion.quantity.alone is not None:
+            return ((criterion.of, shape),)
+        other = shape if criterion.over_at is None else self.shape(criterion.over_at)
+        return (criterion.of, shape), (self.over(criterion), other)
+
+    def shapes_of(self, criterion: Criterion) -> tuple[Shape, ...]:
+        """Return the shapes at which a criterion is asked."""
+        if criterion.at is None:
+            return self.at_scale("full") or self.shapes
+        names = (criterion.at,) if isinstance(criterion.at, str) else criterion.at
+        return tuple(self.shape(name) for name in names)
+
+    def at_scale(self, scale: Scale) -> tuple[Shape, ...]:
+        """Return the shapes of one scale, in the declared order."""
+        return tuple(shape for shape in self.shapes if shape.scale == scale)
+
+
+def members(value: Any) -> Sequence[Any]:
+    """Return the members of a list, or a value that stands for a list of one."""
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _matches(variant: Variant, selector: Mapping[str, Any]) -> bool:
+    """Return whether each wanted tag is there with one of the wanted values; a tag that is a tuple has each of its members."""
+    return all(
+        key in variant.tags and any(value in members(variant.tags[key]) for value in members(wanted))
+        for key, wanted in selector.items()
+    )

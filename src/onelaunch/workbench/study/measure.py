@@ -1,0 +1,105 @@
+"""Measures that criteria can ask for: what a declaration, its validation and its plan need to know of each, and their registry.
+
+A measure is one class in one file, registered by :func:`register`. How it is read from a result and judged, and its words in
+reports, belong to the same class: :class:`onelaunch.workbench.decide.measured.JudgedMeasure`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from onelaunch.workbench.study.declare import Criterion, Shape, Study
+
+NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+"""Names of measures."""
+
+
+NO_MEAN_OF_COUNTS = "what is counted exactly, or may be none, has no geometric mean"
+
+
+class Alone(NamedTuple):
+    """Beginnings of the sentences that refuse ``over`` and the wrong bound to a measure of ``of`` alone."""
+
+    held: str
+    """Statement of what it is held against, such as ``bytes are held against the least``."""
+    bounded: str
+    """Subject and verb of a statement about its bound, such as ``bytes over the least are``."""
+
+
+class Measure(ABC):
+    """A quantity that criteria can ask for."""
+
+    name: ClassVar[str]
+    """Name in study files and results."""
+    meaning: ClassVar[str]
+    """Definition for the documentation, in Markdown."""
+    unit: ClassVar[str] = "x"
+    """Text that follows a number, such as ``x`` for a ratio."""
+    better: ClassVar[Literal["higher", "lower"]] = "lower"
+    """Direction in which values are better."""
+    alone: ClassVar[Alone | None] = None
+    """Words for a measure of ``of`` alone; ``None`` for one that compares ``of`` with ``over``."""
+    timed: ClassVar[bool] = False
+    """True if values have rounds, an interval and a noise; others are exact numbers."""
+    counted: ClassVar[bool] = False
+    """True for a whole number that is counted in one call, where a criterion asks for it, and may be asked exactly."""
+    needs_dram_bytes: ClassVar[bool] = False
+    """True if the hardware has to count DRAM bytes where a criterion asks for the measure."""
+    no_mean: ClassVar[str] = ""
+    """Reason why a criterion cannot ask for the geometric mean, as a statement; empty if it can."""
+
+    def problem(self, criterion: Criterion) -> str | None:
+        """Return what is wrong with a criterion of this measure beyond the rules for all criteria, and what would be right."""
+        del criterion
+        return None
+
+    def infeasibility(self, study: Study, criterion: Criterion) -> str | None:
+        """Return why arithmetic alone refutes a criterion, or ``None``."""
+        shapes = study.shapes_of(criterion)
+        needed = criterion.in_at_least or len(shapes)
+        refuted = [why for shape in shapes if (why := self.infeasible_at(study, criterion, shape)) is not None]
+        return "; ".join(refuted) if len(shapes) - len(refuted) < needed else None
+
+    def infeasible_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:
+        """Return why arithmetic alone refutes a criterion at a shape, or ``None``."""
+        del study, criterion, shape
+        return None
+
+
+_MEASURES: dict[str, Measure] = {}
+
+M = TypeVar("M", bound=type[Measure])
+
+
+def register(measure: M) -> M:
+    """Register a measure; for use as a decorator of its class.
+
+    Raises:
+        ValueError: The name is taken or breaks the rule, or the measure is counted but compares two variants.
+    """
+    if not NAME.fullmatch(measure.name):
+        raise ValueError(f"a measure cannot be called {measure.name!r}: use 1 to 40 small letters, digits and '_'")
+    if measure.name in _MEASURES:
+        raise ValueError(f"there is a measure {measure.name!r} already; each name must be its own")
+    if measure.counted and measure.alone is None:
+        raise ValueError(f"the measure {measure.name!r} is counted, so it must be one of a single variant: set alone")
+    _MEASURES[measure.name] = measure()
+    return measure
+
+
+def find_measure(name: str) -> Measure:
+    """Return the measure of a name; :class:`LookupError` if there is none."""
+    return _MEASURES[name]
+
+
+def measures() -> tuple[Measure, ...]:
+    """Return all measures in the order of their registration."""
+    return tuple(_MEASURES.values())
+
+
+def measure_names() -> tuple[str, ...]:
+    """Return the names of all measures in the order of their registration."""
+    return tuple(_MEASURES)

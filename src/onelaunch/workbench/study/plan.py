@@ -1,0 +1,196 @@
+"""The plan of a study before anything runs: costs, roofline bounds, variants that can run, criteria that nothing could meet."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from onelaunch.device.tools import package_installed
+from onelaunch.operation import Cost, Direction, Variant, find_operation
+from onelaunch.workbench.stored import Bound, Count, Grown, Stored
+from onelaunch.workbench.study.declare import Criterion, Scale, Selector, Shape, Study
+
+
+class Rates(Protocol):
+    """The measured rates that a plan rests on: :class:`onelaunch.device.hardware.Ceilings`, or the stored ones."""
+
+    @property
+    def copy_bytes_per_second(self) -> float: ...
+    @property
+    def read_bytes_per_second(self) -> float | None: ...
+    @property
+    def matrix_flops_per_second(self) -> dict[str, float]: ...
+    @property
+    def launch_seconds(self) -> float: ...
+
+
+READ_MOSTLY = 0.1
+"""Largest share of written bytes for which the bandwidth of reads sets the bound, and not that of copies."""
+
+LEFT_OUT = "is left out at this shape by the study"
+"""Reason why a variant that a shape skips does not run."""
+
+
+class Plan(Grown, Stored):
+    """Costs and bounds of a variant at a shape, by arithmetic, before anything runs."""
+
+    LATER = ("written", "least_written")
+
+    flops: Count
+    bytes: Count
+    """Fewest bytes of this way of computing."""
+    least_bytes: Count
+    """Fewest bytes of any way of computing."""
+    launches: Count | None
+    floor_microseconds: Bound
+    """No variant can run below this in the cold regime."""
+    planned_microseconds: Bound
+    """Time of this variant's own bytes, FLOPs and launches at the measured peaks."""
+    written: Count | None = None
+    """Bytes of ``bytes`` that are written; ``None`` where the operation does not say."""
+    least_written: Count | None = None
+    """Bytes of ``least_bytes`` that are written; ``None`` where the operation does not say."""
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """One variant (or control) at one shape in one direction, before it runs."""
+
+    shape: Shape
+    direction: Direction
+    variant: str
+    plan: Plan
+    control: bool = False
+    status: Literal["unsupported", "not_installed"] | None = None
+    """Why it will not run, in the words of a cell's status; ``None`` when it will."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """A study held against a device, before anything runs."""
+
+    study: Study
+    device: str
+    scale: Scale
+    cells: tuple[PlannedCell, ...]
+    """Planned measurements of the shapes of this scale, by shape, direction and variant: the baseline first, controls last."""
+    infeasible: dict[str, str]
+    """Criteria that no way of computing could meet, at any scale, each with the sentence that says why."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes that run."""
+        planned = {cell.shape.name for cell in self.cells}
+        return tuple(shape for shape in self.study.at_scale(self.scale) if shape.name in planned)
+
+    def in_first_direction(self) -> StudyPlan:
+        """Return the plan of the study's first direction alone."""
+        return replace(self, cells=tuple(cell for cell in self.cells if cell.direction == self.study.directions[0]))
+
+
+def plan_study(study: Study, ceilings: Rates, device: str, scale: Scale) -> StudyPlan:
+    """Plan a study on a device (``cpu``, ``cuda:0``) at a scale: costs, bounds and feasibility. Nothing is run or allocated."""
+    cells: list[PlannedCell] = []
+    for shape in study.at_scale(scale):
+        for direction in study.directions_at(shape):
+            cells += [_planned_variant(study, shape, direction, name, ceilings, device) for name in study.variant_names()]
+            if direction == "forward":
+                cells += [_planned_control(study, shape, name, ceilings) for name in study.controls]
+    return StudyPlan(study, device, scale, tuple(cells), infeasibilities(study))
+
+
+def floor_microseconds(least: Cost, dtype: str, rates: Rates) -> float:
+    """Return the roofline bound: the time that bytes or matrix products need at the device's measured peaks, whichever is longer.
+
+    Products at a rate that was not measured count for nothing.
+    """
+    by_bytes = least.bytes / bandwidth(least.bytes, least.written, rates)
+    by_flops = least.flops / rates.matrix_flops_per_second.get(least.matrix_dtype or dtype, math.inf)
+    return 1e6 * max(by_bytes, by_flops)
+
+
+def bandwidth(moved: float, written: float | None, rates: Rates) -> float:
+    """Return the bytes per second that bound a way of computing: those of reads where fewer than a tenth are written.
+
+    Copies set the bound where most is not read, where the operation does not say what it writes, and where no bandwidth of reads
+    was measured, as in older results. A device that copies faster than it was seen to read also reads as fast.
+    """
+    read = rates.read_bytes_per_second
+    if read is None or written is None or not written < READ_MOSTLY * moved:
+        return rates.copy_bytes_per_second
+    return max(read, rates.copy_bytes_per_second)
+
+
+def matrix_dtype(study: Study, shape: Shape) -> str:
+    """Return the dtype of the operands of a shape's matrix products."""
+    return least_cost(study, shape, "forward").matrix_dtype or shape.dtype
+
+
+def infeasibilities(study: Study) -> dict[str, str]:
+    """Return the criteria that no way of computing could meet, each with the sentence that says why."""
+    return {criterion.name: why for criterion in study.criteria if (why := infeasibility(study, criterion)) is not None}
+
+
+def infeasibility(study: Study, criterion: Criterion) -> str | None:
+    """Return why arithmetic alone refutes a criterion, or ``None``. Criteria on times need a measured baseline first."""
+    return criterion.quantity.infeasibility(study, criterion)
+
+
+def least_cost(study: Study, shape: Shape, direction: Direction) -> Cost:
+    """Return the cost of the fewest bytes and FLOPs of any way of computing an operation at a shape."""
+    return find_operation(study.operation).cost(study.case(shape), None, direction)
+
+
+def most_bytes(study: Study, selector: Selector, shape: Shape, direction: Direction) -> int:
+    """Return the most bytes that arithmetic gives the variants of a selector at a shape."""
+    operation, case = find_operation(study.operation), study.case(shape)
+    if isinstance(selector, str) and selector in operation.controls and selector not in operation.variants:
+        return operation.controls[selector].cost(case).bytes
+    return max(operation.cost(case, operation.get(name), direction).bytes for name in study.select(selector))
+
+
+def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
+    launching = 1e6 * (cost.launches or 0) * rates.launch_seconds
+    return Plan(
+        flops=cost.flops,
+        bytes=cost.bytes,
+        least_bytes=least.bytes,
+        launches=cost.launches,
+        floor_microseconds=floor_microseconds(least, dtype, rates),
+        planned_microseconds=floor_microseconds(cost, dtype, rates) + launching,
+        written=cost.written,
+        least_written=least.written,
+    )
+
+
+def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str, rates: Rates, device: str) -> PlannedCell:
+    operation, case = find_operation(study.operation), study.case(shape)
+    variant = operation.get(name)
+    plan = _plan(operation.cost(case, variant, direction), least_cost(study, shape, direction), shape.dtype, rates)
+    if name in shape.skip:
+        return PlannedCell(shape, direction, name, plan, status="unsupported", reason=LEFT_OUT)
+    if (package := missing_package(variant)) is not None:
+        return PlannedCell(shape, direction, name, plan, status="not_installed", reason=f"needs the package {package}")
+    query = operation.query(case, device, grad=direction == "forward_backward")
+    if (reason := variant.why_not(query)) is not None:
+        return PlannedCell(shape, direction, name, plan, status="unsupported", reason=reason)
+    return PlannedCell(shape, direction, name, plan)
+
+
+def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> PlannedCell:
+    cost = find_operation(study.operation).controls[name].cost(study.case(shape))
+    cell = PlannedCell(shape, "forward", name, _plan(cost, cost, shape.dtype, rates), control=True)
+    return replace(cell, status="unsupported", reason=LEFT_OUT) if name in shape.skip else cell
+
+
+def missing_package(variant: Variant) -> str | None:
+    """Return the package that the variant's tag ``requires`` names if it cannot be imported here, else ``None``."""
+    package = variant.capabilities.requires
+    return None if package is None or package_installed(package) else package
+
+
+def scale_for(device_type: str) -> Scale:
+    """Return the scale that suits a device: full on a GPU, small on a CPU."""
+    return "small" if device_type == "cpu" else "full"

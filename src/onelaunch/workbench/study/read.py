@@ -1,0 +1,422 @@
+"""Study files: the folders they lie in, their reader, and what it says of every mistake in them."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+import onelaunch
+from onelaunch.errors import (
+    ArgumentError,
+    FolderNotice,
+    OneLaunchError,
+    StudyError,
+    StudyFileMissing,
+    UnknownOperation,
+    UnknownStudy,
+)
+from onelaunch.operation import Case, Operation, find_operation
+from onelaunch.wording import did_you_mean, escaped, in_a_line, listing, shown
+from onelaunch.workbench.files import read_text
+from onelaunch.workbench.stored import FROM_A_FILE, NAME, NAME_RULE
+from onelaunch.workbench.study.declare import (
+    LARGEST_SIZE,
+    LOOPS,
+    SHAPE_KEYS,
+    Criterion,
+    Declared,
+    Selector,
+    Shape,
+    Study,
+    members,
+)
+from onelaunch.workbench.study.measure import NO_MEAN_OF_COUNTS, Alone, measures
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyrefly: ignore[missing-import]
+
+FOLDERS = "ONELAUNCH_STUDIES"
+"""Environment variable: folders of studies beside our own, separated like ``PATH``."""
+
+MOST_BYTES = 4 << 20
+"""Size of the largest study file that is read."""
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study that was found, readable or not."""
+
+    name: str
+    path: Path
+    study: Study | None
+    problem: str = ""
+    """Why it cannot be read, when ``study`` is ``None``."""
+
+
+def study_folders() -> list[Path]:
+    """Return the folders in which studies are looked for; of two studies with one name, the first folder's is taken.
+
+    1. ``./studies``, of the current folder, so that a project's own studies come first.
+    2. The built-in studies: ``studies`` in the package, as a wheel brings it, or beside its source in an editable install.
+    3. The folders that ``$ONELAUNCH_STUDIES`` names, in its order. A :class:`~onelaunch.errors.FolderNotice` names one that is
+       not there.
+    """
+    named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]
+    for folder in named:
+        if not _is_folder(folder):
+            told = f"${FOLDERS} names {folder}, which is no folder; no studies are read from there."
+            warnings.warn(FolderNotice(escaped(told)), stacklevel=1)  # one place: told once a process
+    return [folder for folder in (Path("studies"), _built_in(), *named) if _is_folder(folder)]
+
+
+def _built_in() -> Path:
+    """Return the folder of the studies that come with onelaunch."""
+    package = Path(onelaunch.__file__).parent
+    installed = package / "studies"
+    return installed if installed.is_dir() else package.parents[1] / "studies"
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # longer than any name may be, or with characters that none has
+        return False
+
+
+def list_studies() -> list[StudyFile]:
+    """Return every study that can be named, by name; of two with one name, the first that :func:`study_folders` meets."""
+    found: dict[str, StudyFile] = {}
+    for folder in study_folders():
+        for path in sorted(folder.glob("*.toml")):
+            if path.stem not in found:
+                found[path.stem] = _look(path)
+    return sorted(found.values(), key=lambda entry: entry.name)
+
+
+def find_study(name_or_path: str | Path) -> tuple[Path, Study]:
+    """Return a study and its path, by its name or by the path of its file.
+
+    Raises:
+        UnknownStudy: there is no study of that name.
+        StudyFileMissing: a path was given, and there is no file.
+        StudyError: the file is wrong; says where and what would be right.
+    """
+    path = Path(name_or_path)
+    if _is_file(path) or path.suffix == ".toml" or len(path.parts) > 1:
+        return path, load_study(path)
+    for folder in study_folders():
+        if _is_file(candidate := folder / f"{name_or_path}.toml"):
+            return candidate, load_study(candidate)
+    raise UnknownStudy(str(name_or_path), _known_names())
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def load_study(path: str | Path) -> Study:
+    """Read and check a study file.
+
+    Raises:
+        StudyFileMissing: there is no such file.
+        StudyError: the file is wrong; names the key and what would be right.
+    """
+    path = Path(path)
+    try:
+        text = read_text(path, MOST_BYTES)
+    except FileNotFoundError:
+        raise StudyFileMissing(path, _known_names()) from None
+    except (OSError, ValueError) as error:
+        raise StudyError(path, f"cannot be read: {in_a_line(error)}") from error
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StudyError(path, f"this is not valid TOML: {in_a_line(error)}") from error
+    return _Reader(path).read(raw)
+
+
+def _known_names() -> list[str]:
+    return sorted({path.stem for folder in study_folders() for path in folder.glob("*.toml")})
+
+
+def _look(path: Path) -> StudyFile:
+    try:
+        return StudyFile(path.stem, path, load_study(path))
+    except OneLaunchError as error:
+        return StudyFile(path.stem, path, None, str(error))
+
+
+class _Reader:
+    """Turns a parsed study file into a :class:`Study`, or says which key is wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fail(self, problem: str) -> NoReturn:
+        raise StudyError(self.path, problem)
+
+    def read(self, raw: Mapping[str, Any]) -> Study:
+        self._keys("the study", raw, Study)
+        operation = self._operation(raw["operation"])
+        self._names(raw)
+        prepared = {
+            **raw,
+            "shapes": [self._shape(index, table, operation) for index, table in enumerate(self._tables(raw, "shapes"))],
+            "criteria": [self._criterion(index, table) for index, table in enumerate(self._tables(raw, "criteria"))],
+        }
+        study = self._validate(prepared)
+        self._check_names(study, operation)
+        for criterion in study.criteria:
+            self._check_criterion(study, criterion, operation)
+        return study
+
+    def _names(self, raw: Mapping[str, Any]) -> None:
+        """Refuse names that do not follow the rule, before they are used in any other message."""
+        for key in ("shapes", "criteria"):
+            for index, table in enumerate(self._tables(raw, key)):
+                if isinstance(name := table.get("name", ""), str) and "name" in table and not NAME.fullmatch(name):
+                    self.fail(f"{key}[{index}]: name is {shown(name)}; {NAME_RULE}.")
+
+    def _keys(self, where: str, table: Mapping[str, Any], model: type[Declared], more: Sequence[str] = ()) -> None:
+        known = (*model.model_fields, *more)
+        for key in table:
+            if key not in known:
+                self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
+        if missing := [name for name, field in model.model_fields.items() if field.is_required() and name not in table]:
+            self.fail(f"{where} lacks {listing(missing)}.")
+
+    def _operation(self, name: object) -> Operation[..., Any]:
+        try:
+            return find_operation(name if isinstance(name, str) else shown(name))
+        except UnknownOperation as error:
+            self.fail(f"operation: {error}")
+
+    def _tables(self, raw: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+        tables = raw.get(key, [])
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            self.fail(f"{key} must be tables, each beginning with [[{key}]].")
+        return tables
+
+    def _shape(self, index: int, table: dict[str, Any], operation: Operation[..., Any]) -> dict[str, Any]:
+        where = f"shapes[{index}] ({table.get('name', 'without a name')})"
+        own = {key: table[key] for key in SHAPE_KEYS if key in table}
+        given = {key: value for key, value in table.items() if key not in own}
+        if "name" not in own:
+            self.fail(f"{where} lacks name.")
+        known = (*SHAPE_KEYS, *operation.dimensions, *operation.options)
+        for key in given:
+            if key not in known:
+                self.fail(f"{where} has an unknown key {key!r}.{did_you_mean(key, known)} Known: {listing(known)}.")
+        for key in ("skip", "directions"):
+            if not isinstance(own.get(key, []), list):
+                self.fail(f"{where}: {key} is {shown(own[key])}; it must be a list of names.")
+        for name in own.get("skip", ()):
+            if name not in (known := (*operation.variants, *operation.controls)):
+                self.fail(f"{where}: skip names no variant or control {shown(name)}.{did_you_mean(str(name), known)}")
+        try:
+            case = operation.case(own.get("dtype", Shape.model_fields["dtype"].default), **given)
+        except (ArgumentError, TypeError) as error:  # a dtype that is no text, nor anything that can be looked up
+            self.fail(f"{where}: {error}")
+        self._check_case(where, case, operation)
+        return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
+
+    def _check_case(self, where: str, case: Case, operation: Operation[..., Any]) -> None:
+        for key, value in case.sizes.items():
+            if value > LARGEST_SIZE:
+                self.fail(f"{where}: {key} is {shown(value)}; it must be at most {LARGEST_SIZE}, the largest size of a tensor.")
+        for key, value in case.options.items():
+            default = operation.options[key]
+            if isinstance(default, (bool, str)) and type(value) is not type(default):
+                self.fail(
+                    f"{where}: {key} is {shown(value)}; it must be a {type(default).__name__} like its default {default!r}."
+                )
+
+    def _criterion(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
+        where = f"criteria[{index}] ({table.get('name', 'without a name')})"
+        self._keys(where, table, Criterion)
+        bounds = {key: table[key] for key in ("at_least", "at_most", "equals") if key in table}
+        if len(bounds) != 1:
+            several = "more than one" if bounds else "none"
+            self.fail(f"{where} has {several} of at_least, at_most and equals; it needs exactly one.")
+        if "equals" in bounds:
+            self._exact_count(where, table)
+            return table
+        for key, value in bounds.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                self.fail(f"{where}: {key} is {shown(value)}; it must be a number above 0.")
+        return table
+
+    def _exact_count(self, where: str, table: Mapping[str, Any]) -> None:
+        value = table["equals"]
+        counted = [measure.name for measure in measures() if measure.counted]
+        if table["measure"] not in counted:
+            self.fail(f"{where}: equals is for what is counted ({listing(counted)}); use at_least or at_most.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            self.fail(f"{where}: equals is {shown(value)}; it must be an integer of at least 0.")
+
+    def _validate(self, prepared: dict[str, Any]) -> Study:
+        try:
+            return Study.model_validate(prepared, context=FROM_A_FILE)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the study"
+            if first["type"] == "value_error":  # a rule of our own
+                self.fail(f"{where} is {shown(first['input'])}; {first['msg'].removeprefix('Value error, ')}.")
+            self.fail(f"{where} is {shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}.")
+
+    def _check_names(self, study: Study, operation: Operation[..., Any]) -> None:
+        self._distinct("shapes", (shape.name for shape in study.shapes))
+        self._distinct("criteria", (criterion.name for criterion in study.criteria))
+        for key in ("variants", "controls", "directions", "regimes"):
+            self._distinct(key, getattr(study, key))
+        for key in ("directions", "regimes"):
+            if not getattr(study, key):
+                self.fail(f"{key} is empty; leave it out for the default.")
+        for regime in study.regimes:
+            if regime in LOOPS and regime not in operation.loops:
+                self.fail(f"regimes has {regime!r}, which is of steps in a row; {operation.name} has no such loop.")
+        for shape in study.shapes:
+            self._distinct(f"directions of {shape.name}", shape.directions)
+            if others := [direction for direction in shape.directions if direction not in study.directions]:
+                self.fail(f"directions of {shape.name} has {listing(map(repr, others))}, which the study does not; add it there.")
+        self._check_variants(study, operation)
+
+    def _check_variants(self, study: Study, operation: Operation[..., Any]) -> None:
+        for key, names in (("baseline", (study.baseline,)), ("variants", study.variants)):
+            for name in names:
+                self._known(key, "variant", name, operation.variants, operation.name)
+        for name in study.variant_names():
+            if not NAME.fullmatch(name):
+                self.fail(f"variants: {operation.name} has a variant {shown(name)}; {NAME_RULE}.")
+        for name in study.controls:
+            self._known("controls", "control", name, operation.controls, operation.name)
+
+    def _distinct(self, key: str, names: Iterable[str]) -> None:
+        if twice := [name for name, times in Counter(names).items() if times > 1]:
+            self.fail(f"{key} has {listing(map(repr, twice))} more than once; each name must be its own.")
+
+    def _known(self, key: str, kind: str, name: str, known: Iterable[str], owner: str) -> None:
+        if name not in (known := list(known)):
+            self.fail(f"{key}: {owner} has no {kind} {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
+
+    def _check_criterion(self, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        where = f"criterion {criterion.name!r}"
+        names = [shape.name for shape in study.shapes]
+        for name in () if criterion.at is None else members(criterion.at):
+            if name not in names:
+                self.fail(f"{where}: at names the unknown shape {name!r}.{did_you_mean(name, names)} Known: {listing(names)}.")
+        shapes = [shape.name for shape in study.shapes_of(criterion)]
+        if not shapes:
+            self.fail(f"{where}: at is empty; name one shape or more, or leave it out for all full-scale shapes.")
+        self._distinct(f"{where}: at", shapes)
+        if criterion.in_at_least is not None and not 1 <= criterion.in_at_least <= len(shapes):
+            self.fail(f"{where}: in_at_least is {criterion.in_at_least}; it must lie between 1 and its {len(shapes)} shapes.")
+        self._check_direction(where, study, criterion)
+        if criterion.regime not in study.regimes:
+            self.fail(f"{where}: regime is {criterion.regime!r}, which is not among the study's regimes; add it there.")
+        if criterion.over_regime is not None:
+            self._check_other_regime(where, study, criterion)
+        if criterion.quantity.alone is not None:
+            self._check_alone(where, criterion, criterion.quantity.alone)
+        if (problem := criterion.quantity.problem(criterion)) is not None:
+            self.fail(f"{where}: {problem}.")
+        self._check_mean(where, criterion, shapes)
+        self._check_other_shape(where, study, criterion, operation)
+        self._check_selector(f"{where}: of", study, criterion, criterion.of, operation)
+        if criterion.over is not None:
+            self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
+
+    def _check_alone(self, where: str, criterion: Criterion, words: Alone) -> None:
+        if criterion.over is not None:
+            self.fail(f"{where}: {words.held}; leave over out.")
+        if criterion.quantity.better == "lower" and criterion.at_least is not None:
+            self.fail(f"{where}: {words.bounded} bounded from above; use at_most.")
+        if criterion.quantity.better == "higher" and criterion.at_most is not None:
+            self.fail(f"{where}: {words.bounded} bounded from below; use at_least.")
+
+    def _check_direction(self, where: str, study: Study, criterion: Criterion) -> None:
+        if criterion.direction not in study.directions:
+            self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
+        held = [*study.shapes_of(criterion), *(shape for shape in study.shapes if shape.name == criterion.over_at)]
+        if missing := [shape.name for shape in held if criterion.direction not in study.directions_at(shape)]:
+            self.fail(f"{where}: direction is {criterion.direction!r}, which does not run at {listing(missing)}; add it there.")
+
+    def _check_mean(self, where: str, criterion: Criterion, shapes: Sequence[str]) -> None:
+        if criterion.combine == "each":
+            return
+        if criterion.in_at_least is not None:
+            self.fail(f"{where}: a geometric mean is taken over all shapes; leave in_at_least or combine out.")
+        if no_mean := criterion.quantity.no_mean or (NO_MEAN_OF_COUNTS if criterion.equals is not None else ""):
+            self.fail(f"{where}: {no_mean}; leave combine out.")
+        if len(shapes) < 2:
+            self.fail(f"{where}: a geometric mean needs two shapes or more; leave combine out.")
+
+    def _check_other_shape(self, where: str, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        if criterion.over_at is None:
+            if criterion.per:
+                self.fail(f"{where}: per is for times at two shapes; name the other one by over_at, or leave per out.")
+            return
+        if criterion.measure not in (paired := _measures_of_two_times()):
+            self.fail(f"{where}: over_at is for times; leave it out, or use one of {listing(paired)} as the measure.")
+        names = [shape.name for shape in study.shapes]
+        if criterion.over_at not in names:
+            hint = did_you_mean(criterion.over_at, names)
+            self.fail(f"{where}: over_at names the unknown shape {criterion.over_at!r}.{hint} Known: {listing(names)}.")
+        if any(shape.scale != study.shape(criterion.over_at).scale for shape in study.shapes_of(criterion)):
+            self.fail(f"{where}: over_at = {criterion.over_at!r} is of another scale than at, so they never run together.")
+        for name in criterion.per:
+            if name not in operation.dimensions:
+                hint = did_you_mean(name, operation.dimensions)
+                self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
+
+    def _check_other_regime(self, where: str, study: Study, criterion: Criterion) -> None:
+        if criterion.measure not in (paired := _measures_of_two_times()):
+            self.fail(f"{where}: over_regime is for times; leave it out, or use one of {listing(paired)} as the measure.")
+        if criterion.over_regime not in study.regimes:
+            self.fail(f"{where}: over_regime is {criterion.over_regime!r}, which is not among the study's regimes; add it there.")
+
+    def _check_selector(
+        self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]
+    ) -> None:
+        taking_part = study.variant_names()
+        if isinstance(selector, str):
+            if selector in operation.controls and selector not in taking_part:
+                if selector not in study.controls:
+                    self.fail(f"{where} is the control {selector!r}, which is not among the study's controls; add it there.")
+                if criterion.direction != "forward":
+                    self.fail(f"{where} is the control {selector!r}; controls are timed forward only.")
+            elif selector not in taking_part:
+                if selector in operation.variants:
+                    self.fail(f"{where} is {selector!r}, which is not among the study's variants; add it there.")
+                known = (*taking_part, *study.controls)
+                hint = did_you_mean(selector, known)
+                self.fail(f"{where} is {selector!r}, no variant or control.{hint} Known: {listing(known)}.")
+            return
+        tags = [operation.get(name).tags for name in taking_part]
+        known = sorted({key for entry in tags for key in entry})
+        for key in selector:
+            if key not in known:
+                hint = did_you_mean(key, known)
+                self.fail(f"{where} asks for the tag {key!r}, which no variant has.{hint} Known: {listing(known)}.")
+        if not study.select(selector):
+            there = {key: sorted({str(value) for entry in tags for value in members(entry.get(key))}) for key in selector}
+            seen = "; ".join(f"{key} is {listing(values)}" for key, values in there.items())
+            self.fail(f"{where} = {selector} matches no variant of the study; among them {seen}.")
+
+
+def _measures_of_two_times() -> list[str]:
+    return [measure.name for measure in measures() if measure.timed and measure.alone is None]

@@ -1,0 +1,477 @@
+"""A plan run in PyTorch, CTA by CTA, in any order that its edges permit: what the kernels do, without a GPU.
+
+Words that no phase has written are NaN, and a CTA sees only the words that its share says it reads: a plan that orders too
+little, or says too little, gives other numbers than the model. Weights are taken from the stream as the kernel takes them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from onelaunch.decode.codegen.layout import BINS
+from onelaunch.decode.model.cache import KVCache
+from onelaunch.decode.model.forward import rms_norm
+from onelaunch.decode.model.rope import rotate, rotation
+from onelaunch.decode.model.sampling import COLDEST, Sampler, Sampling, gumbel, penalise
+from onelaunch.decode.model.weights import Weights
+from onelaunch.decode.plan.packing import Stream, as_operands, from_pairs, from_warps, granules, in_pairs, width
+from onelaunch.decode.plan.phases import (
+    GRANULE,
+    PRODUCTS,
+    ROUNDS,
+    TILE,
+    WARP_COLUMNS,
+    WARPS,
+    Blocks,
+    Op,
+    Phase,
+    Piece,
+    Plan,
+    Share,
+    depth,
+    passes_of,
+)
+from onelaunch.errors import PlanError
+
+AHEAD = 6
+"""Phases that a CTA goes on for at most while all others stand still."""
+
+
+DIGIT = BINS.bit_length() - 1
+
+NEAREST, FARTHEST = 100 << 23, 0x41FFFFFF
+"""Bits of the float32 numbers between which keys tell how far a logit lies below the largest."""
+
+
+@dataclass(slots=True)
+class Search:
+    """How far a CTA is with the limits of a token that is drawn."""
+
+    largest: float = math.nan
+    limit: int = 1 << 60
+    prefix: int = 0
+    target: int = 0
+
+
+def digits(sampling: Sampling) -> list[tuple[bool, int]]:
+    """Of each round: whether probabilities are added up, not tokens, and where in the key its digit is.
+
+    All that there can be: the kernel ends sooner where nothing is left to decide. So a plan has as many rounds.
+    """
+    counted = [(False, at) for at in (50, 40, 30)] if sampling.top_k else []
+    return counted + ([(True, at) for at in (50, 40, 30, 20, 10, 0)] if sampling.top_p < 1 else [])
+
+
+class Interpreter:
+    """One text, token by token.
+
+    Args:
+        plan: any rung's; for tokens that are drawn, with as many rounds as :func:`digits` says.
+        weights: in float64, on the CPU.
+        stream: the same weights, packed for the plan.
+        cache: in float64; the rows of new positions are written.
+        seed: of the order.
+        sampler: how tokens are chosen, and the text so far; by default the likeliest.
+    """
+
+    def __init__(
+        self, plan: Plan, weights: Weights, stream: Stream, cache: KVCache, seed: int = 0, sampler: Sampler | None = None
+    ) -> None:
+        self.plan, self.weights, self.stream, self.cache = plan, weights, stream, cache
+        self.sampler = sampler or Sampler(Sampling(), torch.tensor([0]), plan.config.vocab_size)
+        self.dice = random.Random(seed)
+        self.words = {
+            (buffer.name, copy): torch.full((buffer.words,), torch.nan, dtype=torch.float64)
+            for buffer in plan.buffers
+            for copy in range(buffer.copies)
+        }
+        self.tags = {key: torch.zeros(len(words), dtype=torch.int64) for key, words in self.words.items()}
+        """Of words; of sums that count, how often was added to them."""
+        for buffer in plan.buffers:
+            if buffer.counts:
+                self.words[buffer.name, 0].zero_()
+        self.counters: dict[int, int] = {}
+        self.own: dict[int, torch.Tensor] = {}
+        self.tokens: dict[int, int] = {}
+        """By position; each CTA must come to the same."""
+        self.logits = torch.full((plan.config.vocab_size,), torch.nan, dtype=torch.float64)
+        self.penalised = self.logits.clone()
+        self.scores: dict[tuple[str, int, int], float] = {}
+        """Of candidates, by buffer, position and token."""
+        self.searches: dict[int, Search] = {}
+        self.places: dict[tuple[int, int], tuple[int, int]] = {}
+        """Where each round has put the limit, by position and round; each CTA must come to the same."""
+        self.tallies = torch.zeros(ROUNDS, BINS, dtype=torch.int64)
+
+    def run(self, token: int, count: int = 1) -> torch.Tensor:
+        """Makes so many tokens from one at position ``cache.length``.
+
+        Returns:
+            logits ``[V]`` of the last one.
+
+        Raises:
+            PlanError: all CTAs wait, or two disagree.
+        """
+        self.tokens[self.cache.length] = token
+        steps = [(number, layer, phase) for number in range(count) for layer, phase in self.plan.instances()]
+        at = [0] * self.plan.ctas
+        while min(at) < len(steps):
+            ready = [cta for cta in range(self.plan.ctas) if at[cta] < len(steps) and self._ready(cta, at, steps[at[cta]])]
+            if not ready:
+                raise PlanError(self.plan.rung, f"all CTAs wait, CTA {at.index(min(at))} before phase {steps[min(at)][2].name}")
+            cta = self.dice.choice(ready)
+            for _ in range(self.dice.randint(1, AHEAD)):
+                self._step(cta, *steps[at[cta]])
+                at[cta] += 1
+                if at[cta] == len(steps) or not self._ready(cta, at, steps[at[cta]]):
+                    break
+        return self.logits
+
+    # Edges
+
+    def _ready(self, cta: int, at: list[int], step: tuple[int, int, Phase]) -> bool:
+        number, layer, phase = step
+        share = phase.shares[cta]
+        if phase.edge == "grid" or self.plan.separate:
+            return min(at) >= at[cta]
+        if phase.edge == "flags":
+            use = number * self.plan.config.num_hidden_layers + layer + 1
+            return all(self.counters.get(wait.counter, 0) >= wait.arrivals * use for wait in share.awaits)
+        if phase.edge == "data":
+            return all(self._there(piece, number, layer, phase) for piece in share.polls)
+        return True
+
+    def _there(self, piece: Piece, number: int, layer: int, phase: Phase) -> bool:
+        if piece.buffer == "hidden" and layer == 0:
+            return True
+        tag = self._tag(piece.buffer, number, layer - (piece.buffer == "hidden"))
+        if self.plan.buffer(piece.buffer).counts:
+            tag = self.plan.additions(layer)
+        return bool((self.tags[self._key(piece.buffer, number)][piece.begin : piece.end] == tag).all())
+
+    def _tag(self, buffer: str, number: int, layer: int) -> int:
+        """What tells a use from those before, as the kernel has it: two bits, eight of the best candidates."""
+        if buffer == "best":
+            return (number + 1) % 256
+        return (number + 1 if buffer == "final" else number * self.plan.config.num_hidden_layers + layer + 1) % 4
+
+    def _key(self, buffer: str, number: int) -> tuple[str, int]:
+        return buffer, number % self.plan.buffer(buffer).copies
+
+    # Phases
+
+    def _step(self, cta: int, number: int, layer: int, phase: Phase) -> None:
+        share = phase.shares[cta]
+        position = self.cache.length + number
+        if phase is self.plan.phases()[0] and layer == 0 and self.plan.blocks is None:
+            rows = self.plan.phase("o").shares[cta]
+            self.own[cta] = self._embedded(position)[rows.begin * TILE : rows.end * TILE].clone()
+        seen = self._seen(share, number)
+        if layer == 0 and "hidden" in seen:
+            seen["hidden"] = self._embedded(position)
+        self._keep(share, self._compute(phase.op, cta, share, layer, position, seen), number, layer)
+        for counter in share.arrives:
+            self.counters[counter] = self.counters.get(counter, 0) + 1
+
+    def _seen(self, share: Share, number: int) -> dict[str, torch.Tensor]:
+        """Of each buffer the words that a share reads, among NaN."""
+        seen: dict[str, torch.Tensor] = {}
+        for piece in share.reads:
+            source = self.words[self._key(piece.buffer, number)]
+            room = seen.setdefault(piece.buffer, torch.full_like(source, torch.nan))
+            room[piece.begin : piece.end] = source[piece.begin : piece.end]
+        return seen
+
+    def _keep(self, share: Share, found: dict[str, torch.Tensor], number: int, layer: int) -> None:
+        """What a share adds and writes, of words that were found."""
+        for place, piece in enumerate(share.adds):
+            if piece.buffer in found:
+                at = slice(piece.begin, piece.end)
+                self.tags[piece.buffer, 0][at] += 1
+                if place == 0:  # of several units, each adds to all rows: what is found is their sum
+                    self.words[piece.buffer, 0][at] += found[piece.buffer][at]
+        for piece in share.writes:
+            at, key = slice(piece.begin, piece.end), self._key(piece.buffer, number)
+            if self.plan.buffer(piece.buffer).counts:
+                self.words[key][at] = self.tags[key][at] = 0
+            elif piece.buffer in found:
+                self.words[key][at] = found[piece.buffer][at]
+                self.tags[key][at] = self._tag(piece.buffer, number, layer)
+            elif piece.buffer == "tallies":
+                self.tallies[at] = 0
+
+    def _embedded(self, position: int) -> torch.Tensor:
+        return self.weights.embed_tokens[self.tokens[position]]
+
+    def _compute(
+        self, op: Op, cta: int, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The words that a CTA writes, among others that it does not."""
+        if op == "next":
+            return self._choose(cta, seen, position)
+        if op == "lm_head":
+            return self._head(cta, share, seen["final"], position)
+        if op in ("tally", "draw"):
+            return self._draw(cta, share, position, seen)
+        if share.units == 0:
+            return {}
+        if op == "norm":
+            return self._norm(layer, seen)
+        if op == "rope":
+            return self._turn(share, layer, position, seen["qkv"])
+        if op in ("attention", "rope_attention"):
+            return self._attend(share, layer, position, seen)
+        return self._product(op, cta, share, layer, position, seen)
+
+    def _norm(self, layer: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weights, eps = self.weights.layers[layer], self.plan.config.rms_norm_eps
+        if "hidden" in seen:
+            return {"normed": rms_norm(seen["hidden"], weights.input_layernorm, eps)}
+        return {"normed": rms_norm(seen["mid"], weights.post_attention_layernorm, eps)}
+
+    def _product(
+        self, op: Op, cta: int, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        x = seen["normed"] if "normed" in seen else seen["act"] if op == "down" else None
+        if op == "o" and self.plan.blocks:
+            return {"mid": self._by_heads(cta, share, layer, position, seen["partial"], self.plan.blocks)}
+        if op == "o":
+            x = self._combined(seen["partial"])
+        elif x is None:
+            x = self._norm(layer, seen)["normed"]
+        rows = self._multiply(op, cta, layer, x)
+        first = share.begin * TILE
+        if op == "gate_up":
+            gate, up = rows.view(-1, 2, TILE // 2).unbind(1)
+            return {"act": self._placed("act", share.begin * TILE // 2, (torch.nn.functional.silu(gate) * up).flatten())}
+        if op == "down" and self.plan.blocks:
+            before = seen["mid"][first : first + len(rows)]
+            found = {name: self._placed(name, first, before + rows[: len(before)]) for name in ("hidden", "final")}
+            return found | {"mid": self._placed("mid", first, rows)}
+        if op in ("o", "down"):
+            self.own[cta] = rows = self.own[cta] + rows
+        names = {"qkv": ("qkv",), "o": ("mid",), "down": ("hidden", "final")}[op]
+        found = {name: self._placed(name, first, rows) for name in names}
+        if op == "qkv" and any(piece.buffer == "squares" for piece in share.writes):
+            found["squares"] = found["qkv"].view(-1, 2, TILE // 2).square().sum(1).flatten()
+            found["qkv"] = self._rotated(found["qkv"], layer, position)
+        return found
+
+    def _placed(self, name: str, first: int, values: torch.Tensor) -> torch.Tensor:
+        room = torch.full((self.plan.buffer(name).words,), torch.nan, dtype=torch.float64)
+        values = values[: len(room) - first]
+        room[first : first + len(values)] = values
+        return room
+
+    def _weights(self, op: Op, cta: int, layer: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """A CTA's tiles of a phase, in the order of the stream: where each group begins, its weights ``[tiles, 8, columns]``."""
+        plan = self.plan
+        layers = sum(granules(plan, each, cta) for each in PRODUCTS[:-1])
+        before = sum(granules(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
+        at = (int(self.stream.starts[cta]) + GRANULE * (layer * layers + before)) // 2
+        columns, deep = width(plan, op), depth(plan.config)
+        for begin, end in passes_of(plan, op, cta):
+            size = (end - begin) * TILE * columns
+            part = self.stream.data[at : at + size].view(-1, end - begin, deep, WARPS, TILE, WARP_COLUMNS)
+            yield (
+                begin,
+                as_operands(part.permute(1, 4, 0, 2, 3, 5).reshape(end - begin, TILE, columns)).double(),
+            )  # twice is as before
+            at += size
+
+    def _multiply(self, op: Op, cta: int, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """A CTA's rows of a matrix times a vector."""
+        found = [(part[..., : len(x)] @ x).flatten() for _, part in self._weights(op, cta, layer)]
+        return torch.cat(found) if found else x.new_zeros(0)
+
+    def _by_heads(self, cta: int, share: Share, layer: int, position: int, partial: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        """What a CTA adds to each row of the residual stream: its heads' part of the output projection; first the embedding."""
+        rows = torch.zeros(blocks.count * blocks.rows, dtype=torch.float64)
+        plan = self.plan
+        slots = partial.view(plan.adders * plan.splits, -1)
+        own = plan.phase("rope_attention").shares[cta].begin  # its first unit of attention
+        for begin, part in self._weights("o", cta, layer):
+            unit, block = divmod(share.begin + begin, blocks.count)
+            if plan.apart:
+                x = self._weighted(slots[own + unit - share.begin // blocks.count][None, None])
+            else:
+                joined = plan.joined if plan.used > plan.splits else 1
+                first = unit // joined * joined * plan.splits
+                x = self._weighted(slots[first : first + joined * plan.splits][None], unit % joined)
+            found = from_warps(part, blocks).unflatten(-1, (-1, blocks.room))[..., : blocks.channels] @ x  # [blocks, 8, tiles]
+            found = found.transpose(1, 2).flatten()
+            at = slice(block * blocks.rows, block * blocks.rows + len(found))
+            rows[at] += found
+            if layer == 0 and unit == 0:
+                embedded = self._embedded(position)[at]
+                rows[at][: len(embedded)] += embedded
+        return rows[: self.plan.config.hidden_size]
+
+    def _heads(self, words: torch.Tensor) -> torch.Tensor:
+        """Of each key head its queries, key and value ``[K, G + 2, D]``."""
+        config = self.plan.config
+        return from_pairs(words.view(config.num_key_value_heads, config.queries_per_key + 2, config.head_dim))
+
+    def _rotated(self, raw: torch.Tensor, layer: int, position: int) -> torch.Tensor:
+        """Words of heads, of which a CTA has a part, with queries and keys turned, but not divided by their norms."""
+        weights, heads = self.weights.layers[layer], self._heads(raw)
+        cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
+        q, k = rotate(heads[:, :-2] * weights.q_norm, cosine, sine), rotate(heads[:, -2:-1] * weights.k_norm, cosine, sine)
+        return in_pairs(torch.cat([q, k, heads[:, -1:]], 1)).flatten()
+
+    def _normed(self, seen: dict[str, torch.Tensor], head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[G, D]``, key and value ``[D]`` of a key head, which are turned already."""
+        heads, size = self._heads(seen["qkv"])[head], self.plan.config.head_dim
+        squares = seen["squares"].view(self.plan.config.num_key_value_heads, -1, size // 2)[head].sum(-1, keepdim=True)
+        *q, k = heads[:-1] * (squares[:-1] / size + self.plan.config.rms_norm_eps).rsqrt()
+        return torch.stack(q), k, heads[-1]
+
+    def _turned(self, raw: torch.Tensor, head: int, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[G, D]``, key and value ``[D]`` of a key head, normalised and turned."""
+        weights, eps, heads = self.weights.layers[layer], self.plan.config.rms_norm_eps, self._heads(raw)[head]
+        cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
+        q = rotate(rms_norm(heads[None, :-2], weights.q_norm, eps), cosine, sine)[0]
+        k = rotate(rms_norm(heads[None, -2:-1], weights.k_norm, eps), cosine, sine)[0, 0]
+        return q, k, heads[-1]
+
+    def _store(self, layer: int, head: int, position: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.cache.keys[layer, head, position] = key
+        self.cache.values[layer, head, position] = value
+
+    def _turn(self, share: Share, layer: int, position: int, raw: torch.Tensor) -> dict[str, torch.Tensor]:
+        queries = torch.full((self.plan.config.query_size,), torch.nan, dtype=torch.float64)
+        by_head = queries.view(self.plan.config.num_key_value_heads, -1)
+        for head in range(share.begin, share.end):
+            q, key, value = self._turned(raw, head, layer, position)
+            by_head[head] = q.flatten()
+            self._store(layer, head, position, key, value)
+        return {"q": queries, "cache": torch.zeros(self.plan.buffer("cache").words, dtype=torch.float64)}
+
+    def _attend(self, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        config, plan, positions = self.plan.config, self.plan, position + 1
+        partial = torch.zeros(plan.buffer("partial").words, dtype=torch.float64)
+        size, queries = -(-positions // plan.used), config.queries_per_key // plan.sharers
+        slots = partial.view(config.num_key_value_heads * plan.sharers * plan.splits, -1)
+        for number in range(share.begin, share.end):
+            slot, (head, first, last, part, keeps) = slots[number], plan.unit(number)
+            logarithms = slot[queries * plan.joined * config.head_dim :]
+            if part >= plan.used:
+                logarithms.fill_(-torch.inf)
+                continue
+            begin, end = part * size, min((part + 1) * size, positions)
+            keys, values = self.cache.keys[layer, head, begin:end], self.cache.values[layer, head, begin:end]
+            if "q" in seen:
+                q = seen["q"].view(config.num_key_value_heads, -1, config.head_dim)[head]
+            else:
+                q, key, value = self._normed(seen, head)
+                newest = begin < end == positions
+                if newest and keeps:
+                    self._store(layer, head, position, key, value)
+                if newest:
+                    keys, values = torch.cat([keys[:-1], key[None]]), torch.cat([values[:-1], value[None]])
+                q = q[first * queries : last * queries]
+            scores = (q @ keys.T) / config.head_dim**0.5
+            slot[: q.numel()] = (scores.softmax(-1) @ values).flatten() if begin < end else 0
+            logarithms[: len(q)] = scores.logsumexp(-1)
+        return {"partial": partial, "cache": torch.zeros(plan.buffer("cache").words, dtype=torch.float64)}
+
+    def _combined(self, partial: torch.Tensor) -> torch.Tensor:
+        """Attention over all positions ``[Q * D]``: parts weighted by their sums."""
+        config = self.plan.config
+        return self._weighted(
+            partial.view(config.num_key_value_heads * self.plan.sharers, self.plan.splits, -1)[:, : self.plan.used]
+        )
+
+    def _weighted(self, slots: torch.Tensor, own: int = 0) -> torch.Tensor:
+        """Of slots ``[units, parts, words]``, the queries of one of those who are joined."""
+        queries, size = self.plan.config.queries_per_key // self.plan.sharers, self.plan.config.head_dim
+        at = slice(own * queries, (own + 1) * queries)
+        values = slots[..., : self.plan.joined * queries * size].unflatten(-1, (-1, size))[..., at, :]
+        shares = slots[..., self.plan.joined * queries * size :][..., at].softmax(1)
+        return (values * shares[..., None]).sum(1).flatten()
+
+    def _head(self, cta: int, share: Share, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
+        """The candidate of a CTA among its tokens, after a penalty; the logits that are told have none."""
+        config = self.plan.config
+        normed = rms_norm(hidden, self.weights.norm, config.rms_norm_eps)
+        rows = self._multiply("lm_head", cta, config.num_hidden_layers, normed)
+        first = share.begin * TILE
+        rows = rows[: config.vocab_size - first]
+        at = self._own_tokens(cta)
+        self.logits[at] = rows
+        if self.sampler.seen is not None:
+            rows = penalise(rows, self.sampler.seen[at], self.sampler.sampling.repetition_penalty)
+        self.penalised[at] = rows
+        return self._candidate("best", cta, position, rows)
+
+    def _own_tokens(self, cta: int) -> slice:
+        share, most = self.plan.phase("lm_head").shares[cta], self.plan.config.vocab_size
+        return slice(min(share.begin * TILE, most), min(share.end * TILE, most))
+
+    def _candidate(self, buffer: str, cta: int, position: int, scores: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The best of a CTA's tokens, or -1, which none is."""
+        found = torch.full((self.plan.ctas,), torch.nan, dtype=torch.float64)
+        found[cta] = token = self._own_tokens(cta).start + int(scores.argmax()) if len(scores) else -1
+        self.scores[buffer, position, token] = float(scores.max()) if len(scores) else -math.inf
+        return {buffer: found}
+
+    def _best(self, buffer: str, seen: dict[str, torch.Tensor], position: int) -> int:
+        if seen[buffer].isnan().any():
+            raise PlanError(self.plan.rung, "a CTA chooses a token before all have said theirs")
+        return max(map(int, seen[buffer]), key=lambda token: self.scores.get((buffer, position, token), -math.inf))
+
+    def _choose(self, cta: int, seen: dict[str, torch.Tensor], position: int) -> dict[str, torch.Tensor]:
+        """The best of all candidates."""
+        token = self._best("drawn" if "drawn" in seen else "best", seen, position)
+        if self.tokens.setdefault(position + 1, token) != token:
+            raise PlanError(self.plan.rung, f"CTAs disagree about the token at position {position + 1}")
+        own = self._own_tokens(cta)
+        if self.sampler.seen is not None and own.start <= token < own.stop:
+            self.sampler.seen[token] = True
+        return {}
+
+    def _draw(self, cta: int, share: Share, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the round before has found; then a CTA's part of the next, or its candidate after the last."""
+        sampling, rounds = self.sampler.sampling, digits(self.sampler.sampling)
+        if "best" in seen:
+            likeliest = self._best("best", seen, position)
+            self.searches[cta] = Search(self.scores.get(("best", position, likeliest), math.nan))
+        search, own = self.searches[cta], self._own_tokens(cta)
+        for piece in share.reads:
+            if piece.buffer == "tallies":
+                self._narrow(search, *rounds[piece.begin], self.tallies[piece.begin])
+                place = search.prefix, search.target
+                if self.places.setdefault((position, piece.begin), place) != place:
+                    raise PlanError(self.plan.rung, f"CTAs disagree about round {piece.begin} of position {position + 1}")
+        apart = (search.largest - self.penalised[own]) / max(sampling.temperature, COLDEST)
+        keys = self._keys(apart) | torch.arange(own.start, own.stop)
+        for piece in share.adds:
+            portions, at = rounds[piece.begin]
+            kept = (keys <= search.limit) & (keys >> at >> DIGIT == (search.prefix if at < 50 else 0))
+            weights = (apart.neg().exp() * 2**38).long() if portions else torch.ones_like(keys)
+            self.tallies[piece.begin].index_add_(0, (keys >> at)[kept] % BINS, weights[kept])
+            return {}
+        if sampling.min_p:
+            search.limit = min(search.limit, int(self._keys(torch.tensor(-math.log(sampling.min_p)).abs())) | 0xFFFFFFFF)
+        scores = gumbel(sampling.seed, position + 1, len(self.logits), "cpu")[own] - apart
+        return self._candidate("drawn", cta, position, scores.where(keys <= search.limit, -math.inf))
+
+    def _keys(self, apart: torch.Tensor) -> torch.Tensor:
+        bits = apart.float().view(torch.int32).clamp(NEAREST, FARTHEST)
+        return (bits - NEAREST).long() << 32
+
+    def _narrow(self, search: Search, portions: bool, at: int, sums: torch.Tensor) -> None:
+        sampling, total = self.sampler.sampling, sums.cumsum(0)
+        if at == 50:
+            search.target = max(int(sampling.top_p * int(total[-1])), 1) if portions else min(sampling.top_k, int(total[-1]))
+            search.prefix = 0
+        digit = int((total < search.target).sum())
+        search.target -= int(total[digit] - sums[digit]) if digit < BINS else 0
+        search.prefix = search.prefix << DIGIT | digit
+        if at == (0 if portions else 30):
+            search.limit = min(search.limit, (search.prefix + 1 << at) - 1)

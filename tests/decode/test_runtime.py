@@ -1,0 +1,309 @@
+"""The runtime beyond sessions: what is kept for a model, proofs of plans, memory, graphs, and weights that are written to."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch.decode import KVCache, decode_step, megakernel, random_weights, torch_variants
+from onelaunch.decode.model.weights import from_tensors
+from onelaunch.decode.plan.rungs import RUNGS
+from onelaunch.decode.runtime import kernels as kernels_file
+from onelaunch.decode.runtime import proofs
+from onelaunch.decode.runtime.engines import KernelEngine, TorchEngine
+from onelaunch.decode.runtime.graphs import GraphCache
+from onelaunch.decode.runtime.kernels import StepKernel, make_session, session_for
+from onelaunch.decode.runtime.models import MODELS
+from onelaunch.decode.step.contract import key_of
+from onelaunch.errors import (
+    ArgumentError,
+    DeviceError,
+    DeviceMemoryError,
+    DTypeError,
+    PlanError,
+    ShapeError,
+)
+from tests.decode.models import SMALL
+from tests.decode.played import GREEDY, MODEL, SAMPLED, alone
+
+# What is kept for a model
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_one_text_keeps_serves_the_next_in_and_out_of_inference_mode(first, played):
+    weights = random_weights(MODEL, 4)  # of its own: they are written to
+    played.weights = weights
+    for inference in (first, not first):
+        with torch.inference_mode(inference):
+            assert list(KernelEngine(weights, "streaming").run(SAMPLED)) == alone(weights, SAMPLED)
+        weights.norm.mul_(1.01)
+    assert list(KernelEngine(weights, "streaming").run(SAMPLED)) == alone(weights, SAMPLED)
+
+
+def test_a_text_may_be_read_on_outside_of_inference_mode(weights, played):
+    for engine in (KernelEngine(weights, "streaming"), TorchEngine(weights, "eager")):
+        with torch.inference_mode():
+            text = engine.run(GREEDY["second"])
+            tokens = [next(text) for _ in range(3)]
+        assert tokens + list(text) == alone(weights, GREEDY["second"])
+
+
+@pytest.mark.parametrize("variant", ["eager", "streaming"])
+def test_weights_that_can_be_trained_decode_without_a_graph(variant, weights, played):
+    trainable = weights.map(lambda tensor: torch.nn.Parameter(tensor.clone()))
+    played.weights = trainable
+    given = {"token": torch.tensor([5]), "weights": trainable}
+    for cache in (KVCache.empty(MODEL), KVCache.empty(MODEL)):
+        logits, _, _ = decode_step(**given, cache=cache, variant=variant)
+        assert not logits.requires_grad
+        assert torch.equal(logits, decode_step(**given | {"weights": weights}, cache=KVCache.empty(MODEL), variant="eager")[0])
+
+
+def wrong(weights, name, change):
+    tensors = weights.tensors()
+    return from_tensors(weights.config, tensors | {name: change(tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("norm", torch.Tensor.float, DTypeError, "weights.norm .*float32.* bfloat16, the dtype of their configuration"),
+        ("layers.1.q_norm", lambda x: x.to("meta"), DeviceError, "weights.layers.1.q_norm .*meta"),
+        ("layers.0.o_proj", lambda x: x[:-1], ShapeError, r"weights.layers.0.o_proj has shape \(63, 128\)"),
+        ("embed_tokens", lambda x: x.T.contiguous().T, ArgumentError, "weights.embed_tokens is not contiguous"),
+    ],
+)  # fmt: skip
+def test_weights_that_kernels_would_misread_are_refused(name, change, error, message, played):
+    other = wrong(random_weights(replace(MODEL, dtype=torch.bfloat16), 1), name, change)
+    with pytest.raises(error, match=message):
+        decode_step(torch.tensor([5]), other, KVCache.empty(other.config), variant="streaming")
+
+
+def test_a_proof_is_of_the_room_that_there_is(weights, played, monkeypatch, tmp_path):
+    checked = []
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(room))
+    for limit in (proofs.HOPPER_SHARED_BYTES, proofs.HOPPER_SHARED_BYTES, 1024):
+        proofs._check.cache_clear()
+        monkeypatch.setattr(proofs, "HOPPER_SHARED_BYTES", limit)
+        proofs.checked_plan(MODEL, "streaming", 5, proofs.Tuning())
+    assert len(checked) == 2
+    proofs._check.cache_clear()
+
+
+# Memory
+
+
+def test_no_room_for_the_weights_a_second_time_or_for_a_prompt(weights, played, monkeypatch):
+    def exhausted(*_, **__):
+        raise torch.OutOfMemoryError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels_file, "pack", exhausted)
+        with pytest.raises(DeviceMemoryError, match="no room on cpu for the weights in the order of their use"):
+            list(KernelEngine(weights, "streaming").run(SAMPLED))
+    for place, what in ((KVCache, "a cache of 40 positions"), (None, "the activations of a prompt of 40 tokens")):
+        with monkeypatch.context() as patched:
+            patched.setattr(*((KVCache, "empty") if place else ("onelaunch.decode.runtime.engines.prefill",)), exhausted)
+            for engine in (TorchEngine(weights), KernelEngine(weights, "streaming")):
+                with pytest.raises(DeviceMemoryError, match=f"no room on cpu for {what}"):
+                    list(engine.run(GREEDY["second"]))
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("captures", ["rung", "captured"])
+def test_graphs_are_captured_on_the_weights_device_beside_other_threads(captures, weights, played, monkeypatch):
+    """With what PyTorch does for a GPU played: a second one has streams of its own."""
+    seen = []
+
+    @contextmanager
+    def entered(*given, **named):
+        seen.append((given, named))
+        yield
+
+    class Stream:
+        def __init__(self, device=None):
+            self.device = device
+
+        def wait_stream(self, other):
+            pass
+
+    for name, value in {
+        "graph": entered, "device": entered, "stream": entered, "Stream": Stream, "current_stream": Stream, "CUDAGraph": object,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    cache = KVCache.empty(MODEL)
+    if captures == "rung":
+        monkeypatch.setattr(StepKernel, "launch", lambda *_: None)
+        make_session(weights, "graph").captured(cache)
+    else:
+        call = decode_step.bind(torch.tensor([1]), weights, cache)
+        torch_variants.CapturedStep.of(call, torch_variants.layer_step, torch_variants.head_step, 256)
+    assert ((weights.device,), {}) in seen
+    (named,) = [named for _, named in seen if named]
+    assert named["stream"].device == weights.device
+    assert named["capture_error_mode"] == "thread_local"
+
+
+@pytest.mark.parametrize("capacity", [4, 16])
+def test_a_graph_cache_keeps_those_that_were_used_last(capacity):
+    made = []
+    cache = GraphCache(capacity)
+    for key in range(capacity):
+        cache.get(key, lambda key=key: made.append(key) or key)
+    assert [cache.get(0, pytest.fail), len(cache)] == [0, capacity]
+    assert cache.get("new", lambda: "graph") == "graph"
+    assert len(cache) == capacity
+    assert cache.get(0, pytest.fail) == 0, "it was used after the others"
+    cache.get(1, lambda: made.append(1))
+    assert made == [*range(capacity), 1], "the least recently used one was dropped"
+
+
+# What a start costs, and needs
+
+
+def query_of(config, device="cuda:0"):
+    return key_of(replace(config, dtype=torch.bfloat16, attention_bias=False), 100, device)
+
+
+def test_only_the_rung_that_is_asked_for_is_checked_and_once_with_these_files(weights, played, monkeypatch, tmp_path):
+    checked = []
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+    proofs._check.cache_clear()
+    monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(plans[0].rung))
+    monkeypatch.setattr(megakernel, "processors", lambda device: 132)
+    for rung in RUNGS:
+        assert megakernel.has_a_plan(rung, query_of(weights.config)) is None
+    assert checked == []
+    for config in (weights.config, replace(weights.config, rope_theta=5e5, max_position_embeddings=64)):
+        make_session(random_weights(config), "streaming")
+    assert checked == ["streaming"]
+    proofs._check.cache_clear()  # as another process
+    make_session(random_weights(weights.config), "streaming")
+    assert checked == ["streaming"]
+    proofs._check.cache_clear()
+
+
+def proofs_with(changes, monkeypatch, tmp_path):
+    """How many proofs run when the sources are as they are, then with changes by module name, then so again."""
+    real, proved = proofs.source_of, []
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(proofs, "check", lambda *plans, room: proved.append(plans[0].rung))
+    for changed in ({}, changes, changes):
+        monkeypatch.setattr(proofs, "source_of", lambda name, changed=changed: changed[name] if name in changed else real(name))
+        proofs._check.cache_clear()
+        proofs.checked_plan(MODEL, "streaming", 5, proofs.Tuning())
+    proofs._check.cache_clear()
+    return len(proved)
+
+
+PROVED_BY = ("plan.check", "plan.builder", "plan.rungs", "plan.phases", "codegen.layout", "model.config", "runtime.proofs")
+
+
+@pytest.mark.parametrize("module", PROVED_BY)
+def test_a_change_of_a_module_that_a_proof_depends_on_makes_it_anew(module, monkeypatch, tmp_path):
+    name = f"onelaunch.decode.{module}"
+    assert proofs_with({name: proofs.source_of(name) + "# changed"}, monkeypatch, tmp_path) == 2
+
+
+def test_a_change_elsewhere_keeps_the_proof(monkeypatch, tmp_path):
+    assert proofs_with({"onelaunch.decode.codegen.emit": "", "onelaunch.decode.generate": ""}, monkeypatch, tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from onelaunch.decode.plan.helper import part", "    from onelaunch.decode.plan.helper import part",
+        "import onelaunch.decode.plan.helper", "from onelaunch.decode.plan import helper",
+    ],
+)  # fmt: skip
+def test_a_new_helper_is_part_of_the_proof(line, monkeypatch, tmp_path):
+    """A module that a proof's module imports, wherever and however."""
+    builder, helper, real = "onelaunch.decode.plan.builder", "onelaunch.decode.plan.helper", proofs.source_of
+    (tmp_path / "helper.py").write_text("part = 1\n")
+    folders = importlib.import_module("onelaunch.decode.plan").__path__
+    folders.append(str(tmp_path))
+    try:
+        assert helper not in proofs.proof_sources()
+        monkeypatch.setattr(proofs, "source_of", lambda name: real(name) + f"\n{line}\n" * (name == builder))
+        assert proofs.proof_sources()[helper].startswith("part = 1\n")
+    finally:
+        folders.remove(str(tmp_path))
+
+
+def test_a_package_brings_all_of_its_modules():
+    assert "onelaunch.decode.step.variants.pytorch" in proofs._modules("onelaunch.decode.step")
+    assert proofs._modules("onelaunch.decode.plan") >= {"onelaunch.decode.plan", "onelaunch.decode.plan.check"}
+    assert proofs.source_of("onelaunch.decode.plan.check").startswith('"""')
+    with pytest.raises(ImportError, match=r"the source of onelaunch\.no_such is not here"):
+        proofs.source_of("onelaunch.no_such")
+
+
+def test_a_plan_that_is_not_sound_is_refused_every_time(weights, played, monkeypatch, tmp_path):
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+
+    def refuse(*plans, room):
+        raise PlanError("streaming", "it is not sound")
+
+    monkeypatch.setattr(proofs, "check", refuse)
+    for _ in range(2):
+        proofs._check.cache_clear()
+        with pytest.raises(PlanError, match="it is not sound"):
+            make_session(random_weights(weights.config), "streaming")
+    proofs._check.cache_clear()
+
+
+def test_ctas_that_cannot_all_be_resident_are_a_reason(monkeypatch):
+    monkeypatch.setattr(megakernel, "processors", lambda device: 132)
+    wide = replace(SMALL, intermediate_size=200_000)
+    assert "sound plan here: a CTA needs" in (megakernel.has_a_plan("streaming", query_of(wide)) or "")
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_without_numpy_kernels_say_so(rung, monkeypatch):
+    """In a process that has not loaded what imports it."""
+    monkeypatch.setattr(decode_step.get(rung), "_supports", decode_step.get(rung)._supports[1:])  # as on a Hopper GPU
+    for name in ("numpy", "onelaunch.decode.plan.check", "onelaunch.decode.runtime.proofs", "onelaunch.decode.runtime.kernels"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert decode_step.get(rung).why_not(query_of(SMALL)) == "needs numpy: pip install 'onelaunch[decode]'"
+
+
+# Weights that are written to
+
+
+def addresses(session):
+    """All that a launch is given of a model, as a CUDA graph would hold it."""
+    memory, cache = session.memory, KVCache.empty(MODEL)
+    return [tensor is not None and tensor.data_ptr() for tensor in memory.arguments(cache, torch.empty(1))[:7]]
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.q_norm", "layers.0.o_proj", "norm"])
+def test_what_was_made_of_weights_is_made_anew_where_it_lies_once_they_are_written_to(name, played):
+    weights = random_weights(MODEL, 5)
+    rungs = ("streaming", "tagged_words", "eight_barriers")  # the last two share a stream
+    before = {rung: session_for(weights, rung) for rung in rungs}
+    held = {rung: addresses(session) for rung, session in before.items()}
+    weights.tensors()[name].mul_(2)
+    fresh = weights.map(torch.clone)
+    for rung, session in before.items():
+        assert session_for(weights, rung) is session
+        assert addresses(session) == held[rung]
+        mine, other = session.memory.constants, session_for(fresh, rung).memory.constants
+        assert torch.equal(mine.stream.data, other.stream.data)
+        assert torch.equal(mine.norms, other.norms)
+        assert torch.equal(mine.weights.embed_tokens, other.weights.embed_tokens)
+
+
+def test_other_weights_have_their_own():
+    first, second = (random_weights(SMALL, 0, "cpu") for _ in range(2))
+    assert MODELS.kernels(first) is not MODELS.kernels(second)
+    assert MODELS.kernels(first) is MODELS.kernels(first)
+    assert MODELS.captured(first) is MODELS.captured(first) is not MODELS.captured(second)

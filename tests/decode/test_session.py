@@ -1,0 +1,401 @@
+"""Sessions whose launches PyTorch plays: how prompts are read, sequences that take turns, what studies time, errors."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onelaunch.decode import KVCache, ModelConfig, decode_step, megakernel, torch_variants
+from onelaunch.decode.model.forward import prefill
+from onelaunch.decode.model.sampling import Sampler, Sampling
+from onelaunch.decode.runtime import kernels as kernels_file
+from onelaunch.decode.runtime import proofs
+from onelaunch.decode.runtime.engines import BATCH, KernelEngine, Request, TorchEngine
+from onelaunch.decode.runtime.kernels import session_for
+from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE
+from onelaunch.decode.runtime.models import MODELS
+from onelaunch.decode.runtime.session import Pending, Session, StreamOrder
+from onelaunch.decode.step import capabilities
+from onelaunch.errors import (
+    ArgumentError,
+    DecodeOverflow,
+    DecodeStalled,
+    LogitsNotFinite,
+)
+from tests.decode.played import CHOICES, GREEDY, MODEL, SAMPLED, Launch, alone
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "intermediate", "heads", "tokens"),
+    [(28, 1024, 3072, 16, 49), (28, 2048, 6144, 16, 20), (36, 2560, 9728, 32, 11)],
+)
+def test_the_kernel_reads_prompts_that_pytorch_reads_later(layers, hidden, intermediate, heads, tokens):
+    """0.6B, 1.7B and 4B: on an H200, both take as long at about 60, 25 and 12 tokens."""
+    config = ModelConfig(151_936, hidden, intermediate, layers, heads, 8, 128, tie_word_embeddings=True)
+    assert megakernel.prompt_steps("streaming", config) == tokens
+    assert megakernel.prompt_steps("graph", config) == 0
+
+
+@pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
+def test_a_prompt_goes_through_the_kernel_up_to_so_many_tokens(make, weights, played, monkeypatch):
+    most, prefilled = megakernel.prompt_steps("streaming", MODEL), []
+    monkeypatch.setattr("onelaunch.decode.runtime.engines.prefill", lambda *given: prefilled.append(given) or prefill(*given))
+    for tokens, launches in ((most, most), (most + 1, 0)):
+        request = Request(tuple(range(tokens)), 1)
+        before = played.launches
+        assert list(make(weights, "streaming").run(request)) == alone(weights, request)
+        assert played.launches - before == launches
+    assert len(prefilled) == 1 + 2, "that of the kernel's engine, and two of the engine without one"
+
+
+@pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
+def test_pytorchs_default_dtype_and_device_change_nothing(make, weights, played):
+    """Else a kernel would write logits beyond their memory."""
+    expected = [alone(weights, request) for request in GREEDY.values()]
+    for default, usual, other in (
+        (torch.set_default_dtype, torch.float32, torch.bfloat16), (torch.set_default_dtype, torch.float32, torch.float64),
+        (torch.set_default_device, None, "meta"),
+    ):  # fmt: skip
+        MODELS.discard(weights)
+        default(other)
+        try:
+            assert [list(make(weights, "streaming").run(request)) for request in GREEDY.values()] == expected
+        finally:
+            default(usual)
+
+
+# Texts that take turns
+
+
+def test_texts_that_take_turns_are_those_that_come_alone(weights, played):
+    engine = KernelEngine(weights, "streaming")
+    texts = [engine.run(request) for request in GREEDY.values()]
+    found = [[], []]
+    for _ in range(3 * BATCH + 5):
+        for text, tokens in zip(texts, found, strict=True):
+            tokens += [token for token in (next(text, None),) if token is not None]
+    assert found == [alone(weights, request) for request in GREEDY.values()]
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_step_of_another_text_disturbs_none(every, weights, played):
+    other, tokens = KVCache.empty(MODEL, 300).with_length(200), []
+    for number, token in enumerate(KernelEngine(weights, "streaming").run(GREEDY["first"])):
+        tokens.append(token)
+        if number % every == 0:
+            decode_step(torch.tensor([7]), weights, other, variant="streaming")
+    assert tokens == alone(weights, GREEDY["first"])
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name, weights, played):
+    requests = [replace(GREEDY["first"], sampling=CHOICES[name]), replace(GREEDY["second"], sampling=CHOICES[name])]
+    engine = KernelEngine(weights, "streaming")
+    texts = [engine.run(request) for request in requests]
+    found = [[], []]
+    for _ in range(3 * BATCH + 5):
+        for text, tokens in zip(texts, found, strict=True):
+            tokens += [token for token in (next(text, None),) if token is not None]
+    assert found == [alone(weights, request) for request in requests]
+    assert found[0] != alone(weights, GREEDY["first"])
+    (short, long), most = (len(request.prompt) for request in requests), megakernel.prompt_steps("streaming", MODEL)
+    assert short < most < long
+    assert played.launches == short + sum(-(-(request.max_new_tokens - 1) // BATCH) for request in requests)
+
+
+def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch, tmp_path):
+    checked = []
+    proofs._check_sampling.cache_clear()
+    monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(proofs, "check", lambda *plans: checked.append([len(plan.tail) for plan in plans]))
+    session = session_for(weights, "streaming")
+    for sampling in (Sampling(), CHOICES["penalty"], CHOICES["drawn"], CHOICES["all"]):
+        sampler = Sampler(sampling, torch.tensor([1]), MODEL.vocab_size)
+        with session.sequence(KVCache.empty(MODEL, 4), torch.tensor([1]), sampler) as sequence:
+            sequence.step(2)
+    assert checked == [[3 + rounds for rounds in proofs.SAMPLED]]
+    proofs._check_sampling.cache_clear()
+
+
+def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monkeypatch):
+    """Else it goes step by step, with the same tokens."""
+    monkeypatch.setattr(decode_step.get("graph"), "_supports", [])
+    steps = []
+    monkeypatch.setattr(decode_step.get("graph"), "run", lambda call: steps.append(call) or torch_variants.eager(call))
+    request = replace(SAMPLED, sampling=CHOICES["drawn"])
+    assert list(KernelEngine(weights, "graph").run(request)) == alone(weights, request)
+    assert len(steps) == request.max_new_tokens - 1
+    sampler = Sampler(CHOICES["penalty"], torch.tensor([1]), MODEL.vocab_size)
+    sequence = session_for(weights, "graph").sequence(KVCache.empty(MODEL, 4), torch.tensor([1]), sampler)
+    with pytest.raises(ArgumentError, match="'graph' takes the likeliest token only"), sequence:
+        sequence.step(1)
+
+
+def test_a_sequence_that_nobody_disturbs_is_bound_once(weights, played, monkeypatch):
+    session, bound = session_for(weights, "streaming"), []
+    bind = session.bind
+    monkeypatch.setattr(session, "bind", lambda *given: bound.append(given) or bind(*given))
+    assert list(KernelEngine(weights, "streaming").run(GREEDY["first"])) == alone(weights, GREEDY["first"])
+    assert len(bound) == 1
+
+
+def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch):
+    pack, packed = kernels_file.pack, []
+    monkeypatch.setattr(kernels_file, "pack", lambda *given: time.sleep(0.02) or packed.append(given) or pack(*given))
+    engine = KernelEngine(weights, "streaming")
+    requests = [GREEDY["first"], replace(SAMPLED, sampling=Sampling(temperature=1.0)), GREEDY["second"]]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda request: list(engine.run(request)), requests))
+    assert found == [alone(weights, request) for request in requests]
+    assert len(packed) == 1, "weights are repacked once"
+
+
+def test_streams_take_turns(monkeypatch):
+    class Stream(SimpleNamespace):
+        def wait_stream(self, other):
+            waits.append((self.name, other.name))
+
+    waits, order = [], StreamOrder(torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for name, captured in (("a", False), ("a", False), ("b", False), ("c", True), ("b", False), ("a", False)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, name=name: Stream(name=name))
+        order.join()
+    assert waits == [("b", "a"), ("a", "b")]
+
+
+@pytest.fixture
+def watched(weights, played, monkeypatch):
+    """A session, and the order of what it does to its device."""
+    MODELS.discard(weights)
+    session, done = session_for(weights, "streaming"), []
+
+    def watch(owner, name):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: done.append(name) or real(*given))
+
+    for owner, name in ((session.order, "join"), (session, "bind"), (session.kernel, "launch"), (session.memory, "reset")):
+        watch(owner, name)
+    return session, done
+
+
+def test_streams_are_joined_before_the_buffers_are_touched(watched):
+    """Else a launch on one stream would read what one on another stream still writes."""
+    session, done = watched
+    first, second = (session.sequence(KVCache.empty(MODEL, 8), torch.tensor([token])) for token in (1, 2))
+    for sequence in (first, first, second):
+        with sequence:
+            sequence.step(2)
+    assert done == ["join", "bind", "launch", "join", "launch", "join", "bind", "launch"]
+    done.clear()
+    session.step(torch.tensor([3]), KVCache.empty(MODEL, 8))
+    assert done == ["join", "launch"]
+    assert session.active is None, "a single step belongs to no sequence"
+    done.clear()
+    session.memory.state[ERROR] = 1
+    with pytest.raises(DecodeStalled):
+        session.check()
+    assert done == ["join", "reset"]
+
+
+def test_a_sequence_that_ended_leaves_no_cache(weights, played):
+    """A session outlives its sequences, whose caches may take gigabytes."""
+    cache = KVCache.empty(MODEL, 8)
+    keys = weakref.ref(cache.keys)
+    with session_for(weights, "streaming").sequence(cache, torch.tensor([1])) as sequence:
+        sequence.step(2)
+        pending = sequence.copy_tokens()
+    del cache, sequence
+    gc.collect()
+    assert keys() is None
+    assert len(pending.wait()) == 2
+
+
+def test_a_turn_ends_however_it_ends(watched):
+    """A turn that failed must not keep the session from other threads."""
+    session, _ = watched
+    sequence = session.sequence(KVCache.empty(MODEL, 8), torch.tensor([1]))
+    with pytest.raises(ZeroDivisionError), sequence:
+        raise ZeroDivisionError
+    session.order.join = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError), sequence:
+        pass
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(session.lock.acquire, timeout=5).result(10)
+
+
+def test_a_turn_keeps_other_threads_out(watched):
+    """Between a look at whose the buffers are and the launch, nobody else may bind them."""
+    session, done = watched
+    first, second = (session.sequence(KVCache.empty(MODEL, 8), torch.tensor([token])) for token in (1, 2))
+
+    def other():
+        with second:
+            done.append("other's turn")
+
+    with ThreadPoolExecutor(1) as pool:
+        with first:
+            waiting = pool.submit(other)
+            time.sleep(0.05)
+            first.step(2)
+            pending = first.copy_tokens()
+            done.append("turn ends")
+        waiting.result(10)
+    assert done.index("turn ends") < done.index("other's turn")
+    assert len(pending.wait()) == 2
+
+
+# What studies count and time
+
+
+@pytest.mark.parametrize("before", [0, 2**31 - 20, -7])
+def test_barriers_are_the_bumps_of_all_ctas_also_around(before, step, weights, played, monkeypatch):
+    session, run = session_for(weights, "streaming"), Launch.__call__
+
+    def bumping(self, grid, *arguments):
+        counters = arguments[13]
+        assert counters is session.memory.counters
+        counters[0] = (int(counters[0]) + 9 * grid[0] + 2**31) % 2**32 - 2**31
+        run(self, grid, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", bumping)
+    session.memory.counters[0] = before
+    assert capabilities.barriers(decode_step.get("streaming"))(decode_step.bind(**step)) == 9
+    played.stalls = played.launches + 1
+    with pytest.raises(DecodeStalled):
+        session.barriers(step["token"], step["cache"])
+
+
+@pytest.fixture
+def step(weights):
+    cache = prefill(weights, torch.tensor([1, 2, 3]), KVCache.empty(MODEL))[1]
+    return {"token": torch.tensor([5]), "weights": weights, "cache": cache}
+
+
+@pytest.mark.parametrize("loop", ["running", "served"])
+def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, monkeypatch):
+    made = decode_step.loops[loop](decode_step.get("streaming"), step)
+    assert 0 < made.seconds() < 1
+    assert made.count % 16 == 0
+    assert made.problem() is None
+    launch = Session.launch
+
+    def other(self, cache, count, *sampler):
+        found = launch(self, cache, count, *sampler)
+        self.memory.tokens[8] += 1
+        return found
+
+    monkeypatch.setattr(Session, "launch", other)
+    made.seconds()
+    assert "single steps make" in made.problem()
+
+
+def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(step, played):
+    before = step["cache"].keys.clone()
+    running = decode_step.loops["running"](decode_step.get("streaming"), step)
+    launches = played.launches
+    running.seconds()
+    assert played.launches == launches + 1
+    assert torch.equal(step["cache"].keys, before)
+
+
+def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch):
+    running = decode_step.loops["running"](decode_step.get("streaming"), step)
+    launch = Session.launch
+    monkeypatch.setattr(Session, "launch", lambda *given: 1.01 * launch(*given))
+    running.seconds()
+    assert "are 1.0e-02 off those of single steps" in running.problem()
+
+
+# Stalls
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_launch_that_gave_up_is_said_and_the_next_text_is_whole(temperature, weights, played, monkeypatch):
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)  # the host is ahead: no step finds the news of the one before
+    request = replace(GREEDY["first"], sampling=replace(GREEDY["first"].sampling, temperature=temperature))
+    engine, expected = KernelEngine(weights, "streaming"), alone(weights, request)
+    assert list(engine.run(request)) == expected
+    played.stalls, got = played.launches + len(request.prompt) + 2, []
+    with pytest.raises(DecodeStalled, match="'streaming' waited for seconds and gave up"):
+        got.extend(token for token in engine.run(request))
+    assert 0 < len(got) < len(expected)
+    assert got == expected[: len(got)]
+    assert list(engine.run(request)) == expected
+
+
+def test_a_step_that_gave_up_is_said_by_the_next_and_cleared(weights, played):
+    cache = prefill(weights, torch.tensor([1, 2, 3]), KVCache.empty(MODEL))[1]
+    step = {"token": torch.tensor([5]), "weights": weights, "cache": cache}
+    played.stalls = 1
+    assert decode_step(**step, variant="streaming")[0].isnan().all()
+    with pytest.raises(DecodeStalled):
+        decode_step(**step, variant="streaming")
+    assert torch.allclose(decode_step(**step, variant="streaming")[0], decode_step(**step, variant="eager")[0])
+
+
+def test_a_prompt_that_gave_up_makes_no_token(weights, played, monkeypatch):
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)
+    engine, expected = KernelEngine(weights, "streaming"), alone(weights, SAMPLED)
+    played.stalls = len(SAMPLED.prompt)
+    with pytest.raises(DecodeStalled):
+        next(engine.run(SAMPLED))
+    assert list(engine.run(SAMPLED)) == expected
+
+
+def test_an_error_amid_a_prompt_is_not_cleared_by_another_text(weights, played, monkeypatch):
+    """Else later steps would read rows of the cache that earlier ones never wrote."""
+    session, step, others, pool = session_for(weights, "streaming"), Session.step, [], ThreadPoolExecutor(1)
+
+    def beside_another(self, *given):
+        logits = step(self, *given)
+        if played.launches == played.stalls:
+            others.append(pool.submit(session.check))
+        time.sleep(0.02)
+        return logits
+
+    monkeypatch.setattr(Session, "step", beside_another)
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)
+    played.stalls = 1
+    with pytest.raises(DecodeStalled):
+        list(KernelEngine(weights, "streaming").run(GREEDY["first"]))
+    with pytest.raises(DecodeStalled):
+        others[0].result(5)
+    assert list(KernelEngine(weights, "streaming").run(GREEDY["first"])) == alone(weights, GREEDY["first"])
+
+
+def test_a_text_whose_prompt_pytorch_reads_is_not_blamed_for_the_one_before(weights, played, monkeypatch):
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)
+    left = KernelEngine(weights, "streaming").run(GREEDY["first"])
+    next(left)
+    played.stalls = played.launches + 1
+    next(left)
+    left.close()
+    assert next(KernelEngine(weights, "streaming").run(GREEDY["second"])) == alone(weights, GREEDY["second"])[0]
+
+
+def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played):
+    engine, expected = KernelEngine(weights, "streaming"), alone(weights, GREEDY["first"])
+    played.stalls, played.error = 2, OUT_OF_RANGE
+    with pytest.raises(DecodeOverflow, match=r"'streaming' adds in integers of 2\^-28 and holds up to 67108864"):
+        list(engine.run(GREEDY["first"]))
+    assert list(engine.run(GREEDY["first"])) == expected
+
+
+def test_logits_that_are_no_numbers_end_a_text_wherever_they_come(weights, played, monkeypatch):
+    launch = Session.launch
+    monkeypatch.setattr(Session, "launch", lambda *given: launch(*given).index_fill(0, torch.tensor([5]), torch.nan))
+    made = KernelEngine(weights, "streaming").run(GREEDY["second"])
+    assert next(made) == alone(weights, GREEDY["second"])[0]
+    with pytest.raises(LogitsNotFinite):
+        next(made)

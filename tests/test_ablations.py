@@ -1,0 +1,50 @@
+"""Variants that are kept as lessons are found by name, and never chosen."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+from onelaunch import ablations
+from onelaunch.dispatch.choice import able, choose
+from onelaunch.operation import operations
+from onelaunch.ops import gla
+
+LESSONS = [
+    variant for operation in operations() for variant in operation.variants.values() if "ablations" in variant.run.__module__
+]
+each_lesson = pytest.mark.parametrize("variant", LESSONS, ids=lambda variant: f"{variant.operation.name}-{variant.name}")
+
+
+def test_every_module_of_the_package_registers_some():
+    modules = [found.name for found in pkgutil.iter_modules(ablations.__path__, f"{ablations.__name__}.") if not found.ispkg]
+    assert modules
+    for module in map(importlib.import_module, modules):
+        assert module.__name__ in {variant.run.__module__ for variant in LESSONS}
+
+
+@each_lesson
+def test_they_run_by_name_alone(variant):
+    assert variant.capabilities.by_name_only
+    assert not variant.capabilities.automatic
+
+
+@pytest.mark.interpret
+def test_auto_does_not_choose_them_where_they_can_run(monkeypatch):
+    """Not even if they came first in the order of preference."""
+    query = gla.query(gla.case("float32", B=1, T=70, H=1, K=16, V=16), "cpu")
+    monkeypatch.setitem(gla.defaults, "cpu", ("sequential", "pipelined", "recurrent"))
+    assert gla.preference(query)[:2] == ["sequential", "pipelined"]
+    assert {"sequential", "pipelined"} <= set(able(gla, query))
+    assert choose.__wrapped__(query).name not in {variant.name for variant in LESSONS}
+
+
+@pytest.mark.parametrize("first", ["onelaunch.ops", "onelaunch.ablations", "onelaunch.ops.gla.contract"])
+def test_whatever_is_imported_first_brings_them(first):
+    code = f"import {first}\nfrom onelaunch.ops import gla\nprint(gla.get('sequential').run.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "onelaunch.ablations.gla"

@@ -1,0 +1,142 @@
+"""The tool that proves that machine code is what it was: names do not count, everything that runs does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from tools import hash_kernels
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+SCALE = 'extern "C" __global__ void {name}(float* x) {{ x[threadIdx.x] *= {factor}; }}'
+STACK = """extern "C" __global__ void deep(int* x, int n) {
+    int a[64];
+    for (int i = 0; i < n; ++i) a[i % 64] += x[i];
+    x[0] = a[n];
+}"""
+
+
+def scale(x, factor: tl.constexpr):
+    at = tl.arange(0, 128)
+    tl.store(x + at, tl.load(x + at) * factor)
+
+
+def triple(y, factor: tl.constexpr):
+    places = tl.arange(0, 128)
+    tl.store(y + places, tl.load(y + places) * factor)
+
+
+def machine_of_triton(function: Any, factor: float, architecture: str) -> hash_kernels.Machine:
+    from onelaunch.launch.build import KernelBuild
+
+    kernel = triton.jit(function)
+    pointer = kernel.arg_names[0]
+    build = KernelBuild(function.__name__, kernel, {pointer: "*fp32", "factor": "constexpr"}, {"factor": factor})
+    return hash_kernels.read_machine(hash_kernels.compile_build(build, architecture))
+
+
+def machine_of_cuda(text: str, entry: str, threads: int = 32) -> hash_kernels.Machine:
+    from onelaunch import cuda
+    from onelaunch.launch.build import CudaBuild
+
+    if reason := cuda.missing():
+        pytest.skip(reason)
+    build = CudaBuild(entry, cuda.Source(f"{entry}.cu", text, entry), threads)
+    return hash_kernels.read_machine(hash_kernels.compile_build(build, "sm_90a"))
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "gfx942"])
+def test_a_digest_knows_no_names_but_every_constant(architecture):
+    first = machine_of_triton(scale, 2.0, architecture)
+    assert first.instruction_bytes > 0
+    assert min(first.registers) > 0
+    assert machine_of_triton(triple, 2.0, architecture).digest == first.digest
+    assert machine_of_triton(scale, 3.0, architecture).digest != first.digest
+
+
+def test_a_digest_of_cuda_knows_no_names_but_instructions_and_threads():
+    first = machine_of_cuda(SCALE.format(name="scale", factor="2.5f"), "scale")
+    renamed = "constexpr int UNUSED = 7;\n" + SCALE.format(name="a_much_longer_name", factor="2.5f")
+    assert machine_of_cuda(renamed, "a_much_longer_name").digest == first.digest
+    assert machine_of_cuda(SCALE.format(name="scale", factor="3.5f"), "scale").digest != first.digest
+    assert machine_of_cuda(SCALE.format(name="scale", factor="2.5f"), "scale", threads=64).digest != first.digest
+
+
+def test_local_memory_is_read():
+    machine = machine_of_cuda(STACK, "deep")
+    assert max(machine.stack_bytes) >= 256
+    assert machine.constants, "the bank of the arguments"
+
+
+def test_what_is_no_machine_code_is_refused():
+    with pytest.raises(ValueError, match="no ELF file"):
+        hash_kernels.sections(b"MZ" * 100)
+
+
+@pytest.mark.parametrize("number", [0, 127, 128, 255, 256, 65535, 65536])
+def test_numbers_of_amds_notes(number):
+    packed = bytes([number]) if number < 128 else None
+    for kind, size in ((0xCC, 1), (0xCD, 2), (0xCE, 4)):
+        if packed is None and number < 1 << 8 * size:
+            packed = bytes([kind]) + number.to_bytes(size, "big")
+    assert packed is not None
+    assert hash_kernels._noted(b"\x82\xab.vgpr_other\x01\xab.vgpr_count" + packed + b"\xa1.", ".vgpr_count") == number
+
+
+# Comparing
+
+
+MACHINE = hash_kernels.Machine(("a1",), 1024, (32,), (0, 0), 0, 4096, 128, (("0", 8, "b2"),))
+
+
+def entry(variant: str, build: str, **changes: Any) -> dict[str, Any]:
+    machine = dataclasses.replace(MACHINE, **changes)
+    stored = {"digest": machine.digest, "operation": "toy", "variant": variant, "build": build, **dataclasses.asdict(machine)}
+    return json.loads(json.dumps(stored))
+
+
+OLD = [entry("one", "scan"), entry("two", "scan"), entry("two", "gate", instructions=("c3",))]
+
+
+def compared(new: list[dict[str, Any]]) -> tuple[str, bool]:
+    lines, same = hash_kernels.compare({"sm_90a": OLD}, {"sm_90a": new})
+    return "\n".join(lines), same
+
+
+def test_other_names_and_another_order_are_equal():
+    text, same = compared([{**each, "build": f"new {each['build']}"} for each in reversed(OLD)])
+    assert same
+    assert "2 different kernels equal, 0 only in the old file, 0 only in the new" in text
+
+
+def test_a_changed_kernel_is_shown_from_both_sides_with_what_changed():
+    text, same = compared([*OLD[:2], entry("two", "gate", instructions=("c3",), registers=(40,))])
+    assert not same
+    assert "only in old: toy.two: gate" in text
+    assert "only in new: toy.two: gate" in text
+    assert "registers [40] here, [32] there" in text
+
+
+def test_a_kernel_that_goes_to_another_variant_is_a_difference():
+    text, same = compared([OLD[0], OLD[1], {**OLD[2], "variant": "one"}])
+    assert not same
+    assert "toy.one lists 1 different kernels before, 2 now" in text
+
+
+def test_a_missing_architecture_is_a_difference():
+    lines, same = hash_kernels.compare({"sm_90a": OLD}, {})
+    assert not same
+    assert any("2 only in the old file" in line for line in lines)
+
+
+def test_the_command_compares_two_files(tmp_path, capsys):
+    stored = {"versions": {"triton": "1"}, "architectures": {"sm_90a": OLD}}
+    for name, versions in (("old", "1"), ("new", "2")):
+        (tmp_path / name).write_text(json.dumps({**stored, "versions": {"triton": versions}}))
+    assert hash_kernels.main(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert "different versions" in capsys.readouterr().out

@@ -1,0 +1,58 @@
+"""Packages and tools beside onelaunch: one question for all who ask."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from onelaunch.device.tools import find_ncu, package_installed
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("torch", True),
+        ("torch.nn", True),
+        ("torch.no_such_module", False),
+        ("no_such_package", False),
+        ("no_such_package.part", False),
+    ],
+)
+def test_a_package_is_here_or_not(name, here):
+    assert package_installed(name) is here
+
+
+def test_a_module_without_a_specification_is_not_installed(monkeypatch):
+    module = ModuleType("made_by_hand")
+    module.__spec__ = None
+    monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    assert not package_installed("made_by_hand")
+
+
+def program(folder: Path) -> str:
+    folder.mkdir(parents=True)
+    path = folder / "ncu"
+    path.write_text("")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_profiler_is_looked_for_on_the_path_and_then_where_cuda_is(monkeypatch, tmp_path):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    second = program(tmp_path / "second" / "bin")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "second"))
+    assert find_ncu() == second
+    first = program(tmp_path / "first" / "bin")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "first"))
+    assert find_ncu() == first
+    on_path = program(tmp_path / "path")
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert find_ncu() == on_path
+    Path(first).chmod(0o644)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert find_ncu() == second  # the first cannot be run

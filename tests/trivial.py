@@ -1,0 +1,30 @@
+"""Answers that need no thought, held against the gate: a case at which one of them passes tells nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from onelaunch.workbench.verify.truth import Truth
+
+
+def trivial_answers(truth: Truth) -> dict[str, tuple[str, ...]]:
+    """Return the thoughtless answers that would pass the gate, per component: a test of the case, not of a variant.
+
+    Tried are zeros, the right values one place further on, and every input of the right shape. A component with an entry tells
+    nothing at this case.
+    """
+    passing: dict[str, tuple[str, ...]] = {}
+    for name, expected in truth.expected.items():
+        if expected is None:
+            continue
+        tries = {"zeros": torch.zeros_like(expected), "shifted": expected.roll(1)}
+        for argument, value in truth.inputs.arguments.items():
+            if isinstance(value, torch.Tensor) and value.shape == expected.shape:
+                tries[f"input {argument}"] = value.detach()
+        dtype = truth.dtypes.get(name, truth.case.dtype)
+        answers = {said: truth.expected | {name: value.to(dtype)} for said, value in tries.items()}
+        exact = (truth.compare(answer)[0] for answer in answers.values())
+        verdicts = [next(error for error in errors if error.name == name) for errors in exact]
+        if passed := tuple(said for said, error in zip(answers, verdicts, strict=True) if error.error <= error.allowed):
+            passing[name] = passed
+    return passing

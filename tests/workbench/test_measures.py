@@ -1,0 +1,208 @@
+"""Measures are registered objects: a new one is one file, and everything from the declaration to the report knows it."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+
+from onelaunch.device.hardware import Ceilings
+from onelaunch.errors import StudyError
+from onelaunch.workbench.decide.decision import concluded
+from onelaunch.workbench.decide.judging import Finding
+from onelaunch.workbench.decide.measured import JudgedMeasure, judged
+from onelaunch.workbench.measure import sampling, timing
+from onelaunch.workbench.report import markdown
+from onelaunch.workbench.report.headline import headline
+from onelaunch.workbench.result import Result
+from onelaunch.workbench.run import Steps, run_study
+from onelaunch.workbench.study import Alone, Criterion, Measure, find_measure, measure, measure_names, measures, register
+from onelaunch.workbench.study.plan import plan_study
+from onelaunch.workbench.study.read import load_study
+from tests.workbench import toy
+
+RATES = Ceilings(1e12, {"float32": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up")
+FILE = Path(__file__).with_name("toy_measure.py")
+STUDY = """
+name = "few-operators"
+question = "Does it run few operators?"
+operation = "toy_sum"
+baseline = "eager"
+variants = ["eager", "parallel"]
+regimes = ["cold"]
+rounds = 3
+directions = ["forward", "forward_backward"]
+
+[[shapes]]
+name = "first"
+dtype = "float32"
+scale = "small"
+B = 2
+T = 24
+V = 8
+
+[[criteria]]
+name = "few operators"
+measure = "operators"
+of = "parallel"
+at = "first"
+at_most = 60
+"""
+
+assert toy.toy_sum.name == "toy_sum"  # registered by its import
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """A copy of the registry, so that no other test knows what is registered here."""
+    monkeypatch.setattr(measure, "_MEASURES", dict(measure._MEASURES))
+
+
+@pytest.fixture
+def operators():
+    """The measure of the one file, registered by running it."""
+    spec = importlib.util.spec_from_file_location("toy_measure_of_one_file", FILE)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    return find_measure("operators")
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(sampling, "CACHES", 0)
+    monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
+
+    def write(*changes: tuple[str, str]) -> Path:
+        text = STUDY
+        for before, after in changes:
+            assert before in text
+            text = text.replace(before, after)
+        path = tmp_path / "few-operators.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_measure_of_one_file_goes_from_the_declaration_to_the_report(operators, written):
+    study = load_study(written())
+    assert study.criteria[0].quantity is operators
+    assert plan_study(study, RATES, "cpu", "small").infeasible == {}
+    result = run_study(study, device="cpu", steps=Steps(ceilings=lambda _: RATES), save_to=Path("result.json"))
+    cell = result.cell("first", "parallel")
+    assert 0 < cell.count("operators") <= 60
+    assert cell.counts == {"operators": cell.count("operators")}
+    unasked = result.cell("first", "eager")  # no criterion names it
+    assert unasked.count("operators") is None
+    assert "counts" not in unasked.model_dump(), "what was stored before is stored as it was"
+    (outcome,) = result.outcomes
+    assert outcome.status == "met"
+    assert outcome.values["first"].median == cell.count("operators")
+    assert result.decision.kind == "proceed"
+    assert Result.load(Path("result.json")) == result
+    assert concluded(result).outcomes == result.outcomes
+    assert "parallel runs" in headline(result).sentence
+    assert "operators a call at first" in headline(result).sentence
+    report = markdown.render(result)
+    assert f"runs {cell.count('operators')} operators a call at first, at most 60 was asked" in report  # the evidence
+    assert f"{cell.count('operators')} operators" in report.partition("Bytes and launches")[2]
+
+
+def test_a_criterion_that_is_missed_says_so(operators, written):
+    study = load_study(written(("at_most = 60", "equals = 1")))
+    result = run_study(study, device="cpu", steps=Steps(ceilings=lambda _: RATES), save_to=Path("result.json"))
+    assert result.outcomes[0].status == "missed"
+    assert result.decision.kind == "debug"
+
+
+def test_what_arithmetic_refutes_is_infeasible(operators, written):
+    plan = plan_study(load_study(written(("at_most = 60", "equals = 0"))), RATES, "cpu", "small")
+    assert "few operators" in plan.infeasible
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ([("at_most", "at_least")], "bounded from above"),
+        ([('of = "parallel"', 'of = "parallel"\nover = "eager"')], "leave over out"),
+        ([("at_most = 60", 'at_most = 60\ndirection = "forward_backward"')], "forward pass alone"),
+        ([("at_most = 60", "equals = -1")], "at least 0"),
+        ([('"operators"', '"operator"')], "'operators'"),
+    ],
+    ids=["bound", "over", "its own rule", "count", "misspelt"],
+)
+def test_a_declaration_is_held_against_the_rules_of_its_measure(operators, written, changes, problem):
+    with pytest.raises(StudyError, match=problem):
+        load_study(written(*changes))
+
+
+def test_a_measure_that_is_not_registered_is_refused(written):
+    with pytest.raises(StudyError, match="'launches', 'barriers' or 'error'"):
+        load_study(written())
+    with pytest.raises(ValueError, match="literal_error"):
+        Criterion(name="c", measure="operators", of="parallel", at_most=1)
+
+
+def test_a_name_is_registered_once(operators):
+    with pytest.raises(ValueError, match="already"):
+
+        @register
+        class Again(Measure):
+            name = "operators"
+            alone = Alone("", "")
+
+    with pytest.raises(ValueError, match="small letters"):
+
+        @register
+        class Loud(Measure):
+            name = "OPERATORS"
+
+    with pytest.raises(ValueError, match="single variant"):
+
+        @register
+        class Compared(Measure):
+            name = "compared"
+            counted = True
+
+    assert measure_names()[-1] == "operators"
+
+
+def test_a_measure_that_is_better_higher_alone_is_bounded_from_below(written):
+    @register
+    class Reuse(JudgedMeasure):
+        name = "reuse"
+        better = "higher"
+        alone = Alone("reuse is one variant's", "a reuse is")
+        evidence, demand, told = "the reuse of {of} is", "{of} has a reuse of {bound}", "{of} has a reuse of {amount}"
+
+        def judge(self, result, criterion, cells, among):
+            return Finding(cells[0].shape, "not_measured", "nothing", "nothing")
+
+    with pytest.raises(StudyError, match="bounded from below; use at_least"):
+        load_study(written(('"operators"', '"reuse"')))
+    assert load_study(written(('"operators"', '"reuse"'), ("at_most", "at_least"))).criteria[0].quantity.name == "reuse"
+
+
+def test_a_measure_without_a_judgement_is_named():
+    @register
+    class Mute(Measure):
+        name = "mute"
+
+    with pytest.raises(TypeError, match="JudgedMeasure"):
+        judged(Criterion(name="c", measure="mute", of="parallel", at_least=1.0))
+
+
+@pytest.mark.parametrize("each", measures(), ids=lambda each: each.name)
+def test_every_measure_explains_itself(each):
+    assert isinstance(each, JudgedMeasure)
+    assert each.meaning
+    assert inspect.getdoc(type(each))
+    sides = {"of": "ONE", "over": "OTHER"}
+    texts = (each.evidence.format(**sides), each.demand.format(**sides, bound="B"), each.told.format(**sides, amount="A"))
+    for text in texts:
+        assert "ONE" in text
+        assert ("OTHER" in text) == (each.alone is None)
+    assert len({other.rank for other in measures()}) == len(measures())
