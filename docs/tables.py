@@ -61,4 +61,4 @@ def _variants(operation: Operation) -> str:
 
 def _rank(variant: Variant) -> int:
     """Return the place of a variant: kernels of our own first, then PyTorch's forms, then other libraries."""
-    return 2 if "requires" in variant.tags else int(variant.launches is None)
+    return 2 if variant.capabilities.requires else int(variant.launches is None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -22,7 +21,7 @@ def driver(monkeypatch):
     fake = SimpleNamespace(answer=0, calls=calls)
     fake.cuInit = lambda flags: calls.append(("cuInit", flags)) or fake.answer
     fake.cuDevicePrimaryCtxRetain = lambda place, device: calls.append(("cuDevicePrimaryCtxRetain", device)) or 0
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
+    monkeypatch.setattr(ahead, "library", lambda: fake)
     monkeypatch.setattr(ahead, "_for_cuda", lambda: True)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # and put back
     return fake
@@ -60,7 +59,7 @@ def test_where_no_gpu_answers_nothing_happens(driver, monkeypatch):
     driver.answer = 100  # CUDA_ERROR_NO_DEVICE
     ahead.make_context([]).join(10)
     assert driver.calls == [("cuInit", 0)]
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    monkeypatch.setattr(ahead, "library", lambda: (_ for _ in ()).throw(OSError("libcuda.so.1")))
     ahead.make_context([]).join(10)
 
 

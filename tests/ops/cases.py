@@ -175,14 +175,16 @@ def decay_of(operation: Operation[..., Any]) -> str:
 
 def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
     """What runs on any device without compiling anything."""
-    own = [name for name, variant in operation.variants.items() if variant.launches is None and "requires" not in variant.tags]
+    own = [
+        name for name, variant in operation.variants.items() if variant.launches is None and variant.capabilities.requires is None
+    ]
     return [name for name in own if name != "compiled"]
 
 
 def triton_variants(operation: Operation[..., Any]) -> list[str]:
     """Variants of our own kernels (only of these is the number of launches known) that run on any GPU."""
     own = [name for name, variant in operation.variants.items() if variant.launches is not None]
-    return [name for name in own if "architectures" not in operation.variants[name].tags]
+    return [name for name in own if operation.variants[name].capabilities.architectures is None]
 
 
 def variants_by_case(variants: list[str], cases: dict[str, Any] | list[str]) -> pytest.MarkDecorator:

@@ -13,7 +13,7 @@ from onelaunch import dispatch
 from onelaunch.errors import ArgumentError, DeviceError, DTypeError, OneLaunchError, ShapeError, UnknownVariant
 from onelaunch.operation import DIRECTIONS
 from onelaunch.ops import gla, gla_layer
-from onelaunch.ops.gla_layer import fla
+from onelaunch.ops.gla_layer.variants import peers
 from tests.ops.cases import assert_near, differentiable
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
 from tests.ops.test_swiglu_peers import pretend
@@ -167,18 +167,18 @@ class Layer(nn.Module):
 
 def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
     pretend(monkeypatch, "fla.layers", GatedLinearAttention=Layer)
-    fla.layer_of.cache_clear()
+    peers.layer_of.cache_clear()
     for seed in (0, 1):  # the second finds the layer there, and must not find the weights of the first
         given = made(grad=True, seed=seed, rank=5, normalizer=3.0, eps=0.5)
         given["w_out"] = nn.Parameter(given["w_out"].detach())
         leaves = list(differentiable(given).values())
-        (found, state), (expected, _) = fla.fla(GLA_LAYER.bind(**given)), gla_layer(**given, variant="stepwise")
+        (found, state), (expected, _) = peers.fla(GLA_LAYER.bind(**given)), gla_layer(**given, variant="stepwise")
         assert state is None
         assert_near({"out": found}, {"out": expected}, 2e-6)
         ours, theirs = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
         assert_near(dict(enumerate(ours)), dict(enumerate(theirs)), 2e-5)
-    kept = fla.layer_of(40, GLA_LAYER.bind(**given).sizes, 0.5)
-    fla.layer_of.cache_clear()
+    kept = peers.layer_of(40, GLA_LAYER.bind(**given).sizes, 0.5)
+    peers.layer_of.cache_clear()
     assert not any(isinstance(value, torch.Tensor) for module in kept.modules() for value in vars(module).values())
 
 
@@ -187,7 +187,7 @@ def test_what_flas_layer_cannot_do(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: object() if package in found else None)
 
     def reason(device: str = "cuda:0", **given: Any) -> str | None:
-        return fla.fla.why_not(GLA_LAYER.query(GLA_LAYER.case("bfloat16", **{**SMALL, **given}), device, grad=True))
+        return peers.fla.why_not(GLA_LAYER.query(GLA_LAYER.case("bfloat16", **{**SMALL, **given}), device, grad=True))
 
     assert reason() is None
     assert "needs a CUDA or ROCm device" in str(reason("cpu"))

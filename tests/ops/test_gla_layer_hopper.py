@@ -10,7 +10,7 @@ import torch
 
 from onelaunch.operation import Case, find_operation
 from onelaunch.ops import gla_layer
-from onelaunch.ops.gla_layer import packed
+from onelaunch.ops.gla_layer import autograd
 from onelaunch.ops.gla_layer.composition import segments_of
 from onelaunch.workbench.verify import judge
 from tests.ops.cases import GLA, assert_captured_step_follows_its_inputs, assert_near, assert_ok, differentiable
@@ -48,7 +48,7 @@ def by_kernels(given: dict[str, Any], *, keep_states: bool = False) -> torch.Ten
     """The layer as one function, by the kernels that :func:`by_parts` is asked for."""
     tensors, numbers = [given[name] for name in TENSORS], [given[name] for name in ("heads", "normalizer", "eps")]
     want_final = given["output_final_state"]
-    return packed.forward(*tensors, None, *numbers, want_final, keep_states, KERNELS, grad=True)[0]
+    return autograd.forward(*tensors, None, *numbers, want_final, keep_states, KERNELS, grad=True)[0]
 
 
 def assert_training_correct(case: Case, variant: str, device: torch.device) -> None:

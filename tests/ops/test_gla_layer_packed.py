@@ -11,9 +11,9 @@ from torch import library
 from onelaunch import dispatch
 from onelaunch.errors import VariantUnsupported
 from onelaunch.ops import gla_layer
-from onelaunch.ops.gla_layer import packed
+from onelaunch.ops.gla_layer import autograd
 from onelaunch.ops.gla_layer.composition import compose
-from onelaunch.ops.gla_layer.variants import tensors_of
+from onelaunch.ops.gla_layer.variants.composed import tensors_of
 from tests.ops.cases import assert_near, assert_one_call_correct, differentiable, weights_like
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
 
@@ -175,7 +175,7 @@ def test_the_operators_keep_their_promises(want_final):
     forward, backward = (getattr(torch.ops.onelaunch, f"gla_layer_{way}").default for way in ("forward", "backward"))
     library.opcheck(forward, arguments, test_utils=UTILITIES)
     with torch.no_grad():
-        out, final, *kept = packed.run_forward(*arguments)
+        out, final, *kept = autograd.run_forward(*arguments)
     x, in_proj_weight, gk_weight, _, norm_weight, w_out = (each.detach() for each in tensors)
     state = arguments[6] if arguments[6] is None else arguments[6].detach()
     given_back = (torch.ones_like(out), torch.ones_like(final) if want_final else None)
@@ -207,7 +207,7 @@ def test_it_is_refused_where_there_is_no_backward_pass_or_no_kernel():
 def test_states_are_kept_by_name_alone(monkeypatch):
     """On a GPU that is not there: all kernels run but where the recurrence is not the one that keeps states."""
     able = {"projections": "wide_activated", "gla": "fused", "output_chain": "norm_gate"}
-    monkeypatch.setattr(packed, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
+    monkeypatch.setattr(autograd, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
     query = GLA_LAYER.query(case_of("small"), "cuda:0", grad=True)
     assert GLA_LAYER.get("packed").why_not(query) is None
     assert GLA_LAYER.get("packed_states").why_not(query) == "keeps states of the recurrence hopper alone"

@@ -165,3 +165,14 @@ def test_results_have_the_promised_dtypes_and_shapes(variant, dtype):
     assert final.shape == (2, 6)
     arguments["output_final_state"] = False
     assert isinstance(linear_rnn(**arguments, variant=variant), torch.Tensor)
+
+
+def test_example_calls_reach_every_kernel_on_hopper():
+    pytest.importorskip("triton")
+    names = [build.kernel.__name__ for build in LINEAR_RNN.get("fused_chunked").builds("sm_90a")]
+    assert names.count("project_scan_gate_chunked_hopper_kernel") == 3  # narrow tiles, wide ones, more columns than stages
+    assert names.count("project_scan_gate_kernel") == 1
+    assert {build.kernel.__name__ for build in LINEAR_RNN.get("fused_chunked").builds("sm_80")} == {
+        "project_scan_gate_kernel",
+        "scan_gate_backward_kernel",
+    }

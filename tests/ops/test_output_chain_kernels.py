@@ -323,3 +323,12 @@ def test_without_a_gpu_and_without_an_interpreter_pytorch_computes():
 
 def test_every_own_variant_is_among_those_that_are_tested():
     assert triton_variants(OUTPUT_CHAIN) == OWN
+
+
+def test_example_calls_reach_the_backward_kernel_in_every_form():
+    """Also where no weight is trained (no ``a`` again), and where nothing but the output weight is (nothing but ``a``)."""
+    pytest.importorskip("triton")
+    builds = [build for build in OUTPUT_CHAIN.get("norm_gate").builds("sm_90a") if "gradients" in build.name]
+    absent = [{name for name in ("a", "da", "gate", "norm_weight") if build.signature[name] == "constexpr"} for build in builds]
+    for form in (set(), {"gate"}, {"a", "gate", "norm_weight"}, {"da"}):
+        assert form in absent

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from onelaunch import dispatch
 from onelaunch.cuda.module import _layout
-from onelaunch.cuda.tensor_map import _unaddressable
+from onelaunch.cuda.tensor_maps import _unaddressable
 from onelaunch.ops import Segment, projections
 from onelaunch.ops.projections import hopper
 from onelaunch.ops.projections.hopper_tiles import FEW, WIDEST, Tiles, counts, header, narrow_for, taken, tiles_for

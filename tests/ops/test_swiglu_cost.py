@@ -22,7 +22,7 @@ def test_variants_add_what_their_launches_hand_on():
     added = {"eager": 4 * result + x, "three_node": 4 * result + x, "wide": 4 * result, "two_node": 2 * result + x, "fused": 0}
     for name, bytes_ in added.items():
         assert SWIGLU.cost(case, SWIGLU.get(name)).bytes == SWIGLU.cost(case).bytes + bytes_, name
-    launches = {name: (variant.launches, variant.tags.get("backward_launches")) for name, variant in SWIGLU.variants.items()}
+    launches = {name: (variant.launches, variant.capabilities.backward_launches) for name, variant in SWIGLU.variants.items()}
     own = {"three_node": (3, 6), "wide": (2, 3), "two_node": (2, 4), "fused": (1, 4), "block_scaled": (1, None)}
     own |= dict.fromkeys(("persistent", "stream_k", "small_m"), (1, 4))
     assert {name: counts for name, counts in launches.items() if counts[0]} == own

@@ -9,7 +9,7 @@ import torch
 
 from onelaunch import dispatch
 from onelaunch.cuda.module import _layout
-from onelaunch.cuda.tensor_map import _unaddressable
+from onelaunch.cuda.tensor_maps import _unaddressable
 from onelaunch.operation import find_operation
 from onelaunch.ops import swiglu
 from onelaunch.ops.swiglu import hopper

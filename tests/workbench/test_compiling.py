@@ -51,8 +51,8 @@ def test_each_process_compiles_a_part_of_what_is_tuned(monkeypatch):
     tuned = [place for place in made if place.variant == "parallel" and place[:2] == ("first", "forward")]
     assert [(place.part, place.parts) for place in tuned] == [(part, 4) for part in range(4)]
     assert {place.parts for place in made if place.variant != "parallel"} == {1}
-    assert find_operation("gla").get("fla").tags["tunes"]
-    assert find_operation("gla_layer").get("fla").tags["tunes"]
+    assert find_operation("gla").get("fla").capabilities.tunes
+    assert find_operation("gla_layer").get("fla").capabilities.tunes
 
 
 def test_a_part_of_tuning_tries_its_own_configurations_and_anew():

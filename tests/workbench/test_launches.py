@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onelaunch.errors import DriverError
 from onelaunch.workbench.measure import launches
 from onelaunch.workbench.measure.count import Request
 from tests.workbench.toy import toy_case, toy_sum
@@ -41,13 +42,13 @@ GRAPH = SimpleNamespace(raw_cuda_graph=lambda: 2**40 + 1)
     ("kinds", "found"), [((), 0), ((KERNEL, KERNEL, COPY, FILL, KERNEL), 5), ((EMPTY, KERNEL, HOST, EMPTY), 1)]
 )
 def test_kernels_copies_and_fills_are_launches(kinds, found, monkeypatch):
-    monkeypatch.setattr(launches, "_driver", lambda: Driver(*kinds))
+    monkeypatch.setattr(launches, "library", lambda: Driver(*kinds))
     assert launches.launches_in(GRAPH) == found
 
 
 def test_a_driver_that_refuses_is_an_error(monkeypatch):
-    monkeypatch.setattr(launches, "_driver", lambda: Driver(KERNEL, error=1))
-    with pytest.raises(RuntimeError, match=r"does not tell what a graph holds \(error 1\)"):
+    monkeypatch.setattr(launches, "library", lambda: Driver(KERNEL, error=1))
+    with pytest.raises(DriverError, match="cuGraphGetNodes"):
         launches.launches_in(GRAPH)
 
 

@@ -67,7 +67,7 @@ def test_its_criteria_are_those_that_were_set(study):
 def test_what_decides_speaks_of_our_fastest_and_of_no_peer(study):
     for criterion in study.criteria:
         for name in study.select(criterion.of):
-            assert "requires" not in find_operation("gla").get(name).tags
+            assert find_operation("gla").get(name).capabilities.requires is None
 
 
 def test_one_long_sequence_is_the_same_work_as_what_it_is_held_against(study):

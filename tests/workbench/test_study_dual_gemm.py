@@ -84,9 +84,9 @@ def test_constant_weights_are_promised_where_models_decode(study):
 
 def test_what_decides_speaks_of_no_peer(study):
     operation = find_operation("swiglu")
-    assert "requires" not in operation.get(study.baseline).tags
+    assert operation.get(study.baseline).capabilities.requires is None
     for criterion in study.criteria:
-        assert all(operation.get(name).tags["launches"] == 1 for name in study.select(criterion.of) if name != "two_node")
+        assert all(operation.get(name).launches == 1 for name in study.select(criterion.of) if name != "two_node")
 
 
 def test_quantized_weights_are_held_against_the_same_work_in_16_bits(study):

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from onelaunch.cuda.driver import library
+
 _FOR_CUDA = re.compile(r"^cuda\b.*= *['\"]", re.MULTILINE)
 """In PyTorch's ``version.py``, where it was built for CUDA."""
 
@@ -70,7 +72,7 @@ def _for_cuda() -> bool:
 def _make_context() -> None:
     """Without a driver or a GPU nothing happens: PyTorch says later what is missing."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = library()
     except OSError:
         return
     if driver.cuInit(0) == 0:

@@ -1,9 +1,16 @@
-"""CUDA C++ kernels: compiled by NVRTC at first use, loaded and launched through the driver."""
+"""CUDA C++ kernels: compiled by NVRTC at first use, loaded and launched through the driver.
 
-from onelaunch.cuda.compiler import Compiled, Source, compile_now, compile_source, include, missing, read, version
-from onelaunch.cuda.driver import make_context_current
-from onelaunch.cuda.module import Function, Kind, load
-from onelaunch.cuda.tensor_map import tensor_map
+Names are imported when they are first asked for: a command that needs the driver alone does not wait for PyTorch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onelaunch.cuda.compiler import Compiled, Source, compile_now, compile_source, include, missing, read, version
+    from onelaunch.cuda.driver import make_context_current
+    from onelaunch.cuda.module import Function, Kind, load
+    from onelaunch.cuda.tensor_maps import tensor_map
 
 __all__ = [
     "Compiled",
@@ -20,3 +27,19 @@ __all__ = [
     "tensor_map",
     "version",
 ]
+
+_HOMES = {
+    **dict.fromkeys(("Function", "Kind", "load"), "module"),
+    "make_context_current": "driver",
+    "tensor_map": "tensor_maps",
+}
+"""Module of each name; ``compiler`` for the others."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of :data:`__all__` from its module, and keep it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'compiler')}"), name)
+    globals()[name] = value
+    return value

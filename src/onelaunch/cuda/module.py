@@ -14,7 +14,7 @@ import torch
 
 from onelaunch.cuda.compiler import Source, compile_source
 from onelaunch.cuda.driver import bound, current_context, primary_context
-from onelaunch.cuda.tensor_map import MAP_BYTES
+from onelaunch.cuda.tensor_maps import MAP_BYTES
 from onelaunch.errors import DriverError
 from onelaunch.wording import listing
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import torch
 
 from onelaunch import cuda
-from onelaunch.cuda.tensor_map import MAP_BYTES
+from onelaunch.cuda.tensor_maps import MAP_BYTES
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 from onelaunch.launch.imitation import imitated, recorded
 

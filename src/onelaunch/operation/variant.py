@@ -70,6 +70,17 @@ class Capabilities:
         return self.requires is None and not self.by_name_only and not self.experimental
 
 
+_UNSELECTABLE = (
+    "barriers",
+    "by_name_only",
+    "engine",
+    "engine_bytes",
+    "experimental",
+    "in_a_row",
+    "prompt_steps",
+)
+"""Capabilities that studies do not select by: functions, and what only ``auto`` asks."""
+
 _COUNTS = ("launches", "backward_launches")
 _FLAGS = ("backward", "by_name_only", "experimental", "tunes")
 
@@ -111,7 +122,7 @@ class Variant:
         self.name = name
         self.run = run
         self.capabilities = Capabilities.of(operation.name, name, tags)
-        self.tags = dict(tags)
+        self.tags = {key: value for key, value in tags.items() if key not in _UNSELECTABLE}
         """Facts that studies select by."""
         self.summary = (inspect.getdoc(run) or "").partition("\n")[0]
         self.confirmed: set[Query] = set()

@@ -169,7 +169,7 @@ def engine_that_fits(config: ModelConfig, device: torch.device, room: int) -> st
     chosen = dispatch.pick(AUTO, query).name
     for name in decode_step.preference(query):
         variant = decode_step.variants[name]
-        able = name != chosen and variant.why_not(query) is None and "requires" not in variant.tags
+        able = name != chosen and variant.why_not(query) is None and variant.capabilities.automatic
         if able and engine_bytes(config, device, name) <= room:
             said = (
                 f"{chosen} keeps the weights a second time, {need / 1e9:.1f} GB, and there is room for {max(room, 0) / 1e9:.1f}"

@@ -1,4 +1,4 @@
-"""Capabilities of a variant of ``decode_step`` beyond a single step, read from its tags in this module alone.
+"""Capabilities of a variant of ``decode_step`` beyond a single step, typed for decoding.
 
 ==================  ==========================================================================================================
 ``engine``          ``engine(weights)``: the engine that makes a request's tokens; without it, PyTorch calls ``decode_step``.
@@ -27,26 +27,26 @@ InARow: TypeAlias = Callable[[DecodeCall, int], tuple[torch.Tensor, torch.Tensor
 
 def engine(variant: Variant) -> Callable[[Weights], Engine] | None:
     """Return the function that makes the variant's engine, or ``None`` if it brings none."""
-    return variant.tags.get("engine")
+    return variant.capabilities.engine
 
 
 def engine_bytes(variant: Variant, config: ModelConfig) -> int:
     """Return the most bytes that the variant's engine takes on the device in addition to the weights."""
-    size: Callable[[ModelConfig], int] | None = variant.tags.get("engine_bytes")
+    size: Callable[[ModelConfig], int] | None = variant.capabilities.engine_bytes
     return 0 if size is None else size(config)
 
 
 def prompt_steps(variant: Variant, config: ModelConfig) -> int:
     """Return the longest prompt, in tokens, that single steps read sooner than PyTorch's prefill."""
-    longest: Callable[[ModelConfig], int] | None = variant.tags.get("prompt_steps")
+    longest: Callable[[ModelConfig], int] | None = variant.capabilities.prompt_steps
     return 0 if longest is None else longest(config)
 
 
 def in_a_row(variant: Variant) -> InARow | None:
     """Return the function that makes many tokens at once, or ``None`` if the variant makes single steps only."""
-    return variant.tags.get("in_a_row")
+    return variant.capabilities.in_a_row
 
 
 def barriers(variant: Variant) -> Callable[[DecodeCall], int] | None:
     """Return the function that counts the grid barriers of a token, or ``None`` if the variant's kernels count none."""
-    return variant.tags.get("barriers")
+    return variant.capabilities.barriers

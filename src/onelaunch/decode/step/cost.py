@@ -26,5 +26,5 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     moved = (read + (position + 1) * row) * case.dtype.itemsize + 4 * config.vocab_size
     written = row * case.dtype.itemsize + 4 * config.vocab_size
     attention = 2 * config.num_hidden_layers * config.query_size * (position + 1)
-    launches = 1 if variant is None else variant.tags.get("launches")
+    launches = 1 if variant is None else variant.launches
     return Cost(2 * (multiplied + attention), moved, launches, written=written)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -281,23 +281,22 @@ def gla(
 
     Source: experiment 039; Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024).
     """
-    q, k, v, g, gv = under_autocast(q, k, v, g, gv)
-    call = bind(
-        q,
-        k,
-        v,
-        g,
-        gv=gv,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-    )
+    call = bind_under_autocast(
+        q, k, v, g, gv, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     return run(call, variant)
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def bind_under_autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None, **rest: Any
+) -> GlaCall:
+    """Return the call that :func:`bind` checks, of tensors as autocast has them."""
+    q, k, v, g, gv = under_autocast(q, k, v, g, gv)
+    return bind(q, k, v, g, gv=gv, **rest)
 
 
 def under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, gv: torch.Tensor | None) -> Tensors:

@@ -13,7 +13,7 @@ import torch
 
 from onelaunch import checks, dispatch
 from onelaunch.errors import ArgumentError, ValueRangeError
-from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind, run, under_autocast
+from onelaunch.ops.gla.contract import PER_CHANNEL, PER_HEAD, GlaCall, bind_under_autocast, run
 from onelaunch.wording import did_you_mean, listing
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
@@ -56,19 +56,10 @@ def chunk_gla(
     """
     _companion(cu_seqlens, cu_seqlens_cpu)
     checks.tensor("g", g)
-    q, k, v, decay, _ = under_autocast(q, k, v, g, None)
-    call = bind(
-        q,
-        k,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        layouts=(PER_CHANNEL,),
-    )
+    call = bind_under_autocast(
+        q, k, v, g, None, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, layouts=(PER_CHANNEL,),
+    )  # fmt: skip
     return run(call, variant)
 
 
@@ -119,20 +110,10 @@ def chunk_simple_gla(
         raise ArgumentError("g and g_gamma are both given; give the decay per step as g or per head as g_gamma, not both.")
     if g_gamma is not None:
         g = _at_every_step(g_gamma, q)
-    q, k, v, g, _ = under_autocast(q, k, v, g, None)
-    call = bind(
-        q,
-        k,
-        v,
-        g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        gate="g" if g_gamma is None else "g_gamma",
-        layouts=(PER_HEAD,),
-    )
+    call = bind_under_autocast(
+        q, k, v, g, None, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, gate="g" if g_gamma is None else "g_gamma", layouts=(PER_HEAD,),
+    )  # fmt: skip
     return run(call, variant)
 
 
@@ -179,21 +160,10 @@ def fused_recurrent_gla(
         OneLaunchError: as :func:`onelaunch.ops.gla` for the rest.
     """
     state_v_first = _older_names("fused_recurrent_gla", kwargs, state_v_first, ())
-    q, k, v, gk, gv = under_autocast(q, k, v, gk, gv)
-    call = bind(
-        q,
-        k,
-        v,
-        gk,
-        gv=gv,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        gate="gk",
-        layouts=(PER_CHANNEL,),
-    )
+    call = bind_under_autocast(
+        q, k, v, gk, gv, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, gate="gk", layouts=(PER_CHANNEL,),
+    )  # fmt: skip
     return _backwards(call, variant) if reverse else run(call, variant)
 
 

@@ -41,7 +41,7 @@ def places_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int
     operation = find_operation(study.operation)
     for cell in cells:
         if cell.status is None and not cell.control:
-            parts = processes if operation.get(cell.variant).tags.get("tunes") else 1
+            parts = processes if operation.get(cell.variant).capabilities.tunes else 1
             yield from (Place(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts))
 
 

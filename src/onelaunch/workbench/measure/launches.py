@@ -8,12 +8,12 @@ counted by the kernel itself: a variant whose kernel does so has a tag ``barrier
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from onelaunch.cuda.driver import accept, library
 from onelaunch.operation import Operation
 from onelaunch.workbench.measure.count import Request
 from onelaunch.workbench.measure.sampling import WARM_UP_CALLS, capture
@@ -49,20 +49,24 @@ def count_barriers(
     return [_or_why_not(_barriers, operation, request, device, seed) for request in requests]
 
 
+ABOUT = "the nodes of a captured graph"
+"""Object of the driver's errors here."""
+
+
 def launches_in(graph: torch.cuda.CUDAGraph) -> int:
     """Return the number of kernels, copies and fills in a captured graph, made with ``keep_graph=True``.
 
     Raises:
-        RuntimeError: the driver refused.
+        DriverError: The driver does not tell what the graph holds.
     """
-    driver, handle, size = _driver(), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
-    _demand(driver.cuGraphGetNodes(handle, None, ctypes.byref(size)))
+    driver, handle, size = library(), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, None, ctypes.byref(size)), ABOUT)
     nodes, kind = (ctypes.c_void_p * size.value)(), ctypes.c_int()
     if size.value:
-        _demand(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(size)))
+        accept("cuGraphGetNodes", driver.cuGraphGetNodes(handle, nodes, ctypes.byref(size)), ABOUT)
     found = 0
     for node in nodes:
-        _demand(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        accept("cuGraphNodeGetType", driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)), ABOUT)
         found += kind.value in LAUNCHES
     return found
 
@@ -78,7 +82,7 @@ def _or_why_not(count: Count, operation: Operation[..., Any], request: Request, 
 
 
 def _barriers(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
-    counter = None if request.control else operation.get(request.variant).tags.get("barriers")
+    counter = None if request.control else operation.get(request.variant).capabilities.barriers
     if counter is None:
         return "its kernels count none"
     inputs = make_inputs(operation, request.case, device, seed, request.direction)
@@ -100,14 +104,3 @@ def _launches(operation: Operation[..., Any], request: Request, device: torch.de
         stream.synchronize()
     capture(callee, [inputs], 1, graph, stream)
     return launches_in(graph)
-
-
-@functools.cache
-def _driver() -> Any:
-    """Return the CUDA driver, by ctypes: two functions are needed, and every machine with an NVIDIA GPU has it."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _demand(code: int) -> None:
-    if code:
-        raise RuntimeError(f"the CUDA driver does not tell what a graph holds (error {code})")

@@ -174,7 +174,7 @@ def peer_names(result: Result) -> tuple[str, ...]:
     except OneLaunchError:
         return ()
     names = dict.fromkeys((*result.study.variant_names(), *(cell.variant for cell in result.cells)))
-    return tuple(name for name in names if name in known and known[name].tags.get("requires"))
+    return tuple(name for name in names if name in known and known[name].capabilities.requires)
 
 
 def way(direction: str) -> str:

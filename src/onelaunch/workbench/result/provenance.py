@@ -86,7 +86,7 @@ def versions(study: Study) -> dict[str, str]:
     if toolkit := torch.version.hip:
         found["rocm"] = toolkit
     owner = find_operation(study.operation)
-    peers = [package for name in study.variant_names() if (package := owner.get(name).tags.get("requires"))]
+    peers = [package for name in study.variant_names() if (package := owner.get(name).capabilities.requires)]
     for package in ("triton", *peers):
         if (version := _version(package)) is not None:
             found[package] = version

@@ -187,7 +187,7 @@ def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> Pla
 
 def missing_package(variant: Variant) -> str | None:
     """Return the package that the variant's tag ``requires`` names if it cannot be imported here, else ``None``."""
-    package = variant.tags.get("requires")
+    package = variant.capabilities.requires
     return None if package is None or package_installed(package) else package
 
 

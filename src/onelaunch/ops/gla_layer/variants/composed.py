@@ -15,7 +15,7 @@ from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.operation import Query
 from onelaunch.operation.requirements import no_steps
 from onelaunch.ops.gla.variants.torch import short_enough
-from onelaunch.ops.gla_layer import packed as layer
+from onelaunch.ops.gla_layer import autograd as layer
 from onelaunch.ops.gla_layer.composition import Parts, Results, Tensors, compose
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
 
@@ -84,10 +84,10 @@ def composed(call: GlaLayerCall) -> Results:
 
 @gla_layer.variant("packed", launches=None, fuses=("gradients",), parts=DISPATCHED)
 def packed(call: GlaLayerCall) -> Results:
-    """One function with a backward pass of its own: gradients of all projections are written into one matrix. See ``packed.py``.
+    """One function with a backward pass of its own: gradients of all projections are written into one matrix.
 
-    Its parts run by kernels of ours, the one that the dispatcher chooses where it is one of them; what reads x is a product of
-    PyTorch's alone, since no activation follows it. Without a backward pass it would be ``composed``.
+    See ``autograd.py``. Its parts run by kernels of ours, the one that the dispatcher chooses where it is one of them; what reads
+    x is a product of PyTorch's alone, since no activation follows it. Without a backward pass it would be ``composed``.
     """
     return layer.compute(call)
 
