@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import library
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from onelaunch.ops import Segment, gla, projections
 from onelaunch.ops.projections.layout import layout_of
@@ -223,6 +224,36 @@ def test_the_operators_keep_pytorchs_rules(variant, keep):
     dys[2] = None
     backward = torch.ops.onelaunch.projections_activation_gradients.default
     library.opcheck(backward, (dys, y, rstd, kept, code), test_utils=UTILITIES)
+
+
+@pytest.mark.interpret
+@each_own
+def test_one_graph_serves_other_lengths(variant):
+    layout = layout_of(EVERY)
+    rest = (layout.code, 1e-6, True, variant)
+
+    def forward(x, weight, bias):
+        return torch.ops.onelaunch.projections_forward(x, weight, bias, *rest)
+
+    weight, bias = torch.randn(layout.rows, 12), torch.randn(layout.biases)
+    traced = make_fx(forward, tracing_mode="symbolic")(torch.randn(2, 5, 12), weight, bias)
+    x = torch.randn(2, 9, 12)
+    found, expected = traced(x, weight, bias), forward(x, weight, bias)
+    for one, other in zip(layout.cut(found[0]), layout.cut(expected[0]), strict=True):
+        assert torch.equal(one, other)
+    assert [each.shape for each in found] == [each.shape for each in expected]
+
+
+@pytest.mark.parametrize("variant", [*OWN, "epilogue_persistent", "cluster", "cluster_weight"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_results_on_the_meta_device_have_their_shapes(variant, keep):
+    layout = layout_of(EVERY)
+    x, weight = (torch.empty(*shape, 16, dtype=torch.float16, device="meta") for shape in ((2, 5), (layout.rows,)))
+    bias = torch.empty(layout.biases, dtype=torch.float16, device="meta")
+    y, rstd, kept = torch.ops.onelaunch.projections_forward(x, weight, bias, layout.code, 1e-6, keep, variant)
+    assert (y.shape, y.dtype, y.device.type) == ((2, 5, layout.pitch), torch.float16, "meta")
+    assert (rstd.shape, rstd.dtype) == ((10, layout.norms) if keep else (0,), torch.float32)
+    assert kept.shape == ((10, layout.kept) if keep else (0,))
 
 
 @pytest.mark.interpret

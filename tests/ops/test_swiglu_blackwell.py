@@ -56,6 +56,10 @@ def test_the_kernel_reads_every_code_and_scale(M, N, K, swizzled, emulated):
     assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_it_is_never_chosen_before_it_has_run_on_hardware():
+    assert SWIGLU.get("block_scaled").capabilities.experimental
+
+
 def test_elsewhere_than_on_blackwell():
     assert "needs an NVIDIA GPU of compute capability 10" in str(
         SWIGLU.get("block_scaled").why_not(Query("swiglu", "cpu", torch.float16, (4, 16, 32), flags=("nvfp4",)))

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import library
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from onelaunch.ops import (
@@ -193,6 +194,37 @@ def test_the_operator_keeps_pytorchs_rules(kernel, keep, stacked):
     library.opcheck(
         forward, (given["x"], *weights, *(None,) * 6, torch.float32, False, keep, False, kernel), test_utils=utilities
     )
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("variant", ["two_node", "fused"])
+def test_one_graph_serves_other_numbers_of_rows(variant):
+    rest = (*(None,) * 6, torch.float32, False, True, False, variant)
+
+    def forward(x, gate, up):
+        return torch.ops.onelaunch.swiglu_forward(x, gate, up, *rest)
+
+    def backward(dh, products):
+        return torch.ops.onelaunch.swiglu_gate_backward(dh, products, None)
+
+    weights = torch.randn(2, 40, 32)
+    traced = make_fx(forward, tracing_mode="symbolic")(torch.randn(5, 32), *weights)
+    x = torch.randn(9, 32)
+    h, products = traced(x, *weights)
+    for found, expected in zip((h, products), forward(x, *weights), strict=True):
+        assert torch.equal(found, expected)
+    traced = make_fx(backward, tracing_mode="symbolic")(torch.randn(5, 40), torch.randn(5, 80))
+    assert torch.equal(traced(h, products), backward(h, products))
+
+
+@pytest.mark.parametrize("variant", ["two_node", "fused", "persistent", "stream_k", "small_m"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_results_on_the_meta_device_have_their_shapes(variant, keep):
+    x, gate, up = (torch.empty(rows, 32, dtype=torch.float16, device="meta") for rows in (5, 40, 40))
+    rest = (*(None,) * 6, torch.float16, False, keep, False, variant)
+    h, products = torch.ops.onelaunch.swiglu_forward(x, gate, up, *rest)
+    assert (h.shape, h.dtype, h.device.type) == ((5, 40), torch.float16, "meta")
+    assert products.shape == ((5, 80) if keep else (0,))
 
 
 @pytest.mark.interpret

@@ -75,7 +75,7 @@ def test_quack(monkeypatch, call):
 
 
 def reason(monkeypatch, name: str, *, grad: bool = False, here: bool = True, capability: int = 9, **given: Any) -> str | None:
-    monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda package: object() if here else None)
+    monkeypatch.setattr(requirements, "package_installed", lambda package: here)
     monkeypatch.setattr(peers, "compute_capability", lambda device: capability)
     case = SWIGLU.case(**{"dtype": "bfloat16", "M": 4, "N": 16, "K": 32, "stacked": True, **given})
     return SWIGLU.get(name).why_not(SWIGLU.query(case, "cuda:0", grad=grad))

@@ -22,37 +22,10 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.common.activation import silu
+from onelaunch.kernels.gemm.tiles import load_channels, rows_from, store, tile_of
 
 BYTES = tl.constexpr(8)
 """Of codes that share a scale."""
-
-# Where a tile lies
-
-
-@triton.jit
-def tile_of(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """First row and first column of this program's tile of h; GROUP tiles of rows before the next columns."""
-    pid = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    first = (pid // (GROUP * tiles_n)) * GROUP
-    high = min(tiles_m - first, GROUP)
-    turn = pid % (GROUP * tiles_n)
-    return (first + turn % high) * BM, (turn // high) * BN
-
-
-@triton.jit
-def rows_from(start, count, SIZE: tl.constexpr):
-    """SIZE rows from ``start`` on, 64-bit; the last one again beyond the end."""
-    return tl.minimum(start + tl.arange(0, SIZE), count - 1).to(tl.int64)
-
-
-@triton.jit
-def load_channels(pointers, left, k, EVEN: tl.constexpr):
-    """What ``pointers`` point to, for channels ``k`` of which ``left`` are left; 0 beyond."""
-    if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=k < left, other=0.0)
-
 
 # Few bits
 
@@ -133,13 +106,6 @@ def scaled(total, scale, rows, AXIS: tl.constexpr, PER_ROW: tl.constexpr):
         else:
             total *= tl.load(scale)
     return total
-
-
-@triton.jit
-def store(out, tile, m, n, stride, M, N):
-    """A tile [BN, BM] of out^T, rounded; rows of ``out`` are ``stride`` apart."""
-    inside = (m < M)[None, :] & (n < N)[:, None]
-    tl.store(out + m.to(tl.int64)[None, :] * stride + n[:, None], tile.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
