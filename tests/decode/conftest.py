@@ -33,7 +33,7 @@ def played(weights, monkeypatch):
     """The kernels of ``streaming`` on this machine; they are made anew for each test."""
     played = Launch(weights)
     monkeypatch.setattr(kernels, "processors", lambda device: 5)
-    monkeypatch.setattr(kernels.nvrtc, "load", lambda *_, **__: played)
+    monkeypatch.setattr("onelaunch.launch.launch.load", lambda *_, **__: played)
     monkeypatch.setattr(decode_step.get("streaming"), "_supports", [])
     MODELS.discard(weights)
     yield played

@@ -322,7 +322,7 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
 def test_where_the_fastest_has_no_room_the_next_runs(monkeypatch):
     """What it keeps beside the weights decides; what was named is not replaced."""
     cpu, fastest = torch.device("cpu"), decode_step.get("eager")
-    monkeypatch.setitem(fastest.tags, "engine_bytes", lambda config: 7_000_000_000)
+    monkeypatch.setattr(fastest, "capabilities", replace(fastest.capabilities, engine_bytes=lambda config: 7_000_000_000))
     assert engine_file.engine_that_fits(SMALL, cpu, 7_000_000_000) == AUTO
     with pytest.warns(
         FallbackNotice, match=r"eager keeps the weights a second time, 7\.0 GB, and there is room for 6\.9; (\w+) runs"
