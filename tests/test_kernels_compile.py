@@ -10,10 +10,11 @@ import os
 
 import pytest
 
-from onelaunch import nvrtc
-from onelaunch.builds import CudaBuild
+from onelaunch import cuda
+from onelaunch.device.architectures import CHECKED
+from onelaunch.launch.build import CudaBuild
 from onelaunch.operation import find_operation, operations
-from onelaunch.workbench.inspection import CHECKED, inspect_build
+from onelaunch.workbench.inspection import inspect_build
 from tests.kept import keep_inspections
 
 pytest.importorskip("triton")
@@ -71,7 +72,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_a_kernel_compiles_without_problems(build, architecture, monkeypatch):
-    if isinstance(build, CudaBuild) and (reason := nvrtc.missing()):
+    if isinstance(build, CudaBuild) and (reason := cuda.missing()):
         pytest.skip(reason)
     keep_inspections(monkeypatch)
     found = inspect_build(build, architecture)

@@ -410,7 +410,7 @@ def test_saved_tensors_may_be_kept_elsewhere(operation, variant):
 
 @pytest.mark.parametrize(("operation", "variant"), [each for each in KERNELS if each.values[0] is not GLA])
 def test_nothing_is_kept_where_nobody_asks_for_gradients(operation, variant, monkeypatch):
-    from onelaunch.ops.gated_scan import launch
+    from onelaunch.kernels.scan import launch
     from onelaunch.ops.linear_rnn import launch as layer
 
     asked = []

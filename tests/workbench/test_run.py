@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch import peaks
+from onelaunch.device import peaks
+from onelaunch.device.hardware import Ceilings
 from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, ResultMismatch, StudyError
-from onelaunch.hardware import Ceilings
 from onelaunch.workbench import files, sampling, timing
 from onelaunch.workbench import result as result_module
 from onelaunch.workbench import run as module

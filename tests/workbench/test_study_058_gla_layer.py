@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onelaunch.hardware import Ceilings
+from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import sampling, timing
 from onelaunch.workbench.plan import plan_study
 from onelaunch.workbench.run import Steps, run_study
