@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use; `make` alone lists the targets.
 PYTHON ?= python3
 WORKERS ?= 2
-# What every kernel is compiled for: one, two or all architectures.
+# Kernels are compiled in one configuration for one architecture or two, or in every configuration for all.
 ARCHITECTURES ?= two
 # CPU seconds that the tests of each pass may take together; without a number they may take any.
 BUDGET ?=
@@ -47,7 +47,7 @@ docs: $(VENV)/.developer ## build the documentation; a warning is an error
 
 check: ARCHITECTURES = all
 check: export ONELAUNCH_TEST_CACHE ?= $(CURDIR)/build/compiled
-check: lint types layers docs test ## all of the above but the demo, with kernels compiled for all architectures
+check: lint types layers docs test ## all of the above but the demo, with every configuration of every kernel compiled
 
 format: $(VENV)/.developer ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

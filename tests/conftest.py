@@ -42,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--architectures",
         choices=("one", "two", "all"),
         default="two",
-        help="what every kernel is compiled for: sm_90a; sm_90a and sm_80 (default); or sm_100a and gfx942 as well",
+        help="compile each kernel in one configuration for sm_90a (one), for sm_80 as well (two, the default), "
+        "or in every configuration for these, sm_100a and gfx942 (all)",
     )
 
 

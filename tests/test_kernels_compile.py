@@ -1,6 +1,7 @@
 """Every kernel of every variant compiles: no spills, and the matrix instructions that were meant.
 
-For two architectures by default, for all with ``--architectures=all``, as continuous integration does.
+By default each kernel in one configuration for two architectures; with ``--architectures=all``, as continuous integration does,
+in every configuration for all.
 """
 
 from __future__ import annotations
@@ -36,27 +37,38 @@ class Spilled(AssertionError):
     """Registers went to local memory, and nothing else was wrong."""
 
 
-def distinct_builds(architectures):
-    """One parameter for each kernel in one configuration, named after the first variant that launches it."""
+def distinct_builds(architectures, *, every: bool):
+    """One parameter for each kernel in one configuration, named after the first variant that launches it.
+
+    Args:
+        architectures: what is compiled for.
+        every: take every configuration of a kernel, not one alone of those whose names differ behind a comma, as sizes do.
+    """
     seen = set()
     for operation in [] if INTERPRETED else operations():
         for variant in operation.variants.values():
             for architecture in architectures:
                 for build in variant.builds(architecture):
-                    key = (architecture, build.key)
+                    key = (architecture, build.key if every else kernel_of(build))
                     if key not in seen:
                         seen.add(key)
                         name = f"{operation.name}-{variant.name}-{build.name}"
                         where, why = SPILLS.get(name, ((), ""))
                         marks = [pytest.mark.xfail(reason=why, strict=True, raises=Spilled)] if architecture in where else []
-                        marks += [] if architecture in ARCHITECTURES["two"] else [pytest.mark.extra]
+                        marks += [pytest.mark.extra] if every else []
                         yield pytest.param(build, architecture, id=f"{name}-{architecture}", marks=marks)
+
+
+def kernel_of(build) -> tuple[object, str]:
+    """What all configurations of a kernel share."""
+    kernel = (build.source.name, build.source.entry) if isinstance(build, CudaBuild) else build.kernel.fn
+    return kernel, build.name.split(",")[0]
 
 
 def pytest_generate_tests(metafunc):
     if "build" in metafunc.fixturenames:
-        architectures = ARCHITECTURES[metafunc.config.getoption("architectures")]
-        metafunc.parametrize(("build", "architecture"), list(distinct_builds(architectures)))
+        chosen = metafunc.config.getoption("architectures")
+        metafunc.parametrize(("build", "architecture"), list(distinct_builds(ARCHITECTURES[chosen], every=chosen == "all")))
 
 
 def test_a_kernel_compiles_without_problems(build, architecture, monkeypatch):

@@ -170,9 +170,10 @@ def test_a_real_call_launches_what_was_recorded(variant):
             continue
         expected = recorded_launches(variant, example, name)
         reading = operation.make_inputs(example.case, device, 0)
-        with observe() as launches, torch.set_grad_enabled(grad):
+        # in this thread: launches are noted for each thread
+        with observe() as launches, torch.set_grad_enabled(grad), torch.autograd.set_multithreading_enabled(False):
             if grad:
-                for argument in reading.differentiable:
+                for argument in example.wants or reading.differentiable:
                     reading.arguments[argument].requires_grad_()
             results = [each for each in variant.run(operation.bind(**reading.arguments)) if each is not None]
             if grad:

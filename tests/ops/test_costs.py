@@ -74,6 +74,7 @@ def test_every_variant_says_what_it_writes_and_writes_no_less_than_the_least(nam
                     cost = operation.cost(case, variant, direction)
                     assert least.written <= cost.written < cost.bytes, (case, variant)
                     assert least.bytes - least.written <= cost.bytes - cost.written, (case, variant)
+                    assert least.flops <= cost.flops, (case, variant)
                     found += 1
             assert all(0 < control.cost(case).written < control.cost(case).bytes for control in operation.controls.values())
     assert found or name == "gated_scan"

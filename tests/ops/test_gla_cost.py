@@ -35,10 +35,6 @@ def test_variants_add_what_their_launches_hand_on():
     least = GLA.cost(case)
     assert least.flops == rows * 4 * 128 * 128
     assert GLA.cost(case, chunked).flops == least.flops + rows * 64 * 256
-    for name, variant in GLA.variants.items():
-        for direction in ("forward", "forward_backward"):
-            assert GLA.cost(case, variant, direction).bytes >= GLA.cost(case, None, direction).bytes, name
-            assert GLA.cost(case, variant, direction).flops >= GLA.cost(case, None, direction).flops, name
 
 
 # The peer

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from onelaunch.operation import DIRECTIONS
-from tests.ops.projections_cases import CASES, PROJECTIONS, case_of
+from tests.ops.projections_cases import PROJECTIONS
 
 SIZES = {"B": 8, "T": 4096, "D": 2048, "H": 16, "K": 128, "V": 128}
 ROWS, WIDTH = 8 * 4096, 4 * 2048 + 16
@@ -36,11 +33,3 @@ def test_variants_add_what_their_launches_hand_on():
     undone = 2 * ROWS * (2 * 2048 + 16)
     backward = PROJECTIONS.cost(case, own, "forward_backward").bytes - PROJECTIONS.cost(case, None, "forward_backward").bytes
     assert backward == 2 * RESULT + kept + undone + 3 * RESULT
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", CASES)
-def test_no_variant_does_with_less_than_the_least(name, direction):
-    case = case_of(name)
-    for variant in PROJECTIONS.variants.values():
-        assert PROJECTIONS.cost(case, variant, direction).bytes >= PROJECTIONS.cost(case, None, direction).bytes

@@ -11,7 +11,8 @@ import torch
 from onelaunch.device import peaks
 from onelaunch.device.hardware import Ceilings
 from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, ResultMismatch, StudyError
-from onelaunch.workbench import files
+from onelaunch.workbench import files, sampling, timing
+from onelaunch.workbench import result as result_module
 from onelaunch.workbench import run as module
 from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.result import Result, Traffic
@@ -487,7 +488,8 @@ LOADED = Ceilings(1.0, {"float32": 1.0}, 1e-6, "then", peaks.software("cpu"), sp
 FREE = Ceilings(1e12, {"float32": 1e13}, 1e-6, "now", peaks.software("cpu"), 2e12, {"copy": 0.02})
 
 
-def test_peaks_that_were_measured_under_load_are_measured_again_before_a_time_is_called_invalid(monkeypatch):
+def test_peaks_measured_under_load_are_measured_again(monkeypatch):
+    """Before a time that seems shorter than any could be is called invalid."""
     peaks.remember("cpu", LOADED)
     measured = []
     monkeypatch.setattr(peaks, "measure", lambda device: measured.append(device) or FREE)

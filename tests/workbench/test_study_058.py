@@ -25,21 +25,11 @@ def test_its_shapes_are_the_write_up_s_and_smaller_ones(study):
     assert all((shape.sizes["K"], shape.sizes["V"]) == (128, 128) for shape in full if not shape.options)
 
 
-def test_its_criteria_are_those_that_were_set(study):
-    bounds = {criterion.name: (criterion.at_least, criterion.at_most) for criterion in study.criteria}
-    assert bounds == {
-        "one launch is more than 30 % faster": (1.3, None),
-        "40 % less traffic": (1.67, None),
-        "equal within bfloat16": (None, 5e-3),
-        "small layers gain more": (1.6, None),
-        "one launch is never slower than torch.compile": (1.0, None),
-        "training gains at the write-up's size": (1.4, None),
-        "training gains everywhere": (1.2, None),
-    }
+def test_everywhere_is_every_shape(study):
     everywhere = [shape.name for shape in study.at_scale("full")]
-    for criterion in study.criteria:
-        if criterion.name in ("one launch is never slower than torch.compile", "training gains everywhere"):
-            assert list(criterion.at) == everywhere
+    names = ("one launch is never slower than torch.compile", "training gains everywhere")
+    asked = [each for each in study.criteria if each.name in names]
+    assert [list(each.at) for each in asked] == [everywhere] * 2
 
 
 def test_a_plan_of_it_finds_nothing_that_is_out_of_reach(study):

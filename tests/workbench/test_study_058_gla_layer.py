@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.device.hardware import Ceilings
+from onelaunch.workbench import sampling, timing
 from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study.plan import plan_study
@@ -33,15 +34,7 @@ def test_its_shapes_are_the_write_up_s_fla_s_smaller_ones_and_steps(study):
         assert study.directions_at(step) == ("forward",)
 
 
-def test_its_criteria_are_those_that_were_set(study):
-    bounds = {criterion.name: (criterion.at_least, criterion.at_most) for criterion in study.criteria}
-    assert bounds == {
-        "training is twice as fast as fla's layer": (2.0, None),
-        "40 % less traffic than fla's layer": (1.67, None),
-        "never slower than the eager layer": (1.0, None),
-        "training is never slower than the eager layer": (1.0, None),
-        "a step of decoding in six launches": (None, 6),
-    }
+def test_criteria_hold_what_they_name_at_every_shape_they_speak_of(study):
     faster, _, forward, training, few = study.criteria
     assert (faster.at, faster.of, faster.over, faster.direction) == (TARGETS, "packed", "fla", "forward_backward")
     assert (forward.of, training.of, few.of) == ("composed", "packed", "composed")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from onelaunch.device.architectures import find_architecture
+from onelaunch.errors import ArgumentError
 from onelaunch.launch.build import Build, builds_of
 from onelaunch.launch.imitation import record
 from onelaunch.launch.launch import CudaLaunch, Launch
@@ -32,6 +34,23 @@ def recorded_launches(variant: Variant, example: Example, architecture: str) -> 
         reading = operation.make_inputs(example.case, device, 0)
         for name in example.wants:
             reading.arguments[name].requires_grad_()
-        call: Any = operation.bind(**reading.arguments)
-        variant.run(call._replace(key=call.query()._replace(grad=True)) if grad else call)
+        call = operation.bind(**reading.arguments)
+        variant.run(_differentiable(variant, call) if grad else call)
     return launches
+
+
+def _differentiable(variant: Variant, call: Any) -> Any:
+    """Return a call whose query says that gradients are wanted.
+
+    Raises:
+        ArgumentError: The call keeps no query that could say so.
+    """
+    key = call.query()._replace(grad=True)
+    if hasattr(call, "_replace") and hasattr(call, "key"):
+        return call._replace(key=key)
+    if dataclasses.is_dataclass(call) and hasattr(call, "key"):
+        return dataclasses.replace(call, key=key)  # pyrefly: ignore[bad-argument-type]
+    raise ArgumentError(
+        f"An example of {variant!r} asks for a backward pass, but its call has no field 'key' that holds its query; "
+        "give the call one, or list the kernels by @variant.kernels."
+    )
