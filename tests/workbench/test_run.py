@@ -11,8 +11,7 @@ import torch
 from onelaunch.device import peaks
 from onelaunch.device.hardware import Ceilings
 from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, ResultMismatch, StudyError
-from onelaunch.workbench import files, sampling, timing
-from onelaunch.workbench import result as result_module
+from onelaunch.workbench import files
 from onelaunch.workbench import run as module
 from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.result import Result, Traffic

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.device.hardware import Ceilings
-from onelaunch.workbench import sampling, timing
 from onelaunch.workbench.measure import sampling, timing
 from onelaunch.workbench.run import Steps, run_study
 from onelaunch.workbench.study.plan import plan_study
