@@ -69,24 +69,24 @@ __device__ __forceinline__ void send(
       const u32 from = room.out + (group * PANELS + panel % PANELS) * PANEL_BYTES;
       if (sends) {  // what was sent from there before; by an earlier call it may have been the last of all
         if (panel == 0)
-          copies_out_read<0>();
+          tma_store_wait_group_read<0>();
         else
-          copies_out_read<PANELS - 1>();
+          tma_store_wait_group_read<PANELS - 1>();
       }
-      named_barrier(OUT + group, 128);
+      bar_sync(OUT + group, 128);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         const int i = 4 * (panel * 8 + j), r = warp * 16 + lane % 16, chunk = j + lane / 16;
         if (i + 7 < WIDTH / 2) {
           const u32 v[4] = {pair(i), pair(i + 2), pair(i + 4), pair(i + 6)};
-          store_matrices(from + r * 128 + (chunk ^ r % 8) * 16, v);  // swizzled over 128 bytes
+          stmatrix_x4(from + r * 128 + (chunk ^ r % 8) * 16, v);  // swizzled over 128 bytes
         }
       }
-      fence_to_copies();
-      named_barrier(OUT + group, 128);
+      fence_proxy_async_shared();
+      bar_sync(OUT + group, 128);
       if (sends) {
-        copy_out_2d(map, from, column + panel * PANEL, row);
-        copies_out_commit();
+        tma_store_2d(map, from, column + panel * PANEL, row);
+        tma_store_commit_group();
       }
     } else if (RAGGED && left > 0) {
 #pragma unroll

@@ -73,7 +73,7 @@ struct Work {
   __device__ __forceinline__ int unit(int round) const { return round * stride + (blockIdx.x / CLUSTER + 3 * round) % stride; }
   __device__ __forceinline__ void place(int unit, int& row, int& tile) const {
     const int swath = unit / (SWATH * COLUMN_UNITS), begin = swath * SWATH, rows = min(SWATH, row_units - begin);
-    const int at = unit - begin * COLUMN_UNITS, rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const int at = unit - begin * COLUMN_UNITS, rank = CLUSTER > 1 ? cluster_ctarank() : 0;
     row = ((begin + at % rows) * UNIT_ROWS + (UNIT_ROWS > 1 ? rank : 0)) * BLOCK_M;
     tile = at / rows * UNIT_COLUMNS + (UNIT_COLUMNS > 1 ? rank : 0);
   }
@@ -92,30 +92,30 @@ __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, c
     const Columns columns = columns_of(tile);
     const bool few = NARROW < BLOCK_N && columns.count <= NARROW;
     for (int k = 0; k < work.steps; ++k, ring.advance()) {
-      barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);  // in a cluster, of both
+      mbarrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);  // in a cluster, of both
       const u32 at = room.stages + ring.stage * STAGE, bar = room.full + 8 * ring.stage;
-      barrier_expect(bar, a.x_bytes + (few ? NARROW : BLOCK_N) * 128);
+      mbarrier_arrive_expect_tx(bar, a.x_bytes + (few ? NARROW : BLOCK_N) * 128);
       if constexpr (SHARED == X) {
-        const u32 half = cluster_rank() * (BLOCK_M / 2);
-        copy_in_2d_both(at + half * 128, a.x, k * STEP, row + half, bar);
+        const u32 half = cluster_ctarank() * (BLOCK_M / 2);
+        tma_load_2d_multicast(at + half * 128, a.x, k * STEP, row + half, bar);
       } else {
-        copy_in_2d(at, a.x, k * STEP, row, bar);
+        tma_load_2d(at, a.x, k * STEP, row, bar);
       }
       if (few) {
-        copy_in_2d(at + X_BYTES, a.narrow, k * STEP, columns.row, bar);
+        tma_load_2d(at + X_BYTES, a.narrow, k * STEP, columns.row, bar);
       } else if constexpr (SHARED == WEIGHT) {
-        const u32 half = cluster_rank() * (BLOCK_N / 2);
-        copy_in_2d_both(at + X_BYTES + half * 128, a.weight, k * STEP, columns.row + half, bar);
+        const u32 half = cluster_ctarank() * (BLOCK_N / 2);
+        tma_load_2d_multicast(at + X_BYTES + half * 128, a.weight, k * STEP, columns.row + half, bar);
       } else {
-        copy_in_2d(at + X_BYTES, a.weight, k * STEP, columns.row, bar);
+        tma_load_2d(at + X_BYTES, a.weight, k * STEP, columns.row, bar);
       }
     }
   }
 }
 
 __device__ __forceinline__ void release(const Room& room, int stage) {
-  barrier_arrive(room.empty + 8 * stage);
-  if constexpr (CLUSTER > 1) barrier_arrive_remote(room.empty + 8 * stage, cluster_rank() ^ 1);
+  mbarrier_arrive(room.empty + 8 * stage);
+  if constexpr (CLUSTER > 1) mbarrier_arrive_cluster(room.empty + 8 * stage, cluster_ctarank() ^ 1);
 }
 
 // Sums of 64 rows of x by WIDTH columns.
@@ -126,18 +126,18 @@ __device__ __forceinline__ void multiply(float (&d)[WIDTH / 2], const Work& work
   for (int i = 0; i < WIDTH / 2; ++i) d[i] = 0.0f;
   int before = -1;
   for (int k = 0; k < work.steps; ++k, ring.advance()) {
-    barrier_wait(room.full + 8 * ring.stage, ring.phase);
+    mbarrier_wait(room.full + 8 * ring.stage, ring.phase);
     const u32 at = room.stages + ring.stage * STAGE;
-    const u64 x = matrix_at(at + group * (64 * 128)), w = matrix_at(at + X_BYTES);
-    product_fence();
+    const u64 x = wgmma_descriptor(at + group * (64 * 128)), w = wgmma_descriptor(at + X_BYTES);
+    wgmma_fence();
 #pragma unroll
     for (int part = 0; part < 4; ++part) product(d, x + 2 * part, w + 2 * part);
-    product_commit();
-    product_wait<1>();  // the next one is under way when this one's stage goes back
+    wgmma_commit_group();
+    wgmma_wait_group<1>();  // the next one is under way when this one's stage goes back
     if (before >= 0 && first_lane) release(room, before);
     before = ring.stage;
   }
-  product_wait<0>();
+  wgmma_wait_group<0>();
   if (first_lane) release(room, before);
 }
 
@@ -152,27 +152,27 @@ wide_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
   const Work work(a);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;  // known to be uniform
   if (lane == 0) {
-    if (warp < 5) fetch_map(warp == 0 ? a.x : warp == 1 ? a.weight : warp == 2 ? a.narrow : warp == 3 ? a.y : a.kept);
+    if (warp < 5) prefetch_tensormap(warp == 0 ? a.x : warp == 1 ? a.weight : warp == 2 ? a.narrow : warp == 3 ? a.y : a.kept);
     for (int s = warp; s < STAGES; s += THREADS / 32) {
-      barrier_init(room.full + 8 * s, 1);
-      barrier_init(room.empty + 8 * s, 4 * GROUPS * CLUSTER);
+      mbarrier_init(room.full + 8 * s, 1);
+      mbarrier_init(room.empty + 8 * s, 4 * GROUPS * CLUSTER);
     }
-    fence_barriers();
+    fence_mbarrier_init();
   }
   if constexpr (CLUSTER > 1)
-    cluster_barrier();  // the other's barriers stand, too
+    cluster_sync();  // the other's barriers stand, too
   else
     __syncthreads();
 
   if (group == GROUPS) {
-    registers_down<COPY_REGISTERS>();  // first: the others wait for them
-    wait_for_earlier_launches();
-    let_later_launches_begin();
+    setmaxnreg_dec<COPY_REGISTERS>();  // first: the others wait for them
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (warp == MULTIPLIERS / 32 && lane == 0) copy_all(a, work, room);
     __syncwarp();
   } else {
-    registers_up<MULTIPLY_REGISTERS>();
-    wait_for_earlier_launches();
+    setmaxnreg_inc<MULTIPLY_REGISTERS>();
+    griddepcontrol_wait();
     Ring ring;
     for (int round = 0; round < work.rounds; ++round) {
       const int unit = work.unit(round);
@@ -190,7 +190,7 @@ wide_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
         finish<BLOCK_N>(d, a, room, columns, row + group * 64, group);
       }
     }
-    if (threadIdx.x % 128 == 0) copies_out_read<0>();  // shared memory must outlive what is sent from it
+    if (threadIdx.x % 128 == 0) tma_store_wait_group_read<0>();  // shared memory must outlive what is sent from it
   }
-  if constexpr (CLUSTER > 1) cluster_barrier();  // and what the other sends to it
+  if constexpr (CLUSTER > 1) cluster_sync();  // and what the other sends to it
 }

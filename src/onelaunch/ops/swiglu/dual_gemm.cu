@@ -57,16 +57,16 @@ extern __shared__ __align__(128) char raw[];
 
 __device__ __forceinline__ void copy_weights(const Arguments& a, const Room& room, int column, int k, int stage) {
   const u32 bar = room.full + 8 * stage;
-  barrier_expect(bar, W_BYTES + a.x_bytes);
-  copy_in_4d(room.stages + stage * STAGE, a.weights, k * (NVFP4 ? STEP / 2 : STEP), 0, 0, column / 8, bar);  // as the map counts
+  mbarrier_arrive_expect_tx(bar, W_BYTES + a.x_bytes);
+  tma_load_4d(room.stages + stage * STAGE, a.weights, k * (NVFP4 ? STEP / 2 : STEP), 0, 0, column / 8, bar);  // as the map counts
 }
 
 __device__ __forceinline__ void copy_x(const Arguments& a, const Room& room, int row, int k, int stage) {
   const u32 bar = room.full + 8 * stage, at = room.stages + stage * STAGE + W_BYTES;
   if (NVFP4)
-    copy_in_3d(at, a.x, 0, row, k * X_TILES, bar);
+    tma_load_3d(at, a.x, 0, row, k * X_TILES, bar);
   else
-    copy_in_2d(at, a.x, k * STEP, row, bar);
+    tma_load_2d(at, a.x, k * STEP, row, bar);
 }
 
 // ``early``: earlier launches have not been waited for, but weights may be read; block scales are so few that they can come with x.
@@ -78,11 +78,11 @@ __device__ __forceinline__ void copy_item(
   if (early) {
     for (Ring first = ring; ahead < min(steps, STAGES); ++ahead, first.advance())
       if (lane == 0) copy_weights(a, room, column, item.first + ahead, first.stage);
-    wait_for_earlier_launches();
-    let_later_launches_begin();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
   }
   for (int i = 0; i < steps; ++i, ring.advance()) {
-    if (i >= ahead) barrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
+    if (i >= ahead) mbarrier_wait(room.empty + 8 * ring.stage, ring.phase ^ 1);
     if (lane == 0) {
       if (i >= ahead) copy_weights(a, room, column, item.first + i, ring.stage);
       copy_x(a, room, row, item.first + i, ring.stage);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void copy_item(
 #if NVFP4
     const unsigned char* blocks = lane / 8 % 2 ? a.blocks[1] : a.blocks[0];
     copy_scales(room.table, ring.stage, blocks, column, item.first + i, a.N, a.K, lane);
-    arrive_with_copies(room.scaled + 8 * ring.stage);
+    cp_async_mbarrier_arrive_noinc(room.scaled + 8 * ring.stage);
 #endif
   }
 }
@@ -98,8 +98,8 @@ __device__ __forceinline__ void copy_item(
 __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, const Room& room, int lane) {
   const bool early = TAKEN != 1 && a.early;
   if (!early) {
-    wait_for_earlier_launches();
-    let_later_launches_begin();
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
   }
   Ring ring;
   if constexpr (TAKEN == 2) {
@@ -113,11 +113,11 @@ __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, c
   } else {
     for (int turn = 0, tile = 0; tile < work.tiles; ++turn) {
       const int slot = turn & 1;
-      barrier_wait(room.heard + 8 * slot, (turn / 2 & 1) ^ 1);
+      mbarrier_wait(room.heard + 8 * slot, (turn / 2 & 1) ^ 1);
       if (lane == 0) {
         tile = atomicAdd(a.words, 1);
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(room.next + 4 * slot), "r"(tile) : "memory");
-        barrier_arrive(room.told + 8 * slot);
+        mbarrier_arrive(room.told + 8 * slot);
       }
       tile = __shfl_sync(~0u, tile, 0);
       if (tile < work.tiles) copy_item(a, work, room, {tile, 0, work.steps}, ring, lane);
@@ -132,10 +132,10 @@ __device__ __forceinline__ void copy_all(const Arguments& a, const Work& work, c
 // The tile that the copying thread took, heard by a warp.
 __device__ __forceinline__ int next_tile(const Room& room, int turn, int lane) {
   const int slot = turn & 1;
-  barrier_wait(room.told + 8 * slot, turn / 2 & 1);
-  const int tile = load_shared_word(room.next + 4 * slot);
+  mbarrier_wait(room.told + 8 * slot, turn / 2 & 1);
+  const int tile = ld_shared_u32(room.next + 4 * slot);
   __syncwarp();
-  if (lane == 0) barrier_arrive(room.heard + 8 * slot);
+  if (lane == 0) mbarrier_arrive(room.heard + 8 * slot);
   return tile;
 }
 
@@ -143,10 +143,10 @@ __device__ __forceinline__ int next_tile(const Room& room, int turn, int lane) {
 // Scales of the next steps, whatever tiles they belong to: three warps.
 __device__ __forceinline__ void convert_steps(const Room& room, int count, Ring& ring, int thread) {
   for (int k = 0; k < count; ++k, ring.advance()) {
-    barrier_wait(room.scaled + 8 * ring.stage, ring.phase);
+    mbarrier_wait(room.scaled + 8 * ring.stage, ring.phase);
     convert_scales(room.table, ring.stage, thread, 32 * CONVERTERS);
     __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(room.converted + 8 * ring.stage);
+    if (thread % 32 == 0) mbarrier_arrive(room.converted + 8 * ring.stage);
   }
 }
 
@@ -179,28 +179,28 @@ __device__ __forceinline__ void multiply(
   zero(d);
   for (int k = first; k < count; k += SPLIT) {
     const u32 at = room.stages + mine.stage * STAGE;
-    const u64 x = matrix_at(at + W_BYTES);
+    const u64 x = wgmma_descriptor(at + W_BYTES);
     u32 w[2][4][4];  // one set is multiplied while the other is made
     Decoder decoder(raw, at, mine.stage, r, lane);
-    barrier_wait(room.full + 8 * mine.stage, mine.phase);
+    mbarrier_wait(room.full + 8 * mine.stage, mine.phase);
     decoder.load(0);
-    barrier_wait(room.converted + 8 * mine.stage, mine.phase);
+    mbarrier_wait(room.converted + 8 * mine.stage, mine.phase);
     decoder.look_up();
     if (X_TILES > 1) decoder.load(1);
 #pragma unroll
     for (int c = 0; c < X_TILES; ++c) {
       decoder.load_factors(room.table, c);
-      if (c > 1) product_wait<1>();  // of what read these registers
+      if (c > 1) wgmma_wait_group<1>();  // of what read these registers
       decoder.scale(w[c % 2], c);
       if (c + 1 < X_TILES) decoder.look_up();
       if (c + 2 < X_TILES) decoder.load(c + 2);
-      product_fence();
+      wgmma_fence();
 #pragma unroll
       for (int part = 0; part < 4; ++part) product(d, w[c % 2][part], x + c * (ROWS * 128 / 16) + 2 * part);
-      product_commit();
+      wgmma_commit_group();
     }
-    product_wait<0>();
-    if (lane == 0) barrier_arrive(room.empty + 8 * mine.stage);
+    wgmma_wait_group<0>();
+    if (lane == 0) mbarrier_arrive(room.empty + 8 * mine.stage);
     mine.advance(SPLIT);
   }
   ring.advance(count);
@@ -215,25 +215,25 @@ __device__ __forceinline__ void multiply(
   int before = -1;
   zero(d);
   for (int k = first; k < count; k += SPLIT) {
-    barrier_wait(room.full + 8 * mine.stage, mine.phase);
+    mbarrier_wait(room.full + 8 * mine.stage, mine.phase);
     const u32 at = room.stages + mine.stage * STAGE;
-    const u64 w = matrix_at(at + side * (W_BYTES / SIDES)), x = matrix_at(at + W_BYTES);
-    product_fence();
+    const u64 w = wgmma_descriptor(at + side * (W_BYTES / SIDES)), x = wgmma_descriptor(at + W_BYTES);
+    wgmma_fence();
 #pragma unroll
     for (int part = 0; part < 4; ++part) product(d, w + 2 * part, x + 2 * part);
-    product_commit();
+    wgmma_commit_group();
     if constexpr (SPLIT == 1) {  // the next product is under way when this one's stage goes back
-      product_wait<1>();
-      if (before >= 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
+      wgmma_wait_group<1>();
+      if (before >= 0 && lane == 0) mbarrier_arrive(room.empty + 8 * before);
       before = mine.stage;
     } else {  // another warpgroup's is
-      product_wait<0>();
-      if (lane == 0) barrier_arrive(room.empty + 8 * mine.stage);
+      wgmma_wait_group<0>();
+      if (lane == 0) mbarrier_arrive(room.empty + 8 * mine.stage);
     }
     mine.advance(SPLIT);
   }
-  product_wait<0>();
-  if (before >= 0 && lane == 0) barrier_arrive(room.empty + 8 * before);
+  wgmma_wait_group<0>();
+  if (before >= 0 && lane == 0) mbarrier_arrive(room.empty + 8 * before);
   ring.advance(count);
 }
 #endif
@@ -260,44 +260,44 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
   work.run = gridDim.x - 1 - blockIdx.x;
   if (lane == 0) {
     if (warp == 0) {
-      fetch_map(a.weights);
-      fetch_map(a.x);
+      prefetch_tensormap(a.weights);
+      prefetch_tensormap(a.x);
     }
     for (int s = warp; s < STAGES; s += THREADS / 32) {  // 64 clocks each: by all warps
-      barrier_init(room.full + 8 * s, 1);
-      barrier_init(room.empty + 8 * s, 4 * SIDES);
+      mbarrier_init(room.full + 8 * s, 1);
+      mbarrier_init(room.empty + 8 * s, 4 * SIDES);
       if (NVFP4) {
-        barrier_init(room.scaled + 8 * s, 32);  // by lanes that copy
-        barrier_init(room.converted + 8 * s, CONVERTERS);
+        mbarrier_init(room.scaled + 8 * s, 32);  // by lanes that copy
+        mbarrier_init(room.converted + 8 * s, CONVERTERS);
       }
     }
     if (TAKEN && warp < 2) {
-      barrier_init(room.told + 8 * warp, 1);
-      barrier_init(room.heard + 8 * warp, 4 * GROUPS + CONVERTERS);
+      mbarrier_init(room.told + 8 * warp, 1);
+      mbarrier_init(room.heard + 8 * warp, 4 * GROUPS + CONVERTERS);
     }
-    fence_barriers();
+    fence_mbarrier_init();
   }
   __syncthreads();
 
   if (group == GROUPS) {
-    registers_down<COPY_REGISTERS>();  // first: the others wait for them
+    setmaxnreg_dec<COPY_REGISTERS>();  // first: the others wait for them
     if (warp == MULTIPLIERS / 32) copy_all(a, work, room, lane);
 #if NVFP4
     if (warp > MULTIPLIERS / 32) convert_all(work, room, threadIdx.x - MULTIPLIERS - 32);
 #endif
     if constexpr (TAKEN == 2) {  // as in exchange
       __syncwarp();
-      cluster_meets();
-      cluster_barrier();
+      cluster_sync_relaxed();
+      cluster_sync();
     }
     return;
   }
-  registers_up<MULTIPLY_REGISTERS>();
+  setmaxnreg_inc<MULTIPLY_REGISTERS>();
 #if NVFP4
   fill_table(raw, threadIdx.x);
-  named_barrier(ALL_GROUPS, MULTIPLIERS);
+  bar_sync(ALL_GROUPS, MULTIPLIERS);
 #endif
-  wait_for_earlier_launches();
+  griddepcontrol_wait();
   const Common common(a);
   const int side = group % SIDES, split = group / SIDES;
   float d[HELD];
@@ -327,5 +327,5 @@ dual_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap
       if (gather(d, room, split)) finish(d, a, work, room, tile, side, common);
     }
   }
-  if (threadIdx.x % 128 == 0) copies_out_read<0>();  // shared memory must outlive what is sent from it
+  if (threadIdx.x % 128 == 0) tma_store_wait_group_read<0>();  // shared memory must outlive what is sent from it
 }

@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_scales(u32 table, int stage, const unsigned
 #pragma unroll
   for (int r = 0; r < 2 * COLUMNS; r += 32) {
     const int n = min(column + (r + lane) / 16 * 8 + lane % 8, N - 1);
-    copy_async<ROW_SCALES>(scales_at(table, stage, r + lane), blocks + (long long)n * (K / 16) + step * ROW_SCALES);
+    cp_async<ROW_SCALES>(scales_at(table, stage, r + lane), blocks + (long long)n * (K / 16) + step * ROW_SCALES);
   }
 }
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread,
   for (int r = thread; r < 2 * COLUMNS; r += threads) {
     u32 words[X_TILES], v[2 * X_TILES];
 #pragma unroll
-    for (int i = 0; i < X_TILES; ++i) words[i] = load_shared_word(scales_at(table, stage, r) + 4 * i);
+    for (int i = 0; i < X_TILES; ++i) words[i] = ld_shared_u32(scales_at(table, stage, r) + 4 * i);
 #pragma unroll
     for (int i = 0; i < X_TILES; ++i) convert(words[i], v[2 * i], v[2 * i + 1]);
     if constexpr (X_TILES == 1) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread,
     } else {
 #pragma unroll
       for (int i = 0; i < X_TILES / 2; ++i)
-        store_shared_words(factors_at(table, stage, r, i), v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+        st_shared_v4_u32(factors_at(table, stage, r, i), v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
     }
   }
 }
@@ -119,7 +119,7 @@ __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread,
 // 16 bytes of codes of row ``r`` of a step: those of 32 channels.
 __device__ __forceinline__ uint4 load_codes(u32 at, int r, int piece) {
   constexpr int PITCH = 32 * X_TILES, PIECES = 2 * X_TILES;  // swizzled over the row
-  return load_shared_words((at + r * PITCH + r / (8 / PIECES) % PIECES * 16) ^ piece * 16);
+  return ld_shared_v4_u32((at + r * PITCH + r / (8 / PIECES) % PIECES * 16) ^ piece * 16);
 }
 
 // Makes what a thread needs of its rows r and r + 8 for the four products of 64 channels. In three steps, for shared memory is slow to
@@ -164,7 +164,7 @@ struct Decoder {
       if constexpr (X_TILES == 1) {
         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(factors[i][0]), "=r"(factors[i][1]) : "r"(from) : "memory");
       } else if (c % 2 == 0) {
-        const uint4 v = load_shared_words(from);
+        const uint4 v = ld_shared_v4_u32(from);
         factors[i][0] = v.x, factors[i][1] = v.y, factors[i][2] = v.z, factors[i][3] = v.w;
       }
     }

@@ -25,8 +25,8 @@ __device__ __forceinline__ void send(const TensorMap* map, int matrix, const Roo
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
     const u32 from = room.out + (side * PARTS + part) * (PART * 64);
-    if (sends) copies_out_read<PARTS - 1>();  // what was sent from there before
-    named_barrier(OUT + side, 128);
+    if (sends) tma_store_wait_group_read<PARTS - 1>();  // what was sent from there before
+    bar_sync(OUT + side, 128);
 #pragma unroll
     for (int j = 0; j < PART / 8; j += AT_ONCE) {
       u32 v[AT_ONCE];
@@ -36,13 +36,13 @@ __device__ __forceinline__ void send(const TensorMap* map, int matrix, const Roo
         v[q] = pair_of(value(i), value(i + 1));
       }
       const u32 r = 8 * j + lane % (8 * AT_ONCE);
-      store_transposed(from + r * 64 + (piece ^ (r / 2 % 4)) * 16, v);  // swizzled over 64 bytes
+      stmatrix_trans(from + r * 64 + (piece ^ (r / 2 % 4)) * 16, v);  // swizzled over 64 bytes
     }
-    fence_to_copies();
-    named_barrier(OUT + side, 128);
+    fence_proxy_async_shared();
+    bar_sync(OUT + side, 128);
     if (sends) {
-      copy_out_3d(map, from, column + side * 32, matrix, row + part * PART);
-      copies_out_commit();
+      tma_store_3d(map, from, column + side * 32, matrix, row + part * PART);
+      tma_store_commit_group();
     }
   }
 }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void finish(
     float (&d)[HELD], const Arguments& a, const Work& work, const Room& room, int tile, int side, const Common& common) {
   int row, column;
   work.place(tile, row, column);
-  if constexpr (TAKEN == 2) row += cluster_rank() * FINISHED;
+  if constexpr (TAKEN == 2) row += cluster_ctarank() * FINISHED;
   const int lane = threadIdx.x % 32, n = column + side * 32 + threadIdx.x / 32 % 4 * 8 + lane / 4;
   float gate_by = common.gate, up_by = common.up;
   if (SCALED && a.w_scales && n < a.N) {

@@ -14,16 +14,16 @@ __device__ __forceinline__ bool gather(float (&d)[HELD], const Room& room, int s
   if constexpr (SPLIT > 1) {
     const u32 mine = room.handed + threadIdx.x % FINISHERS * 16;
     constexpr int FOURS = HELD / 4, PLACE = FINISHERS * 16;  // of each thread, four sums
-    named_barrier(TAKEN_OVER, MULTIPLIERS);
+    bar_sync(TAKEN_OVER, MULTIPLIERS);
     if (split > 0) {
 #pragma unroll
       for (int i = 0; i < FOURS; ++i)
-        store_shared(mine + ((split - 1) * FOURS + i) * PLACE, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
+        st_shared_v4_f32(mine + ((split - 1) * FOURS + i) * PLACE, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
     }
-    named_barrier(HAND, MULTIPLIERS);
+    bar_sync(HAND, MULTIPLIERS);
     if (split > 0) return false;
 #pragma unroll
-    for (int i = 0; i < (SPLIT - 1) * FOURS; ++i) add(d, i % FOURS, load_shared(mine + i * PLACE));
+    for (int i = 0; i < (SPLIT - 1) * FOURS; ++i) add(d, i % FOURS, ld_shared_v4_f32(mine + i * PLACE));
   }
   return true;
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void leave(const float (&d)[HELD], const Arguments& a
   float4* to = reinterpret_cast<float4*>(a.partials + (long long)work.run * (HELD * FINISHERS)) + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < HELD / 4; ++i) __stcg(to + i * FINISHERS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
-  named_barrier(ALL, FINISHERS);
+  bar_sync(ALL, FINISHERS);
   if (threadIdx.x == 0) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(a.words + work.run), "r"(1) : "memory");
   }
@@ -48,7 +48,7 @@ __device__ __forceinline__ void collect(float (&d)[HELD], const Arguments& a, co
       while (!there) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(a.words + run) : "memory");
       a.words[run] = 0;  // as the next launch must find it
     }
-    named_barrier(ALL, FINISHERS);
+    bar_sync(ALL, FINISHERS);
     const float4* from = reinterpret_cast<const float4*>(a.partials + (long long)run * (HELD * FINISHERS)) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < HELD / 4; ++i) add(d, i, __ldcg(from + i * FINISHERS));
@@ -58,22 +58,22 @@ __device__ __forceinline__ void collect(float (&d)[HELD], const Arguments& a, co
 // Hands the sums of the other program's rows to it, and adds what it hands back to those of this one, which then come first.
 __device__ __forceinline__ void exchange(float (&d)[HELD], const Room& room, bool finishes) {
   constexpr int HALF = HELD / 2;
-  const u32 rank = cluster_rank(), mine = room.stages + threadIdx.x * 16;
-  cluster_meets();  // nobody's stages are in use
+  const u32 rank = cluster_ctarank(), mine = room.stages + threadIdx.x * 16;
+  cluster_sync_relaxed();  // nobody's stages are in use
   if (finishes) {
 #pragma unroll
     for (int i = 0; i < HALF; i += 4) {
       float out[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[e] = rank ? d[i + e] : d[HALF + i + e];
-      store_remote(mine + i * (FINISHERS * 4), rank ^ 1, out[0], out[1], out[2], out[3]);
+      st_shared_cluster_v4(mine + i * (FINISHERS * 4), rank ^ 1, out[0], out[1], out[2], out[3]);
     }
   }
-  cluster_barrier();
+  cluster_sync();
   if (finishes) {
 #pragma unroll
     for (int i = 0; i < HALF; ++i) d[i] = rank ? d[HALF + i] : d[i];
 #pragma unroll
-    for (int i = 0; i < HALF / 4; ++i) add(d, i, load_shared(mine + i * (FINISHERS * 16)));
+    for (int i = 0; i < HALF / 4; ++i) add(d, i, ld_shared_v4_f32(mine + i * (FINISHERS * 16)));
   }
 }

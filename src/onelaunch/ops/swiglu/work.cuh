@@ -24,7 +24,7 @@ struct Work {
   }
   __device__ __forceinline__ Item half() const {  // of this program of a pair; of one step the first has none
     const int middle = steps / 2;
-    return cluster_rank() ? Item{(int)(blockIdx.x / 2), middle, steps} : Item{(int)(blockIdx.x / 2), 0, middle};
+    return cluster_ctarank() ? Item{(int)(blockIdx.x / 2), middle, steps} : Item{(int)(blockIdx.x / 2), 0, middle};
   }
   __device__ __forceinline__ void place(int tile, int& row, int& column) const {
     const int columns = tiles / row_tiles, swath = tile / (SWATH * columns), first = swath * SWATH;
