@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import cast
 
@@ -9,15 +10,22 @@ from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, fields, output
 
 
+def _matching(modules: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    return [module for module in modules if any(fnmatchcase(module, pattern) for pattern in patterns)]
+
+
 class KernelsAlone(Contract):
     """Modules of these names import nothing of the project but one another: a kernel can be read, and lifted out, alone."""
 
     modules = fields.SetField(subfield=fields.StringField())
+    host_modules = fields.SetField(subfield=fields.StringField(), required=False, default=set())
+    """Modules among them that launch kernels in CUDA C++, and are not kernel files themselves."""
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         del verbose
         patterns = sorted(cast("set[str]", self.modules))
-        kernels = {module for module in graph.modules if any(fnmatchcase(module, pattern) for pattern in patterns)}
+        hosts = cast("set[str]", self.host_modules)
+        kernels = {module for module in _matching(graph.modules, patterns) if not any(_matching([module], hosts))}
         if not kernels:
             raise ValueError(f"no module matches {patterns}; the contract would check nothing")
         broken = sorted(

@@ -22,6 +22,9 @@ from onelaunch.errors import DeviceMemoryError, NoDeviceError
 HOPPER_SHARED_BYTES = 227 * 1024
 """Of shared memory that a block may have, on Hopper and on Blackwell's data centre chips."""
 
+HOPPER_SMS = 132
+"""Streaming multiprocessors of an H200 and of an H100 SXM, for which builds are made and to which constants are fitted."""
+
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """Folder in which a container sees the limits of its own control group (version 2)."""
 

@@ -1,4 +1,4 @@
-"""What launches of ``dual_gemm.cu`` are handed: weights where they lie, and everything else of a call."""
+"""Launches of the Hopper matrix product for ``swiglu``: weights where they lie, and everything else of a call."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from onelaunch.ops.swiglu import hopper
 
 pytest.importorskip("triton")
 
+from onelaunch.kernels.gemm_sm90 import kernel
 from onelaunch.ops.swiglu import hopper_launch
 from onelaunch.ops.swiglu.hopper_launch import together
 
@@ -74,8 +75,9 @@ def launched(monkeypatch):
         return bytes(128)
 
     hopper_launch.plan_of.cache_clear()
-    monkeypatch.setattr(hopper_launch, "function", lambda *_, **__: launch)
-    monkeypatch.setattr(hopper_launch, "tensor_map", tensor_map)
+    monkeypatch.setattr(kernel, "function", lambda *_: launch)
+    for module in (hopper_launch, kernel):
+        monkeypatch.setattr(module, "tensor_map", tensor_map)
     monkeypatch.setattr(hopper_launch, "counters", lambda device, words: torch.zeros(words, dtype=torch.int64))
     for module in (hopper_launch, hopper):
         monkeypatch.setattr(module, "processors", lambda _: 132)

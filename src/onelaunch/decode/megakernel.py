@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch import nvrtc
 from onelaunch.builds import Build, CudaBuild
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
@@ -21,7 +20,8 @@ from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
 from onelaunch.errors import PlanError
-from onelaunch.hardware import is_hopper, processors
+from onelaunch.hardware import HOPPER_SMS, processors
+from onelaunch.kernels.hopper import needs_hopper
 from onelaunch.operation import Query
 
 if TYPE_CHECKING:
@@ -121,13 +121,6 @@ def make_engine(rung: str, weights: Weights) -> Engine:
     return KernelEngine(weights, rung)
 
 
-def needs_hopper(query: Query) -> str | None:
-    """The kernels are made of that chip's instructions."""
-    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
-        return "needs an NVIDIA GPU of compute capability 9.0"
-    return nvrtc.missing()
-
-
 def config_in(query: Query) -> ModelConfig:
     """The model of a query, as far as plans look at it."""
     layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, _ = query.sizes
@@ -183,8 +176,6 @@ MODELS = {
 }
 """That builds are made for."""
 
-PROCESSORS = 132
-
 
 def builds(rung: str, architecture: str) -> list[Build]:
     """The kernel of a rung for a model of usual size; that of ``streaming`` also for a small one."""
@@ -194,7 +185,7 @@ def builds(rung: str, architecture: str) -> list[Build]:
         return []
     found: list[Build] = []
     for name, config in MODELS.items():
-        plan = plan_for(config, rung, PROCESSORS)
+        plan = plan_for(config, rung, HOPPER_SMS)
         if rung != "streaming" and name != "Qwen3-0.6B":
             continue
         phases = {phase.op: phase for phase in plan.phases()}.values() if plan.separate else (None,)

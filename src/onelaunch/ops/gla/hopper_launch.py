@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from onelaunch.hardware import processors
-from onelaunch.ops.copy_engine import addressable, described
+from onelaunch.kernels.hopper import addressable
+from onelaunch.ops.copy_engine import described
 from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, inner_contiguous, pitch_of, room_like
 

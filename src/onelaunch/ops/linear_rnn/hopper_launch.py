@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from onelaunch.hardware import is_hopper, processors
-from onelaunch.ops.copy_engine import addressable, described
+from onelaunch.kernels.hopper import addressable
+from onelaunch.ops.copy_engine import described
 from onelaunch.ops.gated_scan.launch import ScanTiles, cdiv, inner_contiguous
 from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
 from onelaunch.ops.workspace import workspace

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch import nvrtc
 from onelaunch.builds import Build, CudaBuild
-from onelaunch.hardware import is_hopper
+from onelaunch.hardware import HOPPER_SMS
+from onelaunch.kernels import hopper
+from onelaunch.kernels.hopper import ARCHITECTURES
 from onelaunch.operation import Query
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
 from onelaunch.ops.projections.forward import Packed, Wanted, compute, launches
@@ -18,9 +19,7 @@ from onelaunch.ops.projections.torch_variants import Results
 from onelaunch.ops.projections.triton_variants import chain, gradient_builds, needs_triton
 
 if TYPE_CHECKING:
-    from onelaunch.ops.projections.hopper_tiles import Shared
-
-ARCHITECTURES = ("sm_90a",)
+    from onelaunch.kernels.gemm_sm90.config import Multicast
 
 LONGEST_HEAD = 256
 """Channels of a normalized head: a product has so many columns."""
@@ -31,18 +30,18 @@ MOST_TILES = 2**31 - 1
 MOST_ROWS = MOST_TILES - 256
 """Of x, and those of a cluster's two tiles beside them."""
 
-SHARED: dict[str, Shared] = {"epilogue_persistent": "nothing", "cluster": "x", "cluster_weight": "weight"}
-"""What the programs of a cluster have in common, by variant."""
+MULTICAST: dict[str, Multicast] = {"epilogue_persistent": "nothing", "cluster": "a", "cluster_weight": "b"}
+"""Operand that the CTAs of a cluster have in common, by variant: rows of x (a) or of the weight (b)."""
 
 
 def run_wide_gemm(variant: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
     """One launch."""
     from onelaunch.ops.projections import hopper_launch
 
-    return hopper_launch.wide_gemm(SHARED[variant], x, weight, bias, wanted)
+    return hopper_launch.wide_gemm(MULTICAST[variant], x, weight, bias, wanted)
 
 
-for name in SHARED:
+for name in MULTICAST:
     launches(name)(functools.partial(run_wide_gemm, name))
 
 
@@ -82,10 +81,8 @@ def cluster_weight(call: ProjectionsCall) -> Results:
 @cluster.supports
 @cluster_weight.supports
 def needs_hopper(query: Query) -> str | None:
-    """The kernel is made of that chip's instructions."""
-    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
-        return "needs an NVIDIA GPU of compute capability 9.0"
-    return nvrtc.missing() or (needs_triton(query) if query.grad else None)
+    """Return why the forward pass, or a backward pass in Triton, cannot run a query."""
+    return hopper.needs_hopper(query) or (needs_triton(query) if query.grad else None)
 
 
 @epilogue_persistent.supports
@@ -117,32 +114,29 @@ def one_launch(query: Query) -> tuple[str, ...]:
 
 
 SHAPE = (32768, 2048)
-"""Rows of x and channels, and a chip, that builds are made for."""
-PROCESSORS = 132
+"""Rows of x and channels that builds are made for."""
 
 
-def build(name: str, layout: Layout, shared: Shared, element: torch.dtype, *, keep: bool) -> CudaBuild:
-    """The kernel as a call launches it."""
-    from onelaunch.ops.projections import hopper_launch, hopper_tiles
+def build(name: str, layout: Layout, multicast: Multicast, element: torch.dtype, *, keep: bool) -> CudaBuild:
+    """Return the kernel as a call launches it."""
+    from onelaunch.ops.projections import hopper_launch
 
-    tiles = hopper_tiles.tiles_for(layout, *SHAPE, PROCESSORS, shared)
-    source = hopper_launch.source(layout, tiles, element, keep=keep)
-    return CudaBuild(name, source, tiles.threads, tiles.shared_bytes, matrix=True)
+    return hopper_launch.plan_of(layout, *SHAPE, element, HOPPER_SMS, multicast, keep=keep).kernel.build(name)
 
 
-def builds(shared: Shared, architecture: str) -> list[Build]:
-    """For heads of usual size, with what a backward pass needs and without; by single programs for uneven and long ones, too."""
+def builds(multicast: Multicast, architecture: str) -> list[Build]:
+    """Return the kernels for heads of usual size, also with what a backward pass needs; without clusters for other sizes, too."""
     if architecture not in ARCHITECTURES:
         return []
     found: list[Build] = []
     for heads, size, element in ((16, 128, torch.bfloat16), (5, 96, torch.float16), (4, 256, torch.bfloat16)):
         layout, said = chain(heads, size), f"heads of {size}"
         if size == 128:
-            found.append(build(said, layout, shared, element, keep=False))
-        if size == 128 or shared == "nothing":
-            found.append(build(f"{said}, kept", layout, shared, element, keep=True))
+            found.append(build(said, layout, multicast, element, keep=False))
+        if size == 128 or multicast == "nothing":
+            found.append(build(f"{said}, kept", layout, multicast, element, keep=True))
     return [*found, *gradient_builds(chain(16, 128), "heads of 128", "*bf16")]
 
 
 for variant in (epilogue_persistent, cluster, cluster_weight):
-    variant.kernels(functools.partial(builds, SHARED[variant.name]))
+    variant.kernels(functools.partial(builds, MULTICAST[variant.name]))

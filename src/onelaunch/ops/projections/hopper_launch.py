@@ -1,105 +1,101 @@
-"""Launches of ``wide_gemm.cu``."""
+"""Launches of the Hopper matrix product for ``projections``."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from onelaunch import nvrtc
 from onelaunch.hardware import processors
-from onelaunch.ops.copy_engine import ROW_BYTES, addressable, tensor_map
+from onelaunch.kernels.gemm_sm90 import kernel as gemm
+from onelaunch.kernels.gemm_sm90.config import GemmConfig, Multicast
+from onelaunch.kernels.hopper import ROW_BYTES, addressable
 from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.forward import Packed, Wanted
-from onelaunch.ops.projections.hopper_tiles import BLOCK_M, PANEL, STEP, Shared, Tiles, counts, header, tiles_for
+from onelaunch.ops.projections.hopper_tiles import PANEL, TILE_ROWS, cluster_tiles, configuration, counts, header
 from onelaunch.ops.projections.launch import room_for_results
 from onelaunch.ops.projections.layout import Layout
-from onelaunch.ops.warpgroup_products import product_header
-
-ELEMENTS = {torch.bfloat16: 0, torch.float16: 1}
-SHARED: dict[Shared, int] = {"nothing": 0, "x": 1, "weight": 2}
-"""As the kernel has them."""
 
 KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f32")  # pyrefly: ignore[bad-assignment]
-"""Of the kernel's arguments."""
-
-
-def map_of(matrix: torch.Tensor, rows: int, columns: int) -> bytes:
-    """Of boxes of so many rows and columns: 128 bytes of each row."""
-    (height, width), size = matrix.shape, matrix.element_size()
-    return tensor_map(matrix.dtype, matrix.data_ptr(), (width, height), (matrix.stride(0) * size,), (columns, rows))
+"""Kinds of the parameters in ``operands/segments.cuh``."""
 
 
 @functools.lru_cache(maxsize=1024)
-def source(layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) -> nvrtc.Source:
-    """The kernel for one layout in one configuration."""
-    here = "onelaunch.ops.projections"
-    products = product_header(element, tiles.columns)
-    if tiles.narrow < tiles.columns:
-        products += product_header(element, tiles.narrow).replace("#pragma once\n", "")
-    headers = (
-        ("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")),
-        ("products.cuh", products),
-        ("segments.cuh", header(layout, tiles)),
-        ("activations.cuh", nvrtc.read(here, "activations.cuh")),
-    )
-    defines = {
-        "BLOCK_N": tiles.columns, "NARROW": tiles.narrow, "STAGES": tiles.stages, "SHARED": SHARED[tiles.shared],
-        "ELEMENT": ELEMENTS[element], "KEEP": int(keep),
-    }  # fmt: skip
-    return nvrtc.Source("wide_gemm.cu", nvrtc.read(here, "wide_gemm.cu"), "wide_gemm", headers, tuple(defines.items()))
+def kernel_of(layout: Layout, config: GemmConfig, *, keep: bool) -> gemm.Kernel:
+    """Return the kernel for one layout in one configuration."""
+    headers = (("layout.cuh", header(layout, config.b_rows)),)
+    return gemm.kernel_of(config, "segments", KINDS, headers=headers, KEEP=int(keep))
 
 
-@functools.lru_cache(maxsize=1024)
-def function(device: torch.device, layout: Layout, tiles: Tiles, element: torch.dtype, *, keep: bool) -> nvrtc.Function:
-    """The same, loaded."""
-    code = source(layout, tiles, element, keep=keep)
-    return nvrtc.load(
-        code, device, KINDS, threads=tiles.threads, shared_bytes=tiles.shared_bytes, cluster=tiles.cluster, overlap=True
-    )
+def ctas_of(layout: Layout, config: GemmConfig, rows: int, multiprocessors: int) -> int:
+    """Return the CTAs of a launch: as many as there are SMs, in whole clusters, and none without work."""
+    tiles = cluster_tiles(config, rows, len(list(counts(layout, config.b_rows))))
+    return min(tiles, multiprocessors // config.cluster) * config.cluster
 
 
-def programs(layout: Layout, tiles: Tiles, rows: int, multiprocessors: int) -> int:
-    """Of a launch: as many as there are processors, in whole clusters, and none without work."""
-    units = tiles.units(rows, len(list(counts(layout, tiles.columns))))
-    return min(units, multiprocessors // tiles.cluster) * tiles.cluster
+class Plan(NamedTuple):
+    """Everything of a launch that the addresses of its tensors do not change."""
+
+    kernel: gemm.Kernel
+    ctas: int
+    x_box: int
+    """Rows of x that are loaded at once."""
+    weight_box: int
+    """Rows of the weight that are loaded at once, in tiles that are not narrow."""
+    x_bytes: int
+    """Bytes of x that arrive for a k-block."""
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
-    device: torch.device, layout: Layout, rows: int, channels: int, element: torch.dtype, shared: Shared, *, keep: bool
-) -> tuple[nvrtc.Function, Tiles, int]:
-    """Of calls of this size: the kernel, its tiles, programs."""
-    multiprocessors = processors(device)
-    tiles = tiles_for(layout, rows, channels, multiprocessors, shared)
-    launch = function(device, layout, tiles, element, keep=keep)
-    return launch, tiles, programs(layout, tiles, rows, multiprocessors)
+    layout: Layout, rows: int, channels: int, element: torch.dtype, multiprocessors: int, multicast: Multicast, *, keep: bool
+) -> Plan:
+    """Return the plan of calls of this size."""
+    config = configuration(layout, rows, channels, element, multiprocessors, multicast)
+    x_box = TILE_ROWS // 2 if multicast == "a" else min(TILE_ROWS, cdiv(rows, 8) * 8)
+    return Plan(
+        kernel=kernel_of(layout, config, keep=keep),
+        ctas=ctas_of(layout, config, rows, multiprocessors),
+        x_box=x_box,
+        weight_box=config.b_rows // (2 if multicast == "b" else 1),
+        x_bytes=x_box * (2 if multicast == "a" else 1) * ROW_BYTES,
+    )
 
 
-def wide_gemm(shared: Shared, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
-    """All segments in one launch, whose clusters have this in common."""
+def launch_of(
+    multicast: Multicast, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted
+) -> tuple[gemm.Launch, Packed]:
+    """Return the launch of :func:`wide_gemm`, and memory for its results."""
     layout = wanted.layout
     x, weight = addressable(x), addressable(weight)
     bias = None if bias is None else bias.contiguous()
     rows, channels = x.shape
-    launch, tiles, count = plan_of(x.device, layout, rows, channels, x.dtype, shared, keep=wanted.keep)
+    plan = plan_of(layout, rows, channels, x.dtype, processors(x.device), multicast, keep=wanted.keep)
+    config = plan.kernel.config
     y, rstd, kept = room_for_results(x, layout, keep=wanted.keep)
-    box = BLOCK_M // 2 if tiles.shared == "x" else min(BLOCK_M, cdiv(rows, 8) * 8)  # of x, in rows
-    y_map = map_of(y, PANEL, PANEL)
-    launch(
-        (count, 1, 1),
-        map_of(x, box, STEP),
-        map_of(weight, tiles.columns // tiles.unit_rows, STEP),
-        map_of(weight, tiles.narrow, STEP),
+    y_map = gemm.matrix_map(y, PANEL, PANEL)
+    arguments = (
+        gemm.matrix_map(x, plan.x_box, config.k_block),
+        gemm.matrix_map(weight, plan.weight_box, config.k_block),
+        gemm.matrix_map(weight, config.narrow or config.b_rows, config.k_block),
         y_map,
-        y_map if kept is None else map_of(kept, PANEL, PANEL),
+        y_map if kept is None else gemm.matrix_map(kept, PANEL, PANEL),
         bias,
         rstd,
         y,
         kept,
         rows,
         channels,
-        box * tiles.unit_columns * ROW_BYTES,
+        plan.x_bytes,
         wanted.eps,
     )
-    return Packed(y, rstd, kept)
+    return gemm.Launch(plan.kernel, (plan.ctas, 1, 1), arguments, (x, weight)), Packed(y, rstd, kept)
+
+
+def wide_gemm(multicast: Multicast, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
+    """Compute all segments in one launch, whose clusters have this operand in common."""
+    launch, results = launch_of(multicast, x, weight, bias, wanted)
+    gemm.run(launch, results.y.device)
+    return results

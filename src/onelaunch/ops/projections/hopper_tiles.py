@@ -1,157 +1,117 @@
-"""How the columns of ``wide_gemm.cu`` are cut into tiles, and what the kernel is told of them."""
+"""Choice of the configuration of the Hopper matrix product for ``projections``, and how columns are cut into tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
+import torch
+
+from onelaunch.kernels.gemm_sm90.config import SIDE_ROWS, WIDEST, GemmConfig, Multicast
+from onelaunch.kernels.hopper import ROW_BYTES
 from onelaunch.operation import remembered
-from onelaunch.ops.copy_engine import COPIED_BYTES, FLOPS, ROW_BYTES, SHARED_BYTES
 from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, Place
 
-BLOCK_M: Final = 128
+TILE_ROWS: Final = 128
 """Rows of x in a tile: 64 of each warpgroup."""
 
-STEP: Final = 64
-"""Channels."""
-
 PANEL: Final = 64
-"""Rows, and columns, of a result that a warpgroup sends at once."""
+"""Rows, and columns, of a result that a warpgroup stores at once."""
 
 LARGEST = 3e38
-"""In float32."""
-
-WIDEST: Final = 256
-"""Columns of a product."""
+"""Largest factor of an activation, in float32."""
 
 FEW = 64
 """Columns left of a segment for which narrower products are compiled."""
 
-OUT_BYTES = 2 * 2 * 64 * ROW_BYTES
-"""For results on their way out: two pieces of 64 rows and 64 columns of each warpgroup."""
+STORE_BYTES = TILE_ROWS // SIDE_ROWS * 2 * PANEL * ROW_BYTES
+"""Shared memory for results on their way out: two panels of each warpgroup."""
 
-MOST_STAGES = 8
+MAX_STAGES = 8
+"""Most stages of the ring: tiles are wide, and more were not measured."""
 
-ENDS = 2.0
-"""Microseconds of a tile's end, of 256 columns: reckoned by what a gate takes in swiglu."""
+END_MICROSECONDS = 2.0
+"""Time of a tile's epilogue with 256 columns, estimated from that of the gate in ``swiglu``."""
 
-STEPS = 0.03
-"""Microseconds of a step beside its products or copies: fitted to single runs on an H200, of 128 and 256 columns."""
-
-Shared: TypeAlias = Literal["nothing", "x", "weight"]
-"""What the two programs of a cluster copy half by half, to both."""
+K_BLOCK_MICROSECONDS = 0.03
+"""Time of a k-block beside its products or loads: fitted to single runs on an H200, of 128 and 256 columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """A configuration of the kernel.
+def config_for(layout: Layout, columns: int, element: torch.dtype, multicast: Multicast) -> GemmConfig:
+    """Return the configuration whose tiles have so many columns, all of one segment.
 
-    Attributes:
-        columns: of a tile: as many as a product has.
-        narrow: of a product where no more columns are left of a segment; ``columns`` if that is nowhere.
-        shared: what two programs have in common; they are a cluster then.
+    Operand A has rows of x, operand B rows of the weight.
     """
+    narrow = narrow_for(layout, columns)
+    return GemmConfig(
+        a_rows=TILE_ROWS, b_rows=columns, store_bytes=STORE_BYTES, schedule="static_persistent", element=element, result=element,
+        narrow=narrow if narrow < columns else 0, multicast=multicast, max_stages=MAX_STAGES,
+    )  # fmt: skip
 
-    columns: int
-    narrow: int
-    shared: Shared = "nothing"
 
-    @property
-    def cluster(self) -> int:
-        """Programs that run side by side."""
-        return 1 if self.shared == "nothing" else 2
+def cluster_tiles(config: GemmConfig, rows: int, column_tiles: int) -> int:
+    """Return the number of tiles of so many rows of x and tiles of columns, counted by clusters that multicast an operand."""
+    across, down = 2 if config.multicast == "a" else 1, 2 if config.multicast == "b" else 1
+    return cdiv(rows, TILE_ROWS * down) * cdiv(column_tiles, across)
 
-    @property
-    def unit_rows(self) -> int:
-        """Tiles of rows of a program, or of a cluster."""
-        return 2 if self.shared == "weight" else 1
 
-    @property
-    def unit_columns(self) -> int:
-        """Tiles of columns of the same."""
-        return 2 if self.shared == "x" else 1
-
-    def units(self, rows: int, tiles: int) -> int:
-        """Of so many rows of x and tiles of columns."""
-        return cdiv(rows, BLOCK_M * self.unit_rows) * cdiv(tiles, self.unit_columns)
-
-    @property
-    def threads(self) -> int:
-        """Of a program: two warpgroups that multiply, and a warp that copies."""
-        return 3 * 128
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of a step: x and weights."""
-        return (BLOCK_M + self.columns) * ROW_BYTES
-
-    @property
-    def stages(self) -> int:
-        """Steps on their way at once."""
-        return min((SHARED_BYTES - OUT_BYTES - 16 * MOST_STAGES) // self.stage_bytes, MOST_STAGES)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a program."""
-        return 1024 + self.stages * self.stage_bytes + OUT_BYTES + 16 * self.stages
-
-    def step_microseconds(self, columns: int) -> float:
-        """What a step takes with products of so many columns, all processors at work."""
-        products = 2 * BLOCK_M * columns * STEP / FLOPS
-        return max(products, (BLOCK_M + columns) * ROW_BYTES / COPIED_BYTES) + STEPS
+def k_block_microseconds(config: GemmConfig, columns: int) -> float:
+    """Return the time of a k-block with products of so many columns, all SMs at work."""
+    return config.k_block_microseconds(columns) + K_BLOCK_MICROSECONDS
 
 
 def taken(place: Place, most: int) -> int:
-    """Columns of a segment's tiles where a product has ``most``: whole heads where these are normalized."""
+    """Return the columns of a segment's tiles where a product has ``most``: whole heads where these are normalized."""
     segment = place.segment
     return most // segment.head_size * segment.head_size if segment.activation == "l2norm" else most
 
 
 def counts(layout: Layout, most: int) -> Iterator[int]:
-    """Columns of each tile, in order."""
+    """Yield the columns of each tile, in order."""
     for place in layout.places:
         step = taken(place, most)
         yield from [min(step, place.segment.width - first) for first in range(0, place.segment.width, step)]
 
 
 def narrow_for(layout: Layout, most: int) -> int:
-    """The width of products for the tiles of few columns, if there are such."""
+    """Return the width of products for the tiles of few columns; ``most`` if there are none."""
     few = [count for count in counts(layout, most) if count <= min(FEW, most - 8)]
     return cdiv(max(few), 8) * 8 if few else most
 
 
 @remembered
-def tiles_for(layout: Layout, rows: int, channels: int, multiprocessors: int, shared: Shared) -> Tiles:
-    """The tiles for ``rows`` rows of x: those that are reckoned to be done first."""
+def configuration(
+    layout: Layout, rows: int, channels: int, element: torch.dtype, multiprocessors: int, multicast: Multicast
+) -> GemmConfig:
+    """Return the configuration for ``rows`` rows of x: the one whose tiles are estimated to be done first."""
     least = max((place.segment.head_size for place in layout.places if place.segment.activation == "l2norm"), default=8)
     choices = {width for width in range(64, WIDEST + 1, 32) if width >= least}
     choices |= {WIDEST // least * least, cdiv(least, 8) * 8} if least > 8 else set()
-    if shared == "weight":  # halves lie where the copy engine's pattern begins anew, every 8 rows
+    if multicast == "b":  # halves lie where the pattern of TMA's swizzle begins anew, every 8 rows
         choices = {width for width in choices if width % 16 == 0}
 
     def microseconds(columns: int) -> float:
-        tiles = Tiles(columns, narrow_for(layout, columns), shared)
+        config = config_for(layout, columns, element, multicast)
+        narrow = config.narrow or columns
         found = list(counts(layout, columns))
-        wide = sum(not count <= tiles.narrow < columns for count in found)
-        steps, programs = cdiv(channels, STEP), multiprocessors // tiles.cluster
-        each = steps * tiles.step_microseconds(columns) + ENDS * columns / WIDEST
-        small = steps * tiles.step_microseconds(tiles.narrow) + ENDS * tiles.narrow / WIDEST
-        rounds, all_rounds = (cdiv(tiles.units(rows, count), programs) for count in (wide, len(found)))
+        wide = sum(not count <= narrow < columns for count in found)
+        k_blocks, clusters = cdiv(channels, config.k_block), multiprocessors // config.cluster
+        each = k_blocks * k_block_microseconds(config, columns) + END_MICROSECONDS * columns / WIDEST
+        small = k_blocks * k_block_microseconds(config, narrow) + END_MICROSECONDS * narrow / WIDEST
+        rounds, all_rounds = (cdiv(cluster_tiles(config, rows, count), clusters) for count in (wide, len(found)))
         return rounds * each + (all_rounds - rounds) * small
 
-    best = min(sorted(choices, reverse=True), key=microseconds)
-    return Tiles(best, narrow_for(layout, best), shared)
+    return config_for(layout, min(sorted(choices, reverse=True), key=microseconds), element, multicast)
 
 
-def header(layout: Layout, tiles: Tiles) -> str:
-    """The text of ``segments.cuh``: the kinds of segments that there are, and where each tile of columns lies."""
+def header(layout: Layout, columns: int) -> str:
+    """Return the text of ``layout.cuh``: the kinds of segments that there are, and where each tile of so many columns lies."""
     kinds: list[str] = []
     lines: list[str] = []
     begin = 0
     for place in layout.places:
-        segment, step = place.segment, taken(place, tiles.columns)
+        segment, step = place.segment, taken(place, columns)
         activation = ACTIVATIONS.index(segment.activation)
         head = segment.head_size if segment.activation == "l2norm" else 1
         own = [min(step, segment.width - first) for first in range(0, segment.width, step)]

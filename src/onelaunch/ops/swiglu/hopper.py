@@ -1,4 +1,4 @@
-"""Variants of ``swiglu`` in one launch on Hopper GPUs: the same kernel, with tiles handed out in three ways."""
+"""Variants of ``swiglu`` in one launch on Hopper GPUs: one matrix product with the gate in its epilogue, by three schedules."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from onelaunch import nvrtc
 from onelaunch.builds import Build, CudaBuild
-from onelaunch.hardware import is_hopper, processors
+from onelaunch.hardware import HOPPER_SMS, processors
+from onelaunch.kernels.hopper import ARCHITECTURES, needs_hopper
 from onelaunch.operation import Query
 from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
 from onelaunch.ops.swiglu.forward import Matrix, Wanted, compute, launches
 from onelaunch.ops.swiglu.torch_variants import Results, trains_plain_tensors
 from onelaunch.ops.swiglu.triton_variants import build as gate_build
-
-ARCHITECTURES = ("sm_90a",)
 
 HOPPER: dict[str, Any] = {"gemm": "wgmma", "architectures": ARCHITECTURES}
 """Tags of all."""
@@ -38,15 +36,13 @@ def run_dual_gemm(way: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted)
 
     blocks = None if gate.blocks is None or up.blocks is None else (gate.blocks, up.blocks)
     (rows, channels), columns, device = x.values.shape, gate.values.shape[0], x.values.device
-    tiles, schedule = hopper_schedule.configuration(
-        way, (rows, columns, channels), x.values.dtype, processors(device), nvfp4=blocks is not None
-    )
+    formats = hopper_schedule.Formats(x.values.dtype, wanted.dtype, nvfp4=blocks is not None)
+    config = hopper_schedule.configuration(way, (rows, columns, channels), formats, processors(device))
     scales = hopper_launch.Scales.of(x.scale, gate.scale, up.scale, device)
     weights = (gate.values, up.values)
     return hopper_launch.dual_gemm(
-        x.values, weights, blocks, scales, wanted.dtype, schedule, tiles,
-        keep=wanted.keep, constant_weights=wanted.constant_weights,
-    )  # fmt: skip
+        config, x.values, weights, blocks, scales, keep=wanted.keep, constant_weights=wanted.constant_weights
+    )
 
 
 for name in ("persistent", "stream_k", "small_m"):
@@ -77,14 +73,8 @@ def small_m(call: SwigluCall) -> Results:
     return compute(call, "small_m")
 
 
-@persistent.supports
-@stream_k.supports
-@small_m.supports
-def needs_hopper(query: Query) -> str | None:
-    """The kernel is made of that chip's instructions."""
-    if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
-        return "needs an NVIDIA GPU of compute capability 9.0"
-    return nvrtc.missing()
+for variant in (persistent, stream_k, small_m):
+    variant.supports(needs_hopper)
 
 
 @persistent.supports
@@ -134,25 +124,23 @@ def by_rows(query: Query) -> tuple[str, ...]:
 
 
 WEIGHTS = (4096, 7168)
-PROCESSORS = 132
-"""N and K, and a chip, that builds are made for."""
+"""N and K that builds are made for."""
 
 
 @functools.cache
 def build(
     name: str, way: str, rows: int, element: torch.dtype, result: torch.dtype, *, nvfp4: bool = False, keep: bool = False
 ) -> CudaBuild:
-    """The kernel as a call of so many rows launches it."""
+    """Return the kernel as a call of so many rows launches it."""
     from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
 
-    tiles, schedule = hopper_schedule.configuration(way, (rows, *WEIGHTS), element, PROCESSORS, nvfp4=nvfp4)
-    scaled = nvfp4 or element is torch.float8_e4m3fn
-    source = hopper_launch.source(tiles, element, result, schedule, scaled=scaled, keep=keep)
-    return CudaBuild(name, source, tiles.threads, tiles.shared_bytes, matrix=True)
+    formats = hopper_schedule.Formats(element, result, nvfp4)
+    config = hopper_schedule.configuration(way, (rows, *WEIGHTS), formats, HOPPER_SMS)
+    return hopper_launch.kernel_of(config, scaled=nvfp4 or element.itemsize == 1, keep=keep).build(name)
 
 
 def builds(way: str, counts: Sequence[int], architecture: str) -> list[Build]:
-    """In each format, for so many rows of x."""
+    """Return the kernels of a variant in each format, for so many rows of x."""
     if architecture not in ARCHITECTURES:
         return []
     from onelaunch.ops.swiglu import kernels

@@ -1,4 +1,4 @@
-"""Launches of ``dual_gemm.cu``, and how weights are described to it where they lie."""
+"""Launches of the Hopper matrix product for ``swiglu``: the kernel, both weights as one tensor, and everything else of a call."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ import torch
 
 from onelaunch import nvrtc
 from onelaunch.hardware import processors
-from onelaunch.ops.copy_engine import ROW_BYTES, addressable, tensor_map
+from onelaunch.kernels.gemm_sm90 import kernel as gemm
+from onelaunch.kernels.gemm_sm90.config import GemmConfig
+from onelaunch.kernels.hopper import ROW_BYTES, addressable, tensor_map
 from onelaunch.ops.gated_scan.launch import cdiv
-from onelaunch.ops.swiglu.hopper_schedule import Schedule, Tiles, cut_of, reads_early
-from onelaunch.ops.warpgroup_products import product_header
+from onelaunch.ops.swiglu.hopper_schedule import cut_of, reads_early, tile_columns
 from onelaunch.ops.workspace import counters
 
 GROUP = 8
 """Rows of a weight that follow each other in a tile, before as many of the other."""
 
 FARTHEST = 1 << 40
-"""Bytes between two weights that the copy engine can step over."""
-
-ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
-RESULTS = {torch.bfloat16: 0, torch.float16: 1}
-
-TAKEN: dict[Schedule, int] = {"runs": 0, "tiles": 1, "pairs": 2}
+"""Bytes between two weights that TMA can step over."""
 
 MAP: nvrtc.Kind = "map"
 POINTER: nvrtc.Kind = "pointer"
 NUMBER: nvrtc.Kind = "i32"
 KINDS = (*[MAP] * 4, *[POINTER] * 7, *[NUMBER] * 10)
-"""Of the kernel's arguments."""
+"""Kinds of the parameters in ``operands/swiglu.cuh``."""
 
 
 class Matrices(NamedTuple):
@@ -47,7 +43,7 @@ class Matrices(NamedTuple):
 
 
 def together(first: torch.Tensor, second: torch.Tensor) -> Matrices:
-    """Both where they lie, if one distance leads from each row of one to that of the other; else copies that do."""
+    """Return both where they lie, if one distance leads from each row of one to that of the other; else copies that do."""
     first, second = addressable(first), addressable(second)
     distance = second.data_ptr() - first.data_ptr()
     if first.stride(0) != second.stride(0) or distance % 16 or not 0 < abs(distance) < FARTHEST:
@@ -62,33 +58,32 @@ def together(first: torch.Tensor, second: torch.Tensor) -> Matrices:
 
 
 def in_words(blocks: torch.Tensor) -> torch.Tensor:
-    """Block scales as threads read them, 16 at once: rows one after the other, from an address that is a multiple of 16."""
+    """Return block scales as threads read them, 16 at once: contiguous rows, from an address that is a multiple of 16."""
     blocks = blocks.contiguous()
     return blocks.clone() if blocks.data_ptr() % 16 else blocks
 
 
-def map_of(matrix: torch.Tensor, tiles: Tiles) -> bytes:
-    """Of x: 128 bytes of each row of a tile, or beside NVFP4 weights so many pieces of 128 bytes, one after the other."""
+def map_of_x(matrix: torch.Tensor, config: GemmConfig) -> bytes:
+    """Return the map of x: 128 bytes of each row of a tile, or beside NVFP4 weights several such chunks, one after the other."""
     (rows, channels), size = matrix.shape, matrix.element_size()
     width, row = ROW_BYTES // size, matrix.stride(0) * size
-    if tiles.nvfp4:
+    if config.nvfp4:
         pieces = (width, rows, channels // width)
-        return tensor_map(matrix.dtype, matrix.data_ptr(), pieces, (row, ROW_BYTES), (width, tiles.rows, tiles.chunks))
-    box = (width, min(tiles.rows, rows))
-    return tensor_map(matrix.dtype, matrix.data_ptr(), (channels, rows), (row,), box)
+        return tensor_map(matrix.dtype, matrix.data_ptr(), pieces, (row, ROW_BYTES), (width, config.b_rows, config.chunks))
+    return gemm.matrix_map(matrix, min(config.b_rows, rows), width)
 
 
 SENT_COLUMNS = 32
-"""Of a result by a warpgroup."""
+"""Columns of a result that a warpgroup stores."""
 
 
 def sent_rows(finished: int) -> int:
-    """Of a result at once, where a program finishes so many rows of a tile."""
+    """Return the rows of a result that are stored at once, where a CTA finishes so many rows of a tile."""
     return next((rows for rows in (64, 32) if finished % rows == 0), finished)
 
 
 def map_of_result(result: torch.Tensor, matrices: int, rows: int) -> bytes:
-    """Of matrices side by side in ``result [M, matrices N]``, so many rows at once: a tile ends where its matrix does."""
+    """Return the map of matrices side by side in ``result [M, matrices N]``, in boxes that end where their matrix does."""
     (length, width), size = result.shape, result.element_size()
     columns = width // matrices
     sizes, strides = (columns, matrices, length), (columns * size, width * size)
@@ -96,40 +91,9 @@ def map_of_result(result: torch.Tensor, matrices: int, rows: int) -> bytes:
 
 
 @functools.cache
-def source(
-    tiles: Tiles, element: torch.dtype, result: torch.dtype, schedule: Schedule, *, scaled: bool, keep: bool
-) -> nvrtc.Source:
-    """The kernel for one configuration."""
-    here = "onelaunch.ops.swiglu"
-    names = ("work.cuh", "sums.cuh", "results.cuh", "nvfp4.cuh")
-    headers = (
-        ("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")),
-        ("products.cuh", product_header(element, tiles.rows, registers=tiles.nvfp4)),
-        *((name, nvrtc.read(here, name)) for name in names),
-    )
-    defines = {
-        "ROWS": tiles.rows, "COLUMNS": tiles.columns, "SPLIT": tiles.split, "STAGES": tiles.stages,
-        "ELEMENT": ELEMENTS[element], "RESULT": RESULTS[result], "NVFP4": int(tiles.nvfp4), "SCALED": int(scaled),
-        "KEEP": int(keep), "X_TILES": tiles.chunks, "TAKEN": TAKEN[schedule],
-    }  # fmt: skip
-    return nvrtc.Source("dual_gemm.cu", nvrtc.read(here, "dual_gemm.cu"), "dual_gemm", headers, tuple(defines.items()))
-
-
-@functools.cache
-def function(
-    device: torch.device,
-    tiles: Tiles,
-    element: torch.dtype,
-    result: torch.dtype,
-    schedule: Schedule,
-    *,
-    scaled: bool,
-    keep: bool,
-) -> nvrtc.Function:
-    """The same, loaded."""
-    code = source(tiles, element, result, schedule, scaled=scaled, keep=keep)
-    cluster = 2 if schedule == "pairs" else 1
-    return nvrtc.load(code, device, KINDS, threads=tiles.threads, shared_bytes=tiles.shared_bytes, cluster=cluster, overlap=True)
+def kernel_of(config: GemmConfig, *, scaled: bool, keep: bool) -> gemm.Kernel:
+    """Return the kernel in a configuration, with or without scales of the products, and keeping both products or not."""
+    return gemm.kernel_of(config, "swiglu", KINDS, SCALED=int(scaled), KEEP=int(keep))
 
 
 class Scales(NamedTuple):
@@ -143,7 +107,7 @@ class Scales(NamedTuple):
     def of(
         cls, x: torch.Tensor | None, gate: torch.Tensor | None, up: torch.Tensor | None, device: torch.device
     ) -> Scales | None:
-        """``None`` if there are none."""
+        """Return ``None`` if there are none."""
         if x is None and gate is None and up is None:
             return None
         gate, up = (
@@ -153,17 +117,17 @@ class Scales(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All of a launch that the addresses of its tensors do not change."""
+    """Everything of a launch that the addresses of its tensors do not change."""
 
-    launch: nvrtc.Function
-    runs: int
+    kernel: gemm.Kernel
+    units: int
     sums: int
-    """float32 numbers that programs leave for each other."""
+    """float32 numbers that CTAs leave for each other."""
     words: int
-    """64 bits each: a flag of 32 for each of them that does, or two counters of tiles."""
+    """64 bits each: a flag of 32 for each CTA that leaves sums, or two counters of tiles."""
     weight_box: tuple[int, int, int, int]
     result_rows: int
-    """That are sent at once."""
+    """Rows of a result that are stored at once."""
     numbers: tuple[int, int, int, int, int, int]
     """M, N, K, and how the work is cut."""
     early: bool
@@ -171,68 +135,80 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
-    device: torch.device,
+    config: GemmConfig,
     shape: tuple[int, int, int],
-    element: torch.dtype,
-    result: torch.dtype,
-    schedule: Schedule,
-    tiles: Tiles,
+    multiprocessors: int,
     *,
     scaled: bool,
     keep: bool,
     constant_weights: bool,
 ) -> Plan:
-    """Of calls of this ``shape`` (M, N, K); as :func:`dual_gemm`."""
-    cut = cut_of(tiles, shape, element, processors(device), schedule)
+    """Return the plan of calls of this ``shape`` (M, N, K); other arguments as of :func:`dual_gemm`."""
+    cut = cut_of(config, shape, multiprocessors)
+    columns = tile_columns(config)
     return Plan(
-        launch=function(device, tiles, element, result, schedule, scaled=scaled, keep=keep),
-        runs=cut.runs,
-        sums=cut.runs * tiles.rows * tiles.columns * 2 if cut.shares else 0,
-        words=cdiv(cut.runs, 2) if cut.shares else 1 if schedule == "tiles" else 0,
-        weight_box=(tiles.weight_bytes // (1 if tiles.nvfp4 else element.itemsize), GROUP, 2, tiles.columns // GROUP),
-        result_rows=sent_rows(tiles.rows // 2 if schedule == "pairs" else tiles.rows),
+        kernel=kernel_of(config, scaled=scaled, keep=keep),
+        units=cut.units,
+        sums=cut.units * config.b_rows * columns * 2 if cut.shares else 0,
+        words=cdiv(cut.units, 2) if cut.shares else 1 if config.schedule == "persistent" else 0,
+        weight_box=(config.a_row_bytes // (1 if config.nvfp4 else config.element.itemsize), GROUP, 2, columns // GROUP),
+        result_rows=sent_rows(config.b_rows // 2 if config.schedule == "split_k_cluster" else config.b_rows),
         numbers=(*shape, cut.each, cut.more, cut.grain),
-        early=constant_weights and reads_early(tiles, cut, shape[0]),
+        early=constant_weights and reads_early(config, cut, shape[0]),
     )
 
 
-def dual_gemm(
+def launch_of(
+    config: GemmConfig,
     x: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor],
     blocks: tuple[torch.Tensor, torch.Tensor] | None,
     scales: Scales | None,
-    result: torch.dtype,
-    schedule: Schedule,
-    tiles: Tiles,
     *,
-    keep: bool = False,
-    constant_weights: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``h [M, N]`` of ``x [M, K]``, and both products ``[M, 2 N]`` if they are to be kept.
-
-    ``weights`` are ``[N, K]`` of the dtype of x, or codes ``[N, K / 2]`` beside ``blocks``, their scales ``[N, K / 16]``.
-    ``constant_weights``: they may be read beside the end of earlier launches.
-    """
+    keep: bool,
+    constant_weights: bool,
+) -> tuple[gemm.Launch, torch.Tensor, torch.Tensor | None]:
+    """Return the launch of :func:`dual_gemm`, and memory for its results."""
     x, (rows, channels), columns, device = addressable(x), x.shape, weights[0].shape[0], x.device
     plan = plan_of(
-        device, (rows, columns, channels), x.dtype, result, schedule, tiles,
+        config, (rows, columns, channels), processors(device),
         scaled=scales is not None, keep=keep, constant_weights=constant_weights,
     )  # fmt: skip
     matrices = together(*weights)
     gate_blocks, up_blocks = (None, None) if blocks is None else map(in_words, blocks)
-    h = torch.empty((rows, columns), dtype=result, device=device)
-    both = torch.empty((rows, 2 * columns), dtype=result, device=device) if keep else None
+    h = torch.empty((rows, columns), dtype=config.result, device=device)
+    both = torch.empty((rows, 2 * columns), dtype=config.result, device=device) if keep else None
     partials = torch.empty(plan.sums, dtype=torch.float32, device=device) if plan.sums else None
     words = counters(device, plan.words) if plan.words else None
     weight_map = tensor_map(
-        matrices.dtype, matrices.address, matrices.sizes, matrices.strides, plan.weight_box, swizzle=tiles.weight_bytes
+        matrices.dtype, matrices.address, matrices.sizes, matrices.strides, plan.weight_box, swizzle=config.a_row_bytes
     )
     h_map = map_of_result(h, 1, plan.result_rows)
-    kept_map = h_map if both is None else map_of_result(both, 2, plan.result_rows)
+    both_map = h_map if both is None else map_of_result(both, 2, plan.result_rows)
     of_x, of_gate, of_up = scales or (None, None, None)
     per_row = [each is not None and each.numel() > 1 for each in (of_x, of_gate)]
-    plan.launch(
-        (plan.runs, 1, 1), map_of(x, tiles), weight_map, h_map, kept_map, gate_blocks, up_blocks, of_x, of_gate, of_up,
+    arguments = (
+        map_of_x(x, config), weight_map, h_map, both_map, gate_blocks, up_blocks, of_x, of_gate, of_up,
         partials, words, *plan.numbers, matrices.flipped, *per_row, plan.early,
     )  # fmt: skip
+    return gemm.Launch(plan.kernel, (plan.units, 1, 1), arguments, (x, matrices.owners)), h, both
+
+
+def dual_gemm(
+    config: GemmConfig,
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    blocks: tuple[torch.Tensor, torch.Tensor] | None,
+    scales: Scales | None,
+    *,
+    keep: bool = False,
+    constant_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return ``h [M, N]`` of ``x [M, K]``, and both products ``[M, 2 N]`` if they are to be kept.
+
+    ``weights`` are ``[N, K]`` of the dtype of x, or codes ``[N, K / 2]`` beside ``blocks``, their scales ``[N, K / 16]``.
+    ``constant_weights``: they may be read beside the end of earlier launches.
+    """
+    launch, h, both = launch_of(config, x, weights, blocks, scales, keep=keep, constant_weights=constant_weights)
+    gemm.run(launch, h.device)
     return h, both

@@ -3,9 +3,7 @@
 // Codes      a byte, two neighbouring channels, is looked up in shared memory.
 // Scales     e4m3, converted by warps of their own (NaN stays): a thread that decodes needs all of a row, as three others do.
 #pragma once
-#include "hopper.cuh"
-
-constexpr int TABLE_BYTES = 256 * 256;
+#include "tile.cuh"
 
 __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 bytes) {
   u32 r;
@@ -59,22 +57,22 @@ __device__ __forceinline__ u32 looked_up(const char* table, u32 word, u32 bytes,
   return *reinterpret_cast<const u32*>(table + permute(word, bank, bytes));
 }
 
-// Block scales of a step, as factors of numbers: 4 X_TILES of each row of a tile. K is a multiple of STEP. A row's scales come as they
+// Block scales of a step, as factors of numbers: 4 CHUNKS of each row of a tile. K is a multiple of STEP. A row's scales come as they
 // are where its last factors will be. Factors lie by matrices of x: two matrices' of a row side by side, then the next row's.
-constexpr int ROW_SCALES = 4 * X_TILES, FACTOR_BYTES = 2 * 2 * COLUMNS * ROW_SCALES, PIECE = X_TILES == 1 ? 8 : 16;
+constexpr int ROW_SCALES = 4 * CHUNKS, FACTOR_BYTES = 2 * A_ROWS * ROW_SCALES, PIECE = CHUNKS == 1 ? 8 : 16;
 static_assert(STAGES * FACTOR_BYTES <= TABLE_BYTES / 2, "they lie between the table's rows");
 
 // Those of row r, by one or two matrices of x.
 __device__ __forceinline__ u32 factors_at(u32 table, int stage, int r, int piece) {
-  const u32 offset = stage * FACTOR_BYTES + (piece * 2 * COLUMNS + r) * PIECE;
+  const u32 offset = stage * FACTOR_BYTES + (piece * A_ROWS + r) * PIECE;
   return table + offset + offset / 128 * 128 + 128;
 }
-__device__ __forceinline__ u32 scales_at(u32 table, int stage, int r) { return factors_at(table, stage, r, (X_TILES - 1) / 2); }
+__device__ __forceinline__ u32 scales_at(u32 table, int stage, int r) { return factors_at(table, stage, r, (CHUNKS - 1) / 2); }
 
 // From where they lie: a lane's rows are all of one weight, whose ``blocks`` it brings. 128 bytes go to the L2 cache at once.
 __device__ __forceinline__ void copy_scales(u32 table, int stage, const unsigned char* blocks, int column, int step, int N, int K, int lane) {
 #pragma unroll
-  for (int r = 0; r < 2 * COLUMNS; r += 32) {
+  for (int r = 0; r < A_ROWS; r += 32) {
     const int n = min(column + (r + lane) / 16 * 8 + lane % 8, N - 1);
     cp_async<ROW_SCALES>(scales_at(table, stage, r + lane), blocks + (long long)n * (K / 16) + step * ROW_SCALES);
   }
@@ -100,17 +98,17 @@ __device__ __forceinline__ void convert(u32 four, u32& first, u32& second) {
 
 // All of a step, by ``threads`` threads: a row each.
 __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread, int threads) {
-  for (int r = thread; r < 2 * COLUMNS; r += threads) {
-    u32 words[X_TILES], v[2 * X_TILES];
+  for (int r = thread; r < A_ROWS; r += threads) {
+    u32 words[CHUNKS], v[2 * CHUNKS];
 #pragma unroll
-    for (int i = 0; i < X_TILES; ++i) words[i] = ld_shared_u32(scales_at(table, stage, r) + 4 * i);
+    for (int i = 0; i < CHUNKS; ++i) words[i] = ld_shared_u32(scales_at(table, stage, r) + 4 * i);
 #pragma unroll
-    for (int i = 0; i < X_TILES; ++i) convert(words[i], v[2 * i], v[2 * i + 1]);
-    if constexpr (X_TILES == 1) {
+    for (int i = 0; i < CHUNKS; ++i) convert(words[i], v[2 * i], v[2 * i + 1]);
+    if constexpr (CHUNKS == 1) {
       asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(factors_at(table, stage, r, 0)), "r"(v[0]), "r"(v[1]) : "memory");
     } else {
 #pragma unroll
-      for (int i = 0; i < X_TILES / 2; ++i)
+      for (int i = 0; i < CHUNKS / 2; ++i)
         st_shared_v4_u32(factors_at(table, stage, r, i), v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
     }
   }
@@ -118,7 +116,7 @@ __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread,
 
 // 16 bytes of codes of row ``r`` of a step: those of 32 channels.
 __device__ __forceinline__ uint4 load_codes(u32 at, int r, int piece) {
-  constexpr int PITCH = 32 * X_TILES, PIECES = 2 * X_TILES;  // swizzled over the row
+  constexpr int PITCH = 32 * CHUNKS, PIECES = 2 * CHUNKS;  // swizzled over the row
   return ld_shared_v4_u32((at + r * PITCH + r / (8 / PIECES) % PIECES * 16) ^ piece * 16);
 }
 
@@ -161,7 +159,7 @@ struct Decoder {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 from = factors_at(table_at, stage, r + 8 * i, c / 2);
-      if constexpr (X_TILES == 1) {
+      if constexpr (CHUNKS == 1) {
         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(factors[i][0]), "=r"(factors[i][1]) : "r"(from) : "memory");
       } else if (c % 2 == 0) {
         const uint4 v = ld_shared_v4_u32(from);

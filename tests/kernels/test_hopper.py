@@ -1,11 +1,11 @@
-"""Tensors as the copy engine addresses them: themselves where it can, copies where it cannot."""
+"""Tensors as TMA addresses them: themselves where it can, copies where it cannot."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from onelaunch.ops.copy_engine import addressable
+from onelaunch.kernels.hopper import addressable
 
 MATRIX = torch.arange(8 * 64, dtype=torch.float16).reshape(8, 64)
 

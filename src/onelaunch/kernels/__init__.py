@@ -1,0 +1,1 @@
+"""Kernels that several operations share, and the host code that launches them."""

@@ -1,0 +1,106 @@
+"""The Hopper matrix product as a kernel: its source in a configuration, loading and launching it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from onelaunch import nvrtc
+from onelaunch.builds import CudaBuild
+from onelaunch.kernels.gemm_sm90.config import GemmConfig, Multicast, Schedule
+from onelaunch.kernels.gemm_sm90.wgmma import wgmma_header
+from onelaunch.kernels.hopper import tensor_map
+
+ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
+SCHEDULES: dict[Schedule, int] = {"stream_k": 0, "persistent": 1, "split_k_cluster": 2, "static_persistent": 3}
+MULTICASTS: dict[Multicast, int] = {"nothing": 0, "a": 1, "b": 2}
+"""Numbers that ``tile.cuh`` gives to these."""
+
+PARTS = ("tile.cuh", "scheduler.cuh", "mainloop.cuh", "reduction.cuh")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kernel:
+    """The kernel in one configuration, with what a launch needs beside its grid and its arguments.
+
+    Two kernels are equal only if they are one object, so that looking up the loaded function hashes no source.
+    """
+
+    config: GemmConfig
+    source: nvrtc.Source
+    kinds: tuple[nvrtc.Kind, ...]
+
+    def build(self, name: str) -> CudaBuild:
+        """Return the kernel as a variant lists it for compiling and inspecting."""
+        return CudaBuild(name, self.source, self.config.threads, self.config.shared_bytes, matrix=True)
+
+
+class Launch(NamedTuple):
+    """Everything of one launch."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    owners: tuple[Any, ...] = ()
+    """Tensors whose memory the tensor maps among the arguments address."""
+
+
+def kernel_of(
+    config: GemmConfig,
+    epilogue: str,
+    kinds: tuple[nvrtc.Kind, ...],
+    *,
+    headers: tuple[tuple[str, str], ...] = (),
+    **defines: int,
+) -> Kernel:
+    """Return the kernel with the operands and the epilogue of this name; callers cache it.
+
+    Args:
+        config: Configuration.
+        epilogue: Name of files in ``operands/`` and ``epilogue/``.
+        kinds: Kinds of the parameters that the operands' file declares.
+        headers: Generated files that it includes.
+        defines: Macros beside those of the configuration.
+    """
+    here = "onelaunch.kernels.gemm_sm90"
+    narrow = config.narrow or config.b_rows
+    widths = (config.b_rows,) if narrow == config.b_rows else (config.b_rows, narrow)
+    own = (*PARTS, *(("nvfp4.cuh",) if config.nvfp4 else ()), f"operands/{epilogue}.cuh", f"epilogue/{epilogue}.cuh")
+    texts = (
+        ("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")),
+        ("wgmma.cuh", wgmma_header(config.element, widths, registers=config.nvfp4)),
+        *((name, nvrtc.read(here, name)) for name in own),
+        *headers,
+    )
+    macros: dict[str, str | int] = {
+        "A_ROWS": config.a_rows, "B_ROWS": config.b_rows, "NARROW": narrow, "SPLIT": config.split, "CHUNKS": config.chunks,
+        "STAGES": config.stages, "STORE_BYTES": config.store_bytes, "SCHEDULE": SCHEDULES[config.schedule],
+        "MULTICAST": MULTICASTS[config.multicast], "ELEMENT": ELEMENTS[config.element], "RESULT": ELEMENTS[config.result],
+        "NVFP4": int(config.nvfp4), "OPERANDS": f'"operands/{epilogue}.cuh"', "EPILOGUE": f'"epilogue/{epilogue}.cuh"', **defines,
+    }  # fmt: skip
+    source = nvrtc.Source("gemm.cu", nvrtc.read(here, "gemm.cu"), "gemm_sm90", texts, tuple(macros.items()))
+    return Kernel(config, source, kinds)
+
+
+@functools.cache
+def function(kernel: Kernel, device: torch.device) -> nvrtc.Function:
+    """Return a kernel loaded on a device."""
+    config = kernel.config
+    return nvrtc.load(
+        kernel.source, device, kernel.kinds,
+        threads=config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster, overlap=True,
+    )  # fmt: skip
+
+
+def run(launch: Launch, device: torch.device) -> None:
+    """Launch a kernel on PyTorch's current stream of a device."""
+    function(launch.kernel, device)(launch.grid, *launch.arguments)
+
+
+def matrix_map(matrix: torch.Tensor, rows: int, columns: int) -> bytes:
+    """Return the tensor map of a matrix ``[rows, columns]`` in boxes of so many rows and columns."""
+    (height, width), size = matrix.shape, matrix.element_size()
+    return tensor_map(matrix.dtype, matrix.data_ptr(), (width, height), (matrix.stride(0) * size,), (columns, rows))
