@@ -9,10 +9,10 @@
 //             OPERANDS       kernel parameters, coordinates of a tile, its TMA loads (operands/*.cuh)
 //             EPILOGUE       results of a tile (epilogue/*.cuh)
 // Grid:       at most one CTA per SM; along x. Clusters of two CTAs for SPLIT_K_CLUSTER and MULTICAST.
-// Warps:      A_ROWS / 64 * SPLIT consumer warpgroups, then a producer warp, then three warps that convert block scales (NVFP4 only).
+// Warps:      A_ROWS / 64 * SPLIT consumer warpgroups, a producer warp, and three warps that convert block scales (NVFP4 only).
 // Registers:  B_ROWS / 2 accumulators per consumer thread. setmaxnreg moves registers from the producer's warpgroup to consumers.
 // Memory:     operands are read where they lie, by TMA; results leave by TMA stores.
-// Launches:   overlap (programmatic dependent launch): CTAs set themselves up beside the end of the launch before, then wait for it.
+// Launches:   overlap (programmatic dependent launch): CTAs set themselves up while the launch before ends, then wait for it.
 // Source:     warp-specialized persistent kernels after CUTLASS 3; stream-K after Osama et al. (2023).
 #include "hopper.cuh"
 #include "wgmma.cuh"
@@ -26,11 +26,11 @@
 #include "reduction.cuh"
 #include EPILOGUE
 
-// Compute the part of a tile that is a work item with WGMMAs of WIDTH columns, and store its results if it ends here. place() is the tile.
+// Compute a work item with WGMMAs of WIDTH columns, and store the tile's results if they are complete here; place() is the tile.
 template <int WIDTH, typename Place>
 __device__ __forceinline__ void compute(
-    const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, PipelineState& state, int side, int split,
-    const Epilogue& epilogue, Place place) {
+    const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, PipelineState& state, int side,
+    int split, const Epilogue& epilogue, Place place) {
   float d[WIDTH / 2];
   multiply<WIDTH>(d, smem, item.last - item.first, state, side, split);
   if (reduce(d, a, scheduler, smem, item, split)) epilogue.template store<WIDTH>(d, a, smem, place(), side);
@@ -39,8 +39,9 @@ __device__ __forceinline__ void compute(
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
   const Arguments a = ARGUMENTS;
   const SharedMemory smem(shared_address(dynamic_shared));
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4, lane = threadIdx.x % 32;  // known to be uniform
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;  // known to be uniform
   const Scheduler scheduler = scheduler_of(a);
+  const int lane = threadIdx.x % 32;
   if (lane == 0) {
     prefetch_tensormaps(a, warp);
     for (int s = warp; s < STAGES; s += THREADS / 32) {  // 64 cycles each, so all warps take part
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
         mbarrier_init(smem.converted + 8 * s, CONVERTERS);
       }
     }
-    if ((SCHEDULE == PERSISTENT || SCHEDULE == SPLIT_K_CLUSTER) && warp < 2) {
+    if ((SCHEDULE == PERSISTENT || SCHEDULE == SPLIT_K_CLUSTER) && warp < 2) {  // the latter does not use them
       mbarrier_init(smem.told + 8 * warp, 1);
       mbarrier_init(smem.heard + 8 * warp, 4 * WARPGROUPS + CONVERTERS);
     }
@@ -81,15 +82,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
     const int side = SCHEDULE == STATIC_PERSISTENT ? warpgroup : warpgroup % SIDES, split = warpgroup / SIDES;
     PipelineState state;
     scheduler.consume(smem, lane, [&](WorkItem item) INLINE {
-      if constexpr (NARROW < B_ROWS) {
+      if constexpr (TILE_HAS_WIDTH) {
         const Tile tile = tile_at(scheduler, item.tile);
         auto place = [&]() INLINE { return tile; };
-        if (tile.width() <= NARROW)
+        if (NARROW < B_ROWS && tile.width() <= NARROW)
           compute<NARROW>(a, scheduler, smem, item, state, side, split, epilogue, place);
         else
           compute<B_ROWS>(a, scheduler, smem, item, state, side, split, epilogue, place);
-      } else {  // after the main loop, which needs the registers
-        compute<B_ROWS>(a, scheduler, smem, item, state, side, split, epilogue, [&]() INLINE { return tile_at(scheduler, item.tile); });
+      } else {  // the place is computed after the main loop, which needs the registers
+        auto place = [&]() INLINE { return tile_at(scheduler, item.tile); };
+        compute<B_ROWS>(a, scheduler, smem, item, state, side, split, epilogue, place);
       }
     });
     if (threadIdx.x % 128 == 0) tma_store_wait_group_read<0>();  // shared memory must outlive the stores that read it

@@ -1,12 +1,14 @@
 // Main loop: a producer warp loads k-blocks into a ring of stages by TMA, and consumer warpgroups multiply them by WGMMA.
 //
-// Each stage has an mbarrier that TMA completes (full) and one at which consumer warps arrive (empty). A is read from shared memory or,
-// for NVFP4, decoded into registers; then three more warps convert block scales, which the producer copies beside the codes.
+// Each stage has an mbarrier that TMA completes (full) and one at which consumer warps arrive (empty). A is read from shared
+// memory or, for NVFP4, decoded into registers; then three more warps convert block scales, which the producer copies beside
+// the codes.
 #pragma once
 #include "scheduler.cuh"
 
-// Position in the ring of stages. A warpgroup takes every SPLIT-th stage, whatever tile it belongs to: who waits for a stage must have
-// seen its round before, for an mbarrier tells only whether a round is even or odd, and loads need not complete in the order of issue.
+// Position in the ring of stages. A warpgroup takes every SPLIT-th stage, whatever tile it belongs to. Who waits for a stage
+// must have seen its round before: an mbarrier tells only whether a round is even or odd, and loads need not complete in the
+// order of issue.
 struct PipelineState {
   int stage = 0;
   u32 phase = 0;
@@ -26,36 +28,25 @@ struct PipelineState {
 
 // Producer
 
-// Begin the loads of operand A of a k-block, and expect the bytes of both operands.
-__device__ __forceinline__ void load_first(const Arguments& a, const SharedMemory& smem, Tile tile, int k_block, int stage) {
-  const u32 bar = smem.full + 8 * stage;
-  mbarrier_arrive_expect_tx(bar, bytes_of(a, tile));
-  load_a(smem.stages + stage * STAGE_BYTES, a, tile, k_block, bar);
-}
-
-__device__ __forceinline__ void load_second(const Arguments& a, const SharedMemory& smem, Tile tile, int k_block, int stage) {
-  const u32 bar = smem.full + 8 * stage, to = smem.stages + stage * STAGE_BYTES + A_BYTES;
-  load_b(to, a, tile, k_block, bar);
-}
-
-// Load all k-blocks of an item. With ``early``, earlier launches have not been waited for, but A may be read; the block scales of A are so
-// few that they can come with B.
+// Load all k-blocks of an item. With ``early``, earlier launches have not been waited for, but A may be read; the block scales
+// of A are so few that they can come with B.
 __device__ __forceinline__ void load_item(
-    const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, PipelineState& state, int lane, bool early) {
+    const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, PipelineState& state, int lane,
+    bool early) {
   const int count = item.last - item.first;
   const Tile tile = tile_at(scheduler, item.tile);
   int ahead = 0;
   if (early) {
     for (PipelineState first = state; ahead < min(count, STAGES); ++ahead, first.advance())
-      if (lane == 0) load_first(a, smem, tile, item.first + ahead, first.stage);
+      if (lane == 0) load_a(a, smem, tile, item.first + ahead, first.stage);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
   }
   for (int i = 0; i < count; ++i, state.advance()) {
     if (i >= ahead) mbarrier_wait(smem.empty + 8 * state.stage, state.phase ^ 1);  // with MULTICAST, of both CTAs
     if (lane == 0) {
-      if (i >= ahead) load_first(a, smem, tile, item.first + i, state.stage);
-      load_second(a, smem, tile, item.first + i, state.stage);
+      if (i >= ahead) load_a(a, smem, tile, item.first + i, state.stage);
+      load_b(a, smem, tile, item.first + i, state.stage);
     }
 #if NVFP4
     const unsigned char* blocks = lane / 8 % 2 ? a.blocks[1] : a.blocks[0];
@@ -77,8 +68,9 @@ __device__ __forceinline__ void convert_k_blocks(const SharedMemory& smem, int c
 }
 #endif
 
-// The work of the last warpgroup.
-__device__ __forceinline__ void produce(const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, int warp, int lane) {
+// Run the last warpgroup: the producer warp, and those that convert block scales.
+__device__ __forceinline__ void produce(
+    const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, int warp, int lane) {
   const bool early = MAY_LOAD_EARLY && SCHEDULE != PERSISTENT && a.early;
   if (!MAY_LOAD_EARLY) {
     griddepcontrol_wait();
@@ -89,8 +81,7 @@ __device__ __forceinline__ void produce(const Arguments& a, const Scheduler& sch
       griddepcontrol_wait();
       griddepcontrol_launch_dependents();
     }
-    PipelineState state;
-    scheduler.produce(smem, a.counters, lane, early, [&](WorkItem item, bool early) INLINE {
+    scheduler.produce(smem, a.counters, lane, early, [&, state = PipelineState()](WorkItem item, bool early) mutable INLINE {
       load_item(a, scheduler, smem, item, state, lane, early);
     });
   }

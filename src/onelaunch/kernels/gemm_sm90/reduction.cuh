@@ -1,4 +1,4 @@
-// Split-K: how partial sums of a tile come together, of warpgroups, of the CTAs that share it (stream-K), of the CTAs of a cluster.
+// Split-K: how partial sums of a tile come together: of warpgroups, of CTAs that share it (stream-K), of the CTAs of a cluster.
 #pragma once
 #include "scheduler.cuh"
 
@@ -33,7 +33,8 @@ __device__ __forceinline__ bool reduce_warpgroups(float (&d)[ACCUMULATORS], cons
 __device__ __forceinline__ void store_partials(const float (&d)[ACCUMULATORS], const Arguments& a, const Scheduler& scheduler) {
   float4* to = reinterpret_cast<float4*>(a.partials + (long long)scheduler.unit * (ACCUMULATORS * OWNERS)) + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < ACCUMULATORS / 4; ++i) __stcg(to + i * OWNERS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
+  for (int i = 0; i < ACCUMULATORS / 4; ++i)
+    __stcg(to + i * OWNERS, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
   bar_sync(OWNER_WARPGROUPS, OWNERS);
   if (threadIdx.x == 0) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(a.counters + scheduler.unit), "r"(1) : "memory");
@@ -56,8 +57,8 @@ __device__ __forceinline__ void add_partials(float (&d)[ACCUMULATORS], const Arg
   }
 }
 
-// Split-K of a cluster: send the sums of the other CTA's half of the columns of D to it, and add what it sends to those of this CTA, which
-// are the first ones afterwards.
+// Split-K of a cluster: send the other CTA the sums of its half of D's columns, and add what it sends to those of this CTA,
+// which are the first ones afterwards.
 __device__ __forceinline__ void exchange_halves(float (&d)[ACCUMULATORS], const SharedMemory& smem, bool owns) {
   constexpr int HALF = ACCUMULATORS / 2;
   const u32 rank = cluster_ctarank(), mine = smem.stages + threadIdx.x * 16;
@@ -80,7 +81,8 @@ __device__ __forceinline__ void exchange_halves(float (&d)[ACCUMULATORS], const 
   }
 }
 
-// Bring the partial sums of an item together. Returns whether this warpgroup has the tile's total, or its half of it, and finishes it.
+// Bring the partial sums of an item together. Returns whether this warpgroup has the tile's total, or its half of it, to finish
+// it.
 template <int COUNT>
 __device__ __forceinline__ bool reduce(
     float (&d)[COUNT], const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, int split) {

@@ -1,12 +1,13 @@
 // Which CTA computes which k-blocks of which tiles.
 //
-// STREAM_K            the k-blocks of all tiles are cut into one contiguous unit per CTA, of equal length in multiples of a grain. The CTA
-//                     that owns a tile's first k-block adds the partial sums of the others in a fixed order (reduction.cuh). Units are
-//                     handed out from the last to the first, so that no CTA waits for one that starts later.
-// PERSISTENT          CTAs take whole tiles from a counter in memory, which is zero before and after a launch.
-// SPLIT_K_CLUSTER     the two CTAs of a cluster compute half of the k-blocks of one tile each, exchange the sums of half of its rows
-//                     through distributed shared memory, and finish the other half.
-// STATIC_PERSISTENT   CTAs, or clusters whose tiles have an operand in common (MULTICAST), take every gridDim-th tile.
+// STREAM_K:          the k-blocks of all tiles are cut into one contiguous unit per CTA, of equal length in multiples of a
+//                    grain. The CTA that owns a tile's first k-block adds the partial sums of the others in a fixed order
+//                    (reduction.cuh). Units are handed out from the last to the first, so that no CTA waits for one that starts
+//                    later.
+// PERSISTENT:        CTAs take whole tiles from a counter in memory, which is zero before and after a launch.
+// SPLIT_K_CLUSTER:   the two CTAs of a cluster compute half of the k-blocks of one tile each, exchange the sums of half of its
+//                    columns of D through distributed shared memory, and finish the other half.
+// STATIC_PERSISTENT: CTAs, or clusters whose tiles have an operand in common (MULTICAST), take every gridDim-th tile.
 #pragma once
 #include "tile.cuh"
 
@@ -47,8 +48,9 @@ struct Scheduler {
     return cluster_ctarank() ? WorkItem{(int)(blockIdx.x / 2), middle, k_blocks} : WorkItem{(int)(blockIdx.x / 2), 0, middle};
   }
 
-  // STATIC_PERSISTENT: calls body with each tile. Tiles are rotated by three each round, else those of few columns could always fall to
-  // the same CTAs.
+  // STATIC_PERSISTENT: call body(item) with each tile. Tiles are rotated by three each round, else those of few columns could
+  //                    always
+  // fall to the same CTAs.
   template <typename Body>
   __device__ __forceinline__ void for_each_static(Body body) const {
     for (int round = 0; round < rounds; ++round) {

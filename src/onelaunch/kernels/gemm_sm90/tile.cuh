@@ -2,7 +2,7 @@
 #pragma once
 #include "hopper.cuh"
 
-#define INLINE __attribute__((always_inline))  // of lambdas
+#define INLINE __attribute__((always_inline))  // for lambdas
 
 enum { BFLOAT16, FLOAT16, E4M3 };                                   // ELEMENT, RESULT
 enum { STREAM_K, PERSISTENT, SPLIT_K_CLUSTER, STATIC_PERSISTENT };  // SCHEDULE
@@ -19,7 +19,7 @@ constexpr int PRODUCER_REGISTERS = WARPGROUPS > 2 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 4 ? 104 : WARPGROUPS == 3 ? 152 : 232;
 
 constexpr int A_BYTES = A_ROWS * (NVFP4 ? K_BLOCK / 2 : 128), B_BYTES = CHUNKS * B_ROWS * 128, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int TABLE_BYTES = NVFP4 ? 256 * 256 : 0;              // values of NVFP4 codes, and block scales between them: nvfp4.cuh
+constexpr int TABLE_BYTES = NVFP4 ? 256 * 256 : 0;                    // values of NVFP4 codes and block scales: nvfp4.cuh
 constexpr int SPLIT_BYTES = (SPLIT - 1) * OWNERS * ACCUMULATORS * 4;  // sums that warpgroups hand to the one that finishes
 
 constexpr int CLUSTER = MULTICAST || SCHEDULE == SPLIT_K_CLUSTER ? 2 : 1;
@@ -29,12 +29,14 @@ constexpr int EMPTY_ARRIVALS = 4 * SIDES * (MULTICAST ? CLUSTER : 1);  // consum
 enum { OWNER_WARPGROUPS = 1, SUMS_WRITTEN, SUMS_READ, ALL_WARPGROUPS };
 constexpr int EPILOGUE_BARRIER = SCHEDULE == STATIC_PERSISTENT ? 1 : 5;
 
-static_assert(A_ROWS % 64 == 0 && B_ROWS % 8 == 0 && NARROW % 8 == 0 && NARROW <= B_ROWS && B_ROWS <= 256, "the shape of a WGMMA");
+static_assert(A_ROWS % 64 == 0 && B_ROWS % 8 == 0 && B_ROWS <= 256, "the shape of a WGMMA");
+static_assert(NARROW % 8 == 0 && NARROW <= B_ROWS, "the shape of a narrow WGMMA");
 static_assert(2 <= WARPGROUPS && WARPGROUPS <= 4, "registers are handed over for these");
 static_assert(STAGES % SPLIT == 0, "a warpgroup must see every round of its stages: PipelineState");
 static_assert(SCHEDULE != SPLIT_K_CLUSTER || (B_ROWS % 16 == 0 && OWNERS * ACCUMULATORS * 2 <= STAGES * STAGE_BYTES),
               "halves of whole eights are exchanged, in the room of the stages");
-static_assert(SPLIT == 1 || SCHEDULE == STREAM_K || SCHEDULE == SPLIT_K_CLUSTER, "the order of a sum must not depend on the tiles before it");
+static_assert(SPLIT == 1 || SCHEDULE == STREAM_K || SCHEDULE == SPLIT_K_CLUSTER,
+              "the order of a sum must not depend on which tiles a CTA had before");
 static_assert(WARPGROUPS != 3 || B_ROWS <= 128, "three warpgroups have no registers for more accumulators");
 static_assert(NARROW == B_ROWS || SCHEDULE == STATIC_PERSISTENT, "reductions count on tiles of one width");
 

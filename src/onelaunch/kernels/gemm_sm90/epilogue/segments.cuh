@@ -1,11 +1,12 @@
 // Epilogue of projections: bias and the activation of the tile's segment, applied in registers, stored by TMA.
 //
-// A thread holds two rows of D, 8 apart, and a quarter of their columns, so that the norm of a head is a sum over its own and three
-// neighbours' values. KEEP: store also what a backward pass cannot make of y, the input of SiLU and 1 / norm.
+// A thread holds two rows of D, 8 apart, and a quarter of their columns, so that the norm of a head is a sum over its own and
+// three neighbours' values. KEEP: store also what a backward pass cannot make of y, the input of SiLU and 1 / norm.
 #pragma once
 #include "mainloop.cuh"
 
-constexpr int PANEL = 64, PANEL_BYTES = 64 * 128, PANELS = 2;  // columns of a result that leave at once; stores of a warpgroup under way
+constexpr int PANEL = 64, PANEL_BYTES = 64 * 128;  // columns of a result that a warpgroup stores at once
+constexpr int PANELS = 2;                          // stores of a warpgroup that are under way at once
 static_assert(STORE_BYTES >= WARPGROUPS * PANELS * PANEL_BYTES, "panels on their way out");
 
 __device__ __forceinline__ float element_to_float(unsigned short bits) {
@@ -51,8 +52,8 @@ __device__ __forceinline__ void store_pair(unsigned short* at, u32 pair, int lef
     *at = (unsigned short)pair;
 }
 
-// Store the 64 rows of a warpgroup, activated, a panel at a time; what is left of a segment by plain stores, for a box would reach into the
-// next segment. RAGGED: whether a segment can have such a rest.
+// Store the 64 rows of a warpgroup, activated, a panel at a time; what is left of a segment by plain stores, for a box would
+// reach into the next segment. RAGGED: whether a segment can have such a rest.
 template <int WIDTH, int ACTIVATION, bool RAGGED>
 __device__ __forceinline__ void store_rows(
     const float (&d)[WIDTH / 2], float by, const TensorMap* map, unsigned short* matrix, int pitch, const Arguments& a,

@@ -9,8 +9,8 @@ static_assert(STORE_BYTES >= B_ROWS * COLUMNS * 2, "results of a tile, in 16 bit
 
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
-// Store the 32 columns of a warpgroup to one of the matrices of a map, independently of other warpgroups, which may still multiply.
-// value(i) is the i-th of FINISHED / 4 results of the thread.
+// Store the 32 columns of a warpgroup to one of the matrices of a map, independently of other warpgroups, which may still
+// multiply. value(i) is the i-th of FINISHED / 4 results of the thread.
 template <typename Value>
 __device__ __forceinline__ void store_columns(
     const TensorMap* map, int matrix, const SharedMemory& smem, int row, int column, int side, Value value) {

@@ -1,25 +1,26 @@
 // Operands of swiglu: A has 8 rows of one weight, 8 of the other, and so on; B has rows of x.
 //
-// A thread of a WGMMA holds rows r and r + 8 of D, so that a gate meets its partner in registers. A TMA map of four dimensions interleaves
-// the weights as it reads them where they lie, stacked or not: their distance is a stride. Few rows of x waste no products, for they are
-// the width of a WGMMA, which is a multiple of 8.
+// A thread of a WGMMA holds rows r and r + 8 of D, so that a gate meets its partner in registers. A TMA map of four dimensions
+// interleaves the weights as it reads them where they lie, stacked or not: their distance is a stride. Few rows of x waste no
+// products, for they are the width of a WGMMA, which is a multiple of 8.
 #pragma once
 #include "scheduler.cuh"
 
-#define PARAMETERS                                                                                                                     \
-  const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap h,                 \
-      const __grid_constant__ TensorMap products, const unsigned char *gate_blocks, const unsigned char *up_blocks,                    \
-      const float *x_scale, const float *gate_scale, const float *up_scale, float *partials, u32 *counters, int M, int N, int K,       \
+#define PARAMETERS \
+  const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap h, \
+      const __grid_constant__ TensorMap products, const unsigned char *gate_blocks, const unsigned char *up_blocks, \
+      const float *x_scale, const float *gate_scale, const float *up_scale, float *partials, u32 *counters, int M, int N, int K, \
       int each, int more, int grain, int flip, int x_scales, int w_scales, int early
 
-#define ARGUMENTS                                                                                                                      \
-  {                                                                                                                                    \
-    &x, &weights, &h, &products, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks}, x_scale, gate_scale, up_scale,      \
-        partials, counters, M, N, K, each, more, grain, CHUNKS * 128 * (NVFP4 ? B_ROWS : min(B_ROWS, M)), flip != 0, x_scales != 0,    \
-        w_scales != 0, early != 0                                                                                                      \
+#define ARGUMENTS \
+  { \
+    &x, &weights, &h, &products, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks}, x_scale, gate_scale, up_scale, \
+        partials, counters, M, N, K, each, more, grain, CHUNKS * 128 * (NVFP4 ? B_ROWS : min(B_ROWS, M)), flip != 0, x_scales != 0, \
+        w_scales != 0, early != 0 \
   }
 
 constexpr int COLUMNS = A_ROWS / 2;                   // of h in a tile
+constexpr bool TILE_HAS_WIDTH = false;
 constexpr bool MAY_LOAD_EARLY = true;                 // weights that are constant, before earlier launches have ended
 constexpr bool WHOLE_WARP_LOADS = true;               // its lanes copy block scales
 
@@ -58,13 +59,16 @@ __device__ __forceinline__ void prefetch_tensormaps(const Arguments& a, int warp
   }
 }
 
-__device__ __forceinline__ int bytes_of(const Arguments& a, Tile tile) { return A_BYTES + a.b_bytes; }
-
-__device__ __forceinline__ void load_a(u32 to, const Arguments& a, Tile tile, int k_block, u32 bar) {
-  tma_load_4d(to, a.weights, k_block * (NVFP4 ? K_BLOCK / 2 : K_BLOCK), 0, 0, tile.column / 8, bar);  // in elements of the map
+// Load operand A of a k-block into a stage, and expect the bytes of both operands.
+__device__ __forceinline__ void load_a(const Arguments& a, const SharedMemory& smem, Tile tile, int k_block, int stage) {
+  const u32 bar = smem.full + 8 * stage;
+  mbarrier_arrive_expect_tx(bar, A_BYTES + a.b_bytes);
+  const int channel = k_block * (NVFP4 ? K_BLOCK / 2 : K_BLOCK);  // in elements of the map
+  tma_load_4d(smem.stages + stage * STAGE_BYTES, a.weights, channel, 0, 0, tile.column / 8, bar);
 }
 
-__device__ __forceinline__ void load_b(u32 to, const Arguments& a, Tile tile, int k_block, u32 bar) {
+__device__ __forceinline__ void load_b(const Arguments& a, const SharedMemory& smem, Tile tile, int k_block, int stage) {
+  const u32 bar = smem.full + 8 * stage, to = smem.stages + stage * STAGE_BYTES + A_BYTES;
   if (NVFP4)
     tma_load_3d(to, a.x, 0, tile.row, k_block * CHUNKS, bar);
   else
