@@ -1,7 +1,7 @@
 """Facts about devices, and the record of the rates that a device was measured to reach.
 
 A :class:`Device` holds facts read from the driver. :class:`Ceilings` hold measured peaks, the only rates that a roofline bound
-may rest on; :mod:`onelaunch.peaks` measures them.
+may rest on; :mod:`onelaunch.device.peaks` measures them.
 """
 
 from __future__ import annotations

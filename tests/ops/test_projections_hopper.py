@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from onelaunch import dispatch, nvrtc
+from onelaunch import cuda, dispatch
 from onelaunch.ops import Segment, projections
 from onelaunch.ops.projections import hopper
 from onelaunch.ops.projections.hopper_tiles import FEW, WIDEST, config_for, configuration, counts, header, taken
@@ -180,7 +180,7 @@ def test_elsewhere_than_on_hopper(variant):
 @pytest.fixture
 def launched(monkeypatch):
     """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
-    calls, (layout, _) = [], nvrtc._layout(hopper_launch.KINDS)
+    calls, (layout, _) = [], cuda._layout(hopper_launch.KINDS)
 
     def launch(grid, *arguments):
         pairs = list(zip(hopper_launch.KINDS, arguments, strict=True))
@@ -189,7 +189,7 @@ def launched(monkeypatch):
         calls.append((grid, values))
 
     def tensor_map(dtype, address, sizes, strides, box, *, swizzle=128):
-        assert nvrtc._unaddressable(dtype, address, sizes, strides, box, swizzle) is None
+        assert cuda._unaddressable(dtype, address, sizes, strides, box, swizzle) is None
         return bytes(128)
 
     hopper_launch.plan_of.cache_clear()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.hardware import processors
+from onelaunch.device.hardware import processors
 from onelaunch.kernels.gemm_sm90.wgmma import wgmma_header
 from onelaunch.operation import Query, find_operation
 from onelaunch.ops import NVFP4Tensor, quantize_fp8, swiglu

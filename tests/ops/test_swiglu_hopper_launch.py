@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from onelaunch import dispatch, nvrtc
+from onelaunch import cuda, dispatch
 from onelaunch.operation import find_operation
 from onelaunch.ops import swiglu
 from onelaunch.ops.swiglu import hopper
@@ -62,7 +62,7 @@ def test_weights_that_lie_right_are_not_copied():
 @pytest.fixture
 def launched(monkeypatch):
     """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
-    calls, (layout, _) = [], nvrtc._layout(hopper_launch.KINDS)
+    calls, (layout, _) = [], cuda._layout(hopper_launch.KINDS)
 
     def launch(grid, *arguments):
         pairs = zip(hopper_launch.KINDS, arguments, strict=True)
@@ -71,7 +71,7 @@ def launched(monkeypatch):
         calls.append((grid, dict(zip(NUMBERS, values[-len(NUMBERS) :], strict=True))))
 
     def tensor_map(dtype, address, sizes, strides, box, *, swizzle=128):
-        assert nvrtc._unaddressable(dtype, address, sizes, strides, box, swizzle) is None
+        assert cuda._unaddressable(dtype, address, sizes, strides, box, swizzle) is None
         return bytes(128)
 
     hopper_launch.plan_of.cache_clear()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch.builds import Build, CudaBuild
 from onelaunch.decode.config import ModelConfig
 from onelaunch.decode.contract import DecodeCall, Results, decode_step
 from onelaunch.decode.engine import Arriving, Engine, Request, TorchEngine, check_witness, witness
@@ -19,9 +18,10 @@ from onelaunch.decode.packing import packing_bytes, stream_bytes
 from onelaunch.decode.rungs import RUNGS, plan_for, unsupported
 from onelaunch.decode.sampling import Sampler
 from onelaunch.decode.weights import Weights
+from onelaunch.device.hardware import HOPPER_SMS, processors
 from onelaunch.errors import PlanError
-from onelaunch.hardware import HOPPER_SMS, processors
 from onelaunch.kernels.hopper import needs_hopper
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.operation import Query
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.hardware import is_hopper
+from onelaunch import cuda
+from onelaunch.device.hardware import is_hopper
 from onelaunch.operation import Query
 
 ARCHITECTURES = ("sm_90a",)
@@ -20,15 +20,15 @@ ALIGNMENT = 16
 ROW_BYTES: Final = 128
 """Bytes of a row of an operand in shared memory: the width of the swizzle, and what WGMMA reads."""
 
-tensor_map = functools.lru_cache(maxsize=4096)(nvrtc.tensor_map)
-"""Cached :func:`onelaunch.nvrtc.tensor_map`: the same tensors come again."""
+tensor_map = functools.lru_cache(maxsize=4096)(cuda.tensor_map)
+"""Cached :func:`onelaunch.cuda.tensor_map`: the same tensors come again."""
 
 
 def needs_hopper(query: Query) -> str | None:
     """Return why kernels of WGMMA cannot run a query, or ``None``."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
         return "needs an NVIDIA GPU of compute capability 9.0"
-    return nvrtc.missing()
+    return cuda.missing()
 
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from onelaunch import nvrtc
+from onelaunch import cuda
 
 
 @functools.cache
 def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
     """Return the layout in shared memory of a box of ``[rows, columns]`` that TMA loads."""
-    from onelaunch.ops.gluon_compat import gl
+    from onelaunch.kernels.gluon.compat import gl
 
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
     return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
@@ -21,9 +21,9 @@ def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 def described(tensor: torch.Tensor, box: list[int]) -> Any:
     """Return a descriptor of ``[rows, columns]`` from which TMA loads boxes into shared memory."""
-    from onelaunch.ops.gluon_compat import TensorDescriptor
+    from onelaunch.kernels.gluon.compat import TensorDescriptor
 
-    nvrtc.make_context_current()  # Triton makes the tensor map before it looks for a context
+    cuda.make_context_current()  # Triton makes the tensor map before it looks for a context
     return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))
 
 

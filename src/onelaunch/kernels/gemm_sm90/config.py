@@ -7,7 +7,8 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 
-from onelaunch.hardware import HOPPER_SHARED_BYTES, HOPPER_SMS
+from onelaunch.device.architectures import HOPPER_SHARED_BYTES
+from onelaunch.device.hardware import HOPPER_SMS
 from onelaunch.kernels.hopper import ROW_BYTES
 
 Schedule: TypeAlias = Literal["stream_k", "persistent", "split_k_cluster", "static_persistent"]

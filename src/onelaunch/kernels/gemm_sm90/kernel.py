@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.builds import CudaBuild
+from onelaunch import cuda
 from onelaunch.kernels.gemm_sm90.config import GemmConfig, Multicast, Schedule
 from onelaunch.kernels.gemm_sm90.wgmma import wgmma_header
 from onelaunch.kernels.hopper import tensor_map
+from onelaunch.launch.build import CudaBuild
 
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 SCHEDULES: dict[Schedule, int] = {"stream_k": 0, "persistent": 1, "split_k_cluster": 2, "static_persistent": 3}
@@ -30,8 +30,8 @@ class Kernel:
     """
 
     config: GemmConfig
-    source: nvrtc.Source
-    kinds: tuple[nvrtc.Kind, ...]
+    source: cuda.Source
+    kinds: tuple[cuda.Kind, ...]
 
     def build(self, name: str) -> CudaBuild:
         """Return the kernel as a variant lists it for compiling and inspecting."""
@@ -51,7 +51,7 @@ class Launch(NamedTuple):
 def kernel_of(
     config: GemmConfig,
     epilogue: str,
-    kinds: tuple[nvrtc.Kind, ...],
+    kinds: tuple[cuda.Kind, ...],
     *,
     headers: tuple[tuple[str, str], ...] = (),
     **defines: int,
@@ -70,9 +70,9 @@ def kernel_of(
     widths = (config.b_rows,) if narrow == config.b_rows else (config.b_rows, narrow)
     own = (*PARTS, *(("nvfp4.cuh",) if config.nvfp4 else ()), f"operands/{epilogue}.cuh", f"epilogue/{epilogue}.cuh")
     texts = (
-        ("hopper.cuh", nvrtc.read("onelaunch", "hopper.cuh")),
+        ("hopper.cuh", cuda.read("onelaunch", "hopper.cuh")),
         ("wgmma.cuh", wgmma_header(config.element, widths, registers=config.nvfp4)),
-        *((name, nvrtc.read(here, name)) for name in own),
+        *((name, cuda.read(here, name)) for name in own),
         *headers,
     )
     macros: dict[str, str | int] = {
@@ -81,15 +81,15 @@ def kernel_of(
         "MULTICAST": MULTICASTS[config.multicast], "ELEMENT": ELEMENTS[config.element], "RESULT": ELEMENTS[config.result],
         "NVFP4": int(config.nvfp4), "OPERANDS": f'"operands/{epilogue}.cuh"', "EPILOGUE": f'"epilogue/{epilogue}.cuh"', **defines,
     }  # fmt: skip
-    source = nvrtc.Source("gemm.cu", nvrtc.read(here, "gemm.cu"), "gemm_sm90", texts, tuple(macros.items()))
+    source = cuda.Source("gemm.cu", cuda.read(here, "gemm.cu"), "gemm_sm90", texts, tuple(macros.items()))
     return Kernel(config, source, kinds)
 
 
 @functools.cache
-def function(kernel: Kernel, device: torch.device) -> nvrtc.Function:
+def function(kernel: Kernel, device: torch.device) -> cuda.Function:
     """Return a kernel loaded on a device."""
     config = kernel.config
-    return nvrtc.load(
+    return cuda.load(
         kernel.source, device, kernel.kinds,
         threads=config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster, overlap=True,
     )  # fmt: skip

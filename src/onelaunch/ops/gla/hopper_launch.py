@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch.hardware import processors
+from onelaunch.device.hardware import processors
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.hopper import addressable
-from onelaunch.ops.copy_engine import described
-from onelaunch.ops.gated_scan.launch import cdiv
-from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, inner_contiguous, pitch_of, room_like
+from onelaunch.kernels.tma import described
+from onelaunch.ops.gla.launch import CHUNK, Attention, Gradients, Into, empty_final, pitch_of, room_like
 
 PANEL = 64
 """Channels that are copied at once."""

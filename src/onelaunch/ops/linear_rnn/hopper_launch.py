@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from onelaunch.hardware import is_hopper, processors
+from onelaunch.device.hardware import is_hopper, processors
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.hopper import addressable
-from onelaunch.ops.copy_engine import described
-from onelaunch.ops.gated_scan.launch import ScanTiles, cdiv, inner_contiguous
+from onelaunch.kernels.scan.launch import ScanTiles
+from onelaunch.kernels.tma import described
+from onelaunch.launch.workspace import workspace
 from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
-from onelaunch.ops.workspace import workspace
 
 
 @dataclass(frozen=True, slots=True)

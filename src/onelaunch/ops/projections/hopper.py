@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch.builds import Build, CudaBuild
-from onelaunch.hardware import HOPPER_SMS
+from onelaunch.device.hardware import HOPPER_SMS
 from onelaunch.kernels import hopper
 from onelaunch.kernels.hopper import ARCHITECTURES
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.operation import Query
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
 from onelaunch.ops.projections.forward import Packed, Wanted, compute, launches

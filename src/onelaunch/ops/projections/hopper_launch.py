@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.hardware import processors
+from onelaunch import cuda
+from onelaunch.device.hardware import processors
+from onelaunch.kernels.common.layout import cdiv
 from onelaunch.kernels.gemm_sm90 import kernel as gemm
 from onelaunch.kernels.gemm_sm90.config import GemmConfig, Multicast
 from onelaunch.kernels.hopper import ROW_BYTES, addressable
-from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.forward import Packed, Wanted
 from onelaunch.ops.projections.hopper_tiles import PANEL, TILE_ROWS, cluster_tiles, configuration, counts, header
 from onelaunch.ops.projections.launch import room_for_results
 from onelaunch.ops.projections.layout import Layout
 
-KINDS: tuple[nvrtc.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f32")  # pyrefly: ignore[bad-assignment]
+KINDS: tuple[cuda.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f32")  # pyrefly: ignore[bad-assignment]
 """Kinds of the parameters in ``operands/segments.cuh``."""
 
 

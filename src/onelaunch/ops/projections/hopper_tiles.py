@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
+from onelaunch.kernels.common.layout import cdiv
 from onelaunch.kernels.gemm_sm90.config import SIDE_ROWS, WIDEST, GemmConfig, Multicast
 from onelaunch.kernels.hopper import ROW_BYTES
 from onelaunch.operation import remembered
-from onelaunch.ops.gated_scan.launch import cdiv
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, Place
 
 TILE_ROWS: Final = 128

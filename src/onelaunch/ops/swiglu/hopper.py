@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from onelaunch.builds import Build, CudaBuild
-from onelaunch.hardware import HOPPER_SMS, processors
+from onelaunch.device.hardware import HOPPER_SMS, processors
 from onelaunch.kernels.hopper import ARCHITECTURES, needs_hopper
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.operation import Query
 from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
 from onelaunch.ops.swiglu.forward import Matrix, Wanted, compute, launches

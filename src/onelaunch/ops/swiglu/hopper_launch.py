@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch import nvrtc
-from onelaunch.hardware import processors
+from onelaunch import cuda
+from onelaunch.device.hardware import processors
+from onelaunch.kernels.common.layout import cdiv
 from onelaunch.kernels.gemm_sm90 import kernel as gemm
 from onelaunch.kernels.gemm_sm90.config import GemmConfig
 from onelaunch.kernels.hopper import ROW_BYTES, addressable, tensor_map
-from onelaunch.ops.gated_scan.launch import cdiv
+from onelaunch.launch.workspace import counters
 from onelaunch.ops.swiglu.hopper_schedule import cut_of, reads_early, tile_columns
-from onelaunch.ops.workspace import counters
 
 GROUP = 8
 """Rows of a weight that follow each other in a tile, before as many of the other."""
@@ -22,9 +22,9 @@ GROUP = 8
 FARTHEST = 1 << 40
 """Bytes between two weights that TMA can step over."""
 
-MAP: nvrtc.Kind = "map"
-POINTER: nvrtc.Kind = "pointer"
-NUMBER: nvrtc.Kind = "i32"
+MAP: cuda.Kind = "map"
+POINTER: cuda.Kind = "pointer"
+NUMBER: cuda.Kind = "i32"
 KINDS = (*[MAP] * 4, *[POINTER] * 7, *[NUMBER] * 10)
 """Kinds of the parameters in ``operands/swiglu.cuh``."""
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from onelaunch.kernels.common.layout import cdiv
 from onelaunch.kernels.gemm_sm90.config import DRAM_BYTES, WIDEST, GemmConfig, Schedule
-from onelaunch.ops.gated_scan.launch import cdiv
 
 NARROW = 128
 """Most rows of x in a tile that holds all rows of x, beside few columns of h."""
