@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 from onelaunch import dispatch
 from onelaunch.cuda.module import _layout
 from onelaunch.cuda.tensor_maps import _unaddressable
+from onelaunch.launch.launch import CudaLaunch
 from onelaunch.ops import Segment, projections
-from onelaunch.ops.projections import hopper
-from onelaunch.ops.projections.hopper_tiles import FEW, WIDEST, Tiles, counts, header, narrow_for, taken, tiles_for
+from onelaunch.ops.projections.configure_hopper import FEW, WIDEST, config_for, configuration, counts, header, taken
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, layout_of
+from onelaunch.ops.projections.variants import hopper
 from tests.ops.cases import BOTH, assert_ok, assert_same_bits_beside_other_work_and_in_graphs, judge
 from tests.ops.projections_cases import PROJECTIONS
 
 pytest.importorskip("triton")
 
-from onelaunch.ops.projections import hopper_launch
+from onelaunch.kernels.gemm_sm90 import kernel
+from onelaunch.ops.projections import launch_hopper
 
-VARIANTS = tuple(hopper.SHARED)
+VARIANTS = tuple(hopper.MULTICAST)
 LARGEST_SHARED = 227 * 1024
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -74,7 +76,7 @@ KINDS = st.tuples(st.integers(1, 40), st.sampled_from([1, 7, 8, 24, 64]), st.sam
 def test_tiles_cover_every_column_once_and_know_what_it_is(kinds_given, columns):
     parts = [Segment(f"s{at}", *kind[:3], bias=kind[3]) for at, kind in enumerate(kinds_given)]
     layout = layout_of(tuple(parts))
-    text = header(layout, Tiles(columns, narrow_for(layout, columns)))
+    text = header(layout, columns)
     tiles, kinds = columns_in(text), kinds_in(text)
     assert [count for _, _, count, *_ in tiles] == list(counts(layout, columns))
     assert [row for _, row, *_ in tiles] == [sum(count for _, _, count, *_ in tiles[:at]) for at in range(len(tiles))]
@@ -94,44 +96,46 @@ def test_tiles_cover_every_column_once_and_know_what_it_is(kinds_given, columns)
                 assert bias == place.bias + behind
 
 
-@pytest.mark.parametrize("shared", hopper.SHARED.values())
+@pytest.mark.parametrize("multicast", hopper.MULTICAST.values())
 @pytest.mark.parametrize("rows", [1, 128, 1024, 32768, 10**6])
 @pytest.mark.parametrize("head", [8, 24, 64, 96, 128, 160, 200, 256])
-def test_tiles_fit(head, rows, shared):
+def test_tiles_fit(head, rows, multicast):
     layout = layout_of((Segment("q", 7, head, "l2norm"), Segment("v", 3, 100), Segment("decay", 7, 1, "sigmoid")))
-    tiles = tiles_for(layout, rows, 2048, 132, shared)
-    assert head <= tiles.columns <= WIDEST
-    assert tiles.columns % (8 * tiles.unit_rows) == tiles.narrow % 8 == 0
-    assert tiles.stages >= 3
-    assert tiles.shared_bytes <= LARGEST_SHARED
-    few = min(FEW, tiles.columns - 8)
-    assert all(count <= tiles.narrow or few < count <= tiles.columns for count in counts(layout, tiles.columns))
-    assert {taken(place, tiles.columns) % head for place in layout.places if place.norm is not None} == {0}
+    config = configuration(layout, rows, 2048, torch.bfloat16, 132, multicast)
+    assert head <= config.b_rows <= WIDEST
+    assert config.b_rows % (16 if multicast == "b" else 8) == config.narrow % 8 == 0
+    assert config.stages >= 3
+    assert config.shared_bytes <= LARGEST_SHARED
+    few = min(FEW, config.b_rows - 8)
+    assert all(count <= config.narrow or few < count <= config.b_rows for count in counts(layout, config.b_rows))
+    assert {taken(place, config.b_rows) % head for place in layout.places if place.norm is not None} == {0}
 
 
 def test_the_write_up_s_chain_has_the_widest_tiles_and_narrow_ones_for_the_decay():
-    assert tiles_for(chain_058(), 32768, 2048, 132, "nothing") == Tiles(256, 16)
+    config = configuration(chain_058(), 32768, 2048, torch.bfloat16, 132, "nothing")
+    assert (config.b_rows, config.narrow) == (256, 16)
     assert len(list(counts(chain_058(), 256))) == 33
 
 
 def test_few_rows_get_more_tiles():
-    assert tiles_for(chain_058(4), 128, 2048, 132, "nothing").columns < WIDEST
+    assert configuration(chain_058(4), 128, 2048, torch.bfloat16, 132, "nothing").b_rows < WIDEST
 
 
 def test_a_round_for_the_decay_alone_costs_as_much_as_its_tiles():
     """Eight tiles of rows, 4104 columns: 128 wide tiles and 8 narrow ones are a round and a bit for 132 programs."""
-    assert tiles_for(chain_058(8), 1024, 1024, 132, "nothing").columns == 128
+    assert configuration(chain_058(8), 1024, 1024, torch.bfloat16, 132, "nothing").b_rows == 128
 
 
 @pytest.mark.parametrize(
-    ("rows", "shared", "programs"),
+    ("rows", "multicast", "ctas"),
     [
-        (32768, "nothing", 132), (32768, "x", 132), (32768, "weight", 132),
-        (100, "nothing", 33), (100, "x", 34), (100, "weight", 66),
+        (32768, "nothing", 132), (32768, "a", 132), (32768, "b", 132),
+        (100, "nothing", 33), (100, "a", 34), (100, "b", 66),
     ],
 )  # fmt: skip
-def test_a_launch_has_programs_for_every_processor_or_every_tile(rows, shared, programs):
-    assert hopper_launch.programs(chain_058(), Tiles(256, 16, shared), rows, 132) == programs
+def test_a_launch_has_ctas_for_every_sm_or_every_tile(rows, multicast, ctas):
+    config = config_for(chain_058(), 256, torch.bfloat16, multicast)
+    assert launch_hopper.ctas_of(chain_058(), config, rows, 132) == ctas
 
 
 # What is refused
@@ -179,10 +183,10 @@ def test_elsewhere_than_on_hopper(variant):
 @pytest.fixture
 def launched(monkeypatch):
     """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
-    calls, (layout, _) = [], _layout(hopper_launch.KINDS)
+    calls, (layout, _) = [], _layout(launch_hopper.KINDS)
 
     def launch(grid, *arguments):
-        pairs = list(zip(hopper_launch.KINDS, arguments, strict=True))
+        pairs = list(zip(launch_hopper.KINDS, arguments, strict=True))
         values = [value if kind != "pointer" else 0 if value is None else value.data_ptr() for kind, value in pairs]
         layout.pack(*values)
         calls.append((grid, values))
@@ -191,16 +195,16 @@ def launched(monkeypatch):
         assert _unaddressable(dtype, address, sizes, strides, box, swizzle) is None
         return bytes(128)
 
-    hopper_launch.plan_of.cache_clear()
-    monkeypatch.setattr(hopper_launch, "function", lambda *_, **__: launch)
-    monkeypatch.setattr(hopper_launch, "tensor_map", tensor_map)
-    monkeypatch.setattr(hopper_launch, "processors", lambda _: 132)
+    launch_hopper.plan_of.cache_clear()
+    monkeypatch.setattr(CudaLaunch, "run", lambda self: launch(self.grid, *self.arguments))
+    monkeypatch.setattr(kernel, "tensor_map", tensor_map)
+    monkeypatch.setattr(launch_hopper, "processors", lambda _: 132)
     for name in VARIANTS:
         monkeypatch.setattr(PROJECTIONS.get(name), "_supports", [])
     dispatch.forget()
     yield calls
     dispatch.forget()
-    hopper_launch.plan_of.cache_clear()
+    launch_hopper.plan_of.cache_clear()
 
 
 @each_variant
@@ -215,7 +219,7 @@ def test_a_call_becomes_one_launch(chain, grad, variant, launched):
     bias, rstd, _, kept, rows, channels, x_bytes, eps = values[5:]
     assert (rows, channels, eps) == (60, 72, 1e-6)
     assert x_bytes == (128 if variant == "cluster" else 64) * 128  # of few rows no more than there are
-    assert grid[0] % Tiles(64, 64, hopper.SHARED[variant]).cluster == 0
+    assert grid[0] % (1 if variant == "epilogue_persistent" else 2) == 0
     layout = layout_of(tuple(given["segments"]))
     assert (bool(bias), bool(rstd), bool(kept)) == (bool(layout.biases), grad and bool(layout.norms), grad and bool(layout.kept))
     assert [each.shape for each in found] == [(2, 30, *segment.shape) for segment in given["segments"]]

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from onelaunch.device.hardware import processors
+from onelaunch.kernels.gemm_sm90.wgmma import wgmma_header
 from onelaunch.operation import Query, find_operation
 from onelaunch.ops import NVFP4Tensor, quantize_fp8, swiglu
-from onelaunch.ops.swiglu import hopper
-from onelaunch.ops.warpgroup_products import product_header
+from onelaunch.ops.swiglu.variants import hopper
 from tests.ops.cases import BOTH, assert_ok, assert_same_bits_beside_other_work_and_in_graphs, judge
 
 pytest.importorskip("triton")
 
-from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
-from onelaunch.ops.swiglu.hopper_schedule import Tiles, configuration
+from onelaunch.ops.swiglu import configure_hopper, launch_hopper
+from onelaunch.ops.swiglu.configure_hopper import Formats, configuration
 
 SWIGLU = find_operation("swiglu")
 VARIANTS = ("persistent", "stream_k", "small_m")
@@ -97,7 +97,7 @@ def test_elsewhere_than_on_hopper(variant):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("columns", [8, 96, 256])
 def test_an_instruction_names_a_register_for_every_sum(dtype, columns):
-    text = product_header(dtype, columns)
+    text = wgmma_header(dtype, [columns])
     assert text.count('"+f"(d[') == columns // 2
     assert f"n{columns}k{32 // dtype.itemsize}." in text
 
@@ -176,19 +176,19 @@ def copied_behind(gate, up):
 @pytest.fixture
 def replanned(monkeypatch):
     """Plans are made anew, by what a test puts into their place, and are not kept after it."""
-    hopper_launch.plan_of.cache_clear()
-    yield lambda name, function: monkeypatch.setattr(hopper_launch, name, function)
-    hopper_launch.plan_of.cache_clear()
+    launch_hopper.plan_of.cache_clear()
+    yield lambda name, function: monkeypatch.setattr(launch_hopper, name, function)
+    launch_hopper.plan_of.cache_clear()
 
 
 def shared_by(runs):
     """A cut of all work into so many runs, which end in the middle of tiles."""
 
-    def cut(tiles, shape, element, *_):
+    def cut(config, shape, *_):
         rows, columns, channels = shape
-        units = tiles.count(rows, columns) * -(-channels // tiles.step(element))
+        units = configure_hopper.tile_count(config, rows, columns) * -(-channels // config.k_block)
         count = min(runs, units)
-        return hopper_schedule.Cut(count, *divmod(units, count), 1, shares=True, microseconds=0.0)
+        return configure_hopper.Cut(count, *divmod(units, count), 1, shares=True, microseconds=0.0)
 
     return cut
 
@@ -213,28 +213,33 @@ def test_tiles_that_any_runs_share(way, form, runs, device, replanned):
         assert all(torch.equal(each, first) for each in (*held, swiglu(**arguments, variant=way)))
 
 
-PAIRS: list[tuple[Tiles, dict[str, Any]]] = [
-    (Tiles(64, 64), {"M": 29, "N": 200, "K": 136}),  # all rows are the first program's
-    (Tiles(64, 64), {"M": 300, "N": 328, "K": 520, "dtype": "float16", "stacked": True}),
-    (Tiles(64, 64, 2), {"M": 61, "N": 136, "K": 1160}),
-    (Tiles(128, 96), {"M": 250, "N": 312, "K": 264}),
-    (Tiles(256, 64), {"M": 384, "N": 64, "K": 128}),
-    (Tiles(16, 64), {"M": 5, "N": 8, "K": 72}),  # one step for each
-    (Tiles(32, 64), {"M": 20, "N": 48, "K": 64}),  # one step: the first program has none
-    (Tiles(64, 64), {"M": 60, "N": 144, "K": 1040, "format": "fp8", "row_scales": True}),
-    (Tiles(64, 64, 1, nvfp4=True, chunks=2), {"M": 50, "N": 200, "K": 1152, "format": "nvfp4_weights", "codes": "full"}),
-    (Tiles(64, 64, 2, nvfp4=True, chunks=2), {"M": 64, "N": 72, "K": 384, "format": "nvfp4_weights", "codes": "full"}),
-    (Tiles(128, 64, 1, nvfp4=True, chunks=1), {"M": 141, "N": 136, "K": 320, "format": "nvfp4_weights", "codes": "full"}),
-    (Tiles(64, 96, 1, nvfp4=True, chunks=2), {"M": 64, "N": 200, "K": 256, "dtype": "float16", "format": "nvfp4_weights"}),
+PAIRS: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
+    ((64, 64, 1, 1), {"M": 29, "N": 200, "K": 136}),  # all rows are the first program's
+    ((64, 64, 1, 1), {"M": 300, "N": 328, "K": 520, "dtype": "float16", "stacked": True}),
+    ((64, 64, 2, 1), {"M": 61, "N": 136, "K": 1160}),
+    ((128, 96, 1, 1), {"M": 250, "N": 312, "K": 264}),
+    ((256, 64, 1, 1), {"M": 384, "N": 64, "K": 128}),
+    ((16, 64, 1, 1), {"M": 5, "N": 8, "K": 72}),  # one step for each
+    ((32, 64, 1, 1), {"M": 20, "N": 48, "K": 64}),  # one step: the first program has none
+    ((64, 64, 1, 1), {"M": 60, "N": 144, "K": 1040, "format": "fp8", "row_scales": True}),
+    ((64, 64, 1, 2), {"M": 50, "N": 200, "K": 1152, "format": "nvfp4_weights", "codes": "full"}),
+    ((64, 64, 2, 2), {"M": 64, "N": 72, "K": 384, "format": "nvfp4_weights", "codes": "full"}),
+    ((128, 64, 1, 1), {"M": 141, "N": 136, "K": 320, "format": "nvfp4_weights", "codes": "full"}),
+    ((64, 96, 1, 2), {"M": 64, "N": 200, "K": 256, "dtype": "float16", "format": "nvfp4_weights"}),
 ]
-"""Tiles of which two programs of a cluster have half of the steps each."""
+"""Rows, columns, split and chunks of tiles of which two CTAs of a cluster have half of the k-blocks each."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tiles", "given"), PAIRS)
 def test_pairs_of_programs(tiles, given, device, monkeypatch):
     case = SWIGLU.case(name="pairs", **{"dtype": "bfloat16", **given})
-    monkeypatch.setattr(hopper_schedule, "configuration", lambda *_, **__: (tiles, "pairs"))
+    rows, columns, split, chunks = tiles
+
+    def forced(variant, shape, formats, multiprocessors):
+        return formats.config(rows, columns, split, chunks=chunks, schedule="split_k_cluster")
+
+    monkeypatch.setattr(configure_hopper, "configuration", forced)
     directions = BOTH if "format" not in given else BOTH[:1]
     assert_ok(judge(SWIGLU, case, variant="stream_k", device=device, directions=directions), SWIGLU, case, "stream_k")
     arguments = SWIGLU.make_inputs(case, device, 0).arguments
@@ -332,10 +337,10 @@ def test_a_nan_scale_of_a_block_shows(variant, device):
 def test_kept_products(device):
     arguments = made(device, M=300, N=200)
     x, gate, up = arguments["x"], arguments["w_gate"], arguments["w_up"]
-    for schedule in ("runs", "tiles"):
-        variant = "stream_k" if schedule == "runs" else "persistent"
-        tiles, _ = configuration(variant, (300, 200, x.shape[1]), x.dtype, processors(device), nvfp4=False)
-        h, both = hopper_launch.dual_gemm(x, (gate, up), None, None, x.dtype, schedule, tiles, keep=True)
+    for variant in ("stream_k", "persistent"):
+        config = configuration(variant, (300, 200, x.shape[1]), Formats(x.dtype, x.dtype), processors(device))
+        assert config.schedule == variant
+        h, both = launch_hopper.dual_gemm(config, x, (gate, up), None, None, keep=True)
         assert torch.equal(h, swiglu(x, gate, up, variant=variant))
         expected = torch.cat((x @ gate.T, x @ up.T), 1)
         assert torch.allclose(both, expected, rtol=1e-2, atol=1e-2)  # both rounded to bfloat16, sums in another order

@@ -1,4 +1,4 @@
-"""What launches of ``dual_gemm.cu`` are handed: weights where they lie, and everything else of a call."""
+"""Launches of the Hopper matrix product for ``swiglu``: weights where they lie, and everything else of a call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from onelaunch import dispatch
 from onelaunch.cuda.module import _layout
 from onelaunch.cuda.tensor_maps import _unaddressable
+from onelaunch.launch.launch import CudaLaunch
 from onelaunch.operation import find_operation
 from onelaunch.ops import swiglu
-from onelaunch.ops.swiglu import hopper
+from onelaunch.ops.swiglu.variants import hopper
 
 pytest.importorskip("triton")
 
-from onelaunch.ops.swiglu import hopper_launch
-from onelaunch.ops.swiglu.hopper_launch import together
+from onelaunch.kernels.gemm_sm90 import kernel
+from onelaunch.ops.swiglu import launch_hopper
+from onelaunch.ops.swiglu.launch_hopper import together
 
 SWIGLU = find_operation("swiglu")
 VARIANTS = ("persistent", "stream_k", "small_m")
@@ -63,10 +65,10 @@ def test_weights_that_lie_right_are_not_copied():
 @pytest.fixture
 def launched(monkeypatch):
     """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
-    calls, (layout, _) = [], _layout(hopper_launch.KINDS)
+    calls, (layout, _) = [], _layout(launch_hopper.KINDS)
 
     def launch(grid, *arguments):
-        pairs = zip(hopper_launch.KINDS, arguments, strict=True)
+        pairs = zip(launch_hopper.KINDS, arguments, strict=True)
         values = [value if kind != "pointer" else 0 if value is None else value.data_ptr() for kind, value in pairs]
         layout.pack(*values)
         calls.append((grid, dict(zip(NUMBERS, values[-len(NUMBERS) :], strict=True))))
@@ -75,18 +77,19 @@ def launched(monkeypatch):
         assert _unaddressable(dtype, address, sizes, strides, box, swizzle) is None
         return bytes(128)
 
-    hopper_launch.plan_of.cache_clear()
-    monkeypatch.setattr(hopper_launch, "function", lambda *_, **__: launch)
-    monkeypatch.setattr(hopper_launch, "tensor_map", tensor_map)
-    monkeypatch.setattr(hopper_launch, "counters", lambda device, words: torch.zeros(words, dtype=torch.int64))
-    for module in (hopper_launch, hopper):
+    launch_hopper.plan_of.cache_clear()
+    monkeypatch.setattr(CudaLaunch, "run", lambda self: launch(self.grid, *self.arguments))
+    for module in (launch_hopper, kernel):
+        monkeypatch.setattr(module, "tensor_map", tensor_map)
+    monkeypatch.setattr(launch_hopper, "counters", lambda device, words: torch.zeros(words, dtype=torch.int64))
+    for module in (launch_hopper, hopper):
         monkeypatch.setattr(module, "processors", lambda _: 132)
     for name in VARIANTS:
         monkeypatch.setattr(SWIGLU.get(name), "_supports", [])
     dispatch.forget()
     yield calls
     dispatch.forget()
-    hopper_launch.plan_of.cache_clear()
+    launch_hopper.plan_of.cache_clear()
 
 
 NUMBERS = ("M", "N", "K", "each", "more", "grain", "flip", "x_scales", "w_scales", "early")

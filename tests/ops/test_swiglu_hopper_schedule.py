@@ -1,6 +1,8 @@
-"""Who works on what in ``dual_gemm.cu``: tiles that fit, cuts that leave nothing undone, plans of launches."""
+"""Work of the Hopper matrix product for ``swiglu``: tiles that fit, cuts that leave nothing undone, plans of launches."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,17 +11,22 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from onelaunch.ops.swiglu import hopper_launch
-from onelaunch.ops.swiglu.hopper_schedule import (
-    Tiles,
+from onelaunch.ops.swiglu import launch_hopper
+from onelaunch.ops.swiglu.configure_hopper import (
+    Formats,
     configuration,
     cut_for,
     cut_of,
-    narrow_tiles,
+    narrow_config,
     reads_early,
-    shared_tiles,
-    wide_tiles,
+    shared_config,
+    tile_columns,
+    wide_configs,
 )
+
+BFLOAT16 = Formats(torch.bfloat16, torch.bfloat16)
+NVFP4 = Formats(torch.bfloat16, torch.bfloat16, nvfp4=True)
+tiles_of, nvfp4_tiles = BFLOAT16.config, NVFP4.config
 
 LARGEST_SHARED = 227 * 1024
 
@@ -49,9 +56,9 @@ def waits_for(cut, run, tile, steps):
 @given(st.integers(1, 400), st.integers(1, 130), st.integers(1, 148), st.sampled_from([0.0, 1.0, 10.0]))
 def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles, steps, processors, sharing):
     cut = cut_for(tiles, steps, processors, 0.5, sharing)
-    assert cut.runs <= processors
+    assert cut.units <= processors
     done, left, added = set(), [], []
-    for run in range(cut.runs):
+    for run in range(cut.units):
         pieces = list(items(cut, run, steps))
         assert pieces  # a program without work would never be heard of
         for tile, first, last in pieces:
@@ -60,68 +67,118 @@ def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles
                 left.append(run)
             elif last < steps:
                 added += waits_for(cut, run, tile, steps)
-    assert len(done) == tiles * steps == begin(cut, cut.runs)
+    assert len(done) == tiles * steps == begin(cut, cut.units)
     assert sorted(left) == sorted(added)  # each leaves sums once, and somebody takes them: words are zero again
     assert len(set(left)) == len(left)
     assert not left or cut.shares
 
 
-def test_runs_end_within_tiles_where_whole_ones_would_leave_processors_idle():
-    """One wave that fills the chip is whole tiles; of a long one that would idle a quarter, programs share tiles."""
-    assert not cut_of(Tiles(256), (512, 4096, 7168), torch.bfloat16, 132).shares
-    shared = cut_of(Tiles(256), (512, 3072, 7168), torch.bfloat16, 132)
-    assert (shared.runs, shared.shares) == (132, True)
+@pytest.mark.parametrize(
+    ("tiles", "shape", "runs", "shares"),
+    [
+        (tiles_of(256), (512, 4096, 7168), 128, False),  # one wave that fills the chip
+        (tiles_of(8, 32, 3), (1, 12288, 4096), 128, False),  # three whole tiles each
+        (tiles_of(256), (256, 4096, 7168), 128, True),  # two for each tile
+        (tiles_of(256), (512, 3072, 7168), 132, True),  # a long wave that would idle a quarter
+        (tiles_of(8, 32, 3), (1, 3072, 1024), 96, False),  # a short one that does not pay
+        (nvfp4_tiles(8, 64, 2, chunks=4), (1, 4096, 7168), 128, True),  # steps of four times as many channels
+    ],
+)
+def test_cuts_of_well_known_shapes(tiles, shape, runs, shares):
+    cut = cut_of(tiles, shape, 132)
+    assert (cut.units, cut.shares) == (runs, shares)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "columns"),
+    [
+        ((512, 4096, 7168), 256, 64),  # the most reuse, and one wave
+        ((512, 3072, 7168), 128, 96),  # as many programs as the chip has processors
+        ((256, 4096, 7168), 128, 64),
+        ((8192, 4096, 7168), 256, 64),
+    ],
+)
+@pytest.mark.parametrize("variant", ["persistent", "stream_k"])
+def test_tiles_of_well_known_shapes(variant, shape, rows, columns):
+    config = configuration(variant, shape, BFLOAT16, 132)
+    assert (config.b_rows, tile_columns(config)) == (rows, columns)
 
 
 @pytest.mark.parametrize("variant", ["stream_k", "small_m"])
-@pytest.mark.parametrize(("inner", "nvfp4", "chunks"), [(7168, False, 1), (7168, True, 2), (320, True, 1)])
-def test_two_programs_share_tiles_where_those_fill_the_chip(variant, inner, nvfp4, chunks):
-    """Block scales are not padded, so 320 channels leave a step one chunk."""
-    tiles, schedule = configuration(variant, (128, 4096, inner), torch.bfloat16, 132, nvfp4=nvfp4)
-    assert (schedule, tiles.chunks) == ("pairs", chunks)
-    assert configuration("persistent", (128, 4096, inner), torch.bfloat16, 132, nvfp4=nvfp4)[1] == "tiles"
-    assert configuration(variant, (64, 4096, inner), torch.bfloat16, 132, nvfp4=nvfp4)[1] == "runs"
+@pytest.mark.parametrize(
+    ("shape", "nvfp4", "tiles"),
+    [
+        ((128, 4096, 7168), False, tiles_of(128, 64)),
+        ((65, 4096, 7168), False, tiles_of(128, 64)),
+        ((128, 4096, 7168), True, nvfp4_tiles(128, 64, 1, chunks=2)),
+        ((100, 4096, 320), True, nvfp4_tiles(128, 64, 1, chunks=1)),
+    ],
+)
+def test_two_programs_share_tiles_that_fill_the_chip_so(variant, shape, nvfp4, tiles):
+    formats = NVFP4 if nvfp4 else BFLOAT16
+    assert configuration(variant, shape, formats, 132) == replace(tiles, schedule="split_k_cluster")
+    assert configuration("persistent", shape, formats, 132).schedule == "persistent"
+
+
+@pytest.mark.parametrize(
+    ("shape", "element", "nvfp4", "schedule"),
+    [
+        ((256, 3072, 4096), torch.bfloat16, False, "split_k_cluster"),
+        ((256, 4096, 7168), torch.bfloat16, True, "split_k_cluster"),
+        ((256, 3072, 4096), torch.float8_e4m3fn, False, "stream_k"),  # slower
+        ((256, 4096, 7168), torch.bfloat16, False, "stream_k"),  # more programs than processors
+        ((128, 12288, 4096), torch.bfloat16, False, "stream_k"),
+        ((128, 1024, 4096), torch.bfloat16, False, "stream_k"),  # too few
+        ((64, 4096, 7168), torch.bfloat16, False, "stream_k"),
+        ((257, 3072, 4096), torch.bfloat16, False, "stream_k"),
+    ],
+)
+def test_who_shares_tiles(shape, element, nvfp4, schedule):
+    assert configuration("stream_k", shape, Formats(element, torch.bfloat16, nvfp4), 132).schedule == schedule
 
 
 @pytest.mark.parametrize(
     ("tiles", "shape", "early"),
     [
-        (Tiles(8, 32, 3), (1, 4096, 7168), True),
-        (Tiles(64, 32, 2), (64, 12288, 4096), True),
-        (Tiles(128, 32, 2), (65, 4096, 7168), False),
-        (Tiles(8, 32, 4, nvfp4=True, chunks=4), (1, 3072, 1024), True),  # four steps
-        (Tiles(8, 32, 4, nvfp4=True, chunks=4), (1, 3072, 3072), True),  # as many as there are stages
-        (Tiles(8, 32, 4, nvfp4=True, chunks=4), (1, 3072, 3328), False),
+        (tiles_of(8, 32, 3), (1, 4096, 7168), True),
+        (tiles_of(64, 32, 2), (64, 12288, 4096), True),
+        (tiles_of(128, 32, 2), (65, 4096, 7168), False),
+        (nvfp4_tiles(8, 32, 4, chunks=4), (1, 3072, 1024), True),  # four steps
+        (nvfp4_tiles(8, 32, 4, chunks=4), (1, 3072, 3072), True),  # as many as there are stages
+        (nvfp4_tiles(8, 32, 4, chunks=4), (1, 3072, 3328), False),
     ],
 )
 def test_when_weights_are_read_early(tiles, shape, early):
-    assert reads_early(tiles, cut_of(tiles, shape, torch.bfloat16, 132), shape[0]) is early
+    assert reads_early(tiles, cut_of(tiles, shape, 132), shape[0]) is early
 
 
 @pytest.mark.parametrize(
     ("tiles", "schedule", "shape", "expected"),
     [
         # whole tiles by a counter, of two words
-        (Tiles(256), "tiles", (8192, 4096, 7168), {"runs": 132, "sums": 0, "words": 1, "numbers": (8192, 4096, 7168, 0, 0, 112)}),
-        # two programs for each tile, which leave each other nothing in memory
-        (Tiles(128), "pairs", (128, 4096, 7168), {"runs": 128, "sums": 0, "words": 0, "result_rows": 64}),
-        # a tile for each program
-        (Tiles(8, 32, 3), "runs", (1, 4096, 7168), {"runs": 128, "sums": 0, "words": 0, "weight_box": (64, 8, 2, 4)}),
-        # runs that end within tiles leave all sums of one, and a word each
-        (Tiles(256), "runs", (512, 3072, 7168), {"runs": 132, "sums": 132 * 256 * 64 * 2, "words": 66, "early": False}),
         (
-            Tiles(8, 32, 4, nvfp4=True, chunks=4),
-            "runs",
+            tiles_of(256),
+            "persistent",
+            (8192, 4096, 7168),
+            {"units": 132, "sums": 0, "words": 1, "numbers": (8192, 4096, 7168, 0, 0, 112)},
+        ),
+        # two programs for each tile, which leave each other nothing in memory
+        (tiles_of(128), "split_k_cluster", (128, 4096, 7168), {"units": 128, "sums": 0, "words": 0, "result_rows": 64}),
+        # a tile for each program
+        (tiles_of(8, 32, 3), "stream_k", (1, 4096, 7168), {"units": 128, "sums": 0, "words": 0, "weight_box": (64, 8, 2, 4)}),
+        # runs that end within tiles leave all sums of one, and a word each
+        (tiles_of(256), "stream_k", (512, 3072, 7168), {"units": 132, "sums": 132 * 256 * 64 * 2, "words": 66, "early": False}),
+        (
+            nvfp4_tiles(8, 32, 4, chunks=4),
+            "stream_k",
             (1, 3072, 1024),
-            {"runs": 96, "weight_box": (128, 8, 2, 4), "early": True},
+            {"units": 96, "weight_box": (128, 8, 2, 4), "early": True},
         ),
     ],
 )
-def test_plans(tiles, schedule, shape, expected, monkeypatch):
-    monkeypatch.setattr(hopper_launch, "function", lambda *_, **__: None)
-    monkeypatch.setattr(hopper_launch, "processors", lambda _: 132)
-    given = (torch.device("cpu"), shape, torch.bfloat16, torch.bfloat16, schedule, tiles)
-    plan = hopper_launch.plan_of.__wrapped__(*given, scaled=tiles.nvfp4, keep=False, constant_weights=True)
+def test_plans(tiles, schedule, shape, expected):
+    config = replace(tiles, schedule=schedule)
+    plan = launch_hopper.plan_of(config, shape, 132, scaled=tiles.nvfp4, keep=False, constant_weights=True)
     assert {name: getattr(plan, name) for name in expected} == expected
 
 
@@ -129,21 +186,22 @@ def test_plans(tiles, schedule, shape, expected, monkeypatch):
 @pytest.mark.parametrize("nvfp4", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 9, 17, 40, 64, 65, 100, 128, 129, 200, 256, 257, 9000])
 def test_tiles_fit(rows, nvfp4, channels):
-    shared = shared_tiles(rows, channels, nvfp4=nvfp4)
+    formats = NVFP4 if nvfp4 else BFLOAT16
+    shared = shared_config(rows, channels, formats)
     for tiles in (
-        *wide_tiles(rows, channels, nvfp4=nvfp4),
-        narrow_tiles(rows, channels, nvfp4=nvfp4),
+        *wide_configs(rows, channels, formats),
+        narrow_config(rows, channels, formats),
         *([shared] if shared else []),
     ):
-        assert tiles.rows % 8 == 0
-        assert tiles.rows >= min(rows, 64)
+        assert tiles.b_rows % 8 == 0
+        assert tiles.b_rows >= min(rows, 64)
         assert tiles.threads in (384, 512, 640)
         assert tiles.stages >= 2
         assert tiles.stages % tiles.split == 0  # else a barrier's parity could mean another round
         assert tiles.shared_bytes <= LARGEST_SHARED
         if nvfp4:
-            assert channels % tiles.step(torch.bfloat16) == 0  # block scales are not padded
+            assert channels % tiles.k_block == 0  # block scales are not padded
 
 
 def test_a_tile_of_64_columns_and_256_rows_has_four_stages():
-    assert Tiles(256).stages == 4
+    assert tiles_of(256).stages == 4

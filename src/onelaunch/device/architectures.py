@@ -17,6 +17,9 @@ from onelaunch.errors import UnknownArchitecture
 HOPPER_SHARED_BYTES = 227 * 1024
 """Shared memory that a CTA may have on Hopper, and on Blackwell's data centre chips."""
 
+HOPPER_SMS = 132
+"""SMs of an H200 and of an H100 SXM. Constants that were fitted to one of them are given for one SM."""
+
 _NVIDIA_SMALL = 99 * 1024
 _MMA = ("HMMA", "IMMA", "DMMA")
 
@@ -51,7 +54,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Architecture("sm_80", "cuda", 80, 32, _MMA, 163 * 1024, 108),
         Architecture("sm_86", "cuda", 86, 32, _MMA, _NVIDIA_SMALL, 84),
         Architecture("sm_89", "cuda", 89, 32, (*_MMA, "QMMA"), _NVIDIA_SMALL, 128),
-        Architecture("sm_90a", "cuda", 90, 32, ("HGMMA", "IGMMA", "QGMMA"), HOPPER_SHARED_BYTES, 132),
+        Architecture("sm_90a", "cuda", 90, 32, ("HGMMA", "IGMMA", "QGMMA"), HOPPER_SHARED_BYTES, HOPPER_SMS),
         Architecture("sm_100a", "cuda", 100, 32, ("UTCHMMA", "UTCIMMA", "UTCQMMA", "UTCOMMA"), HOPPER_SHARED_BYTES, 148),
         Architecture("sm_120a", "cuda", 120, 32, ("HMMA", "IMMA", "QMMA", "OMMA"), _NVIDIA_SMALL, 170),
         Architecture("gfx90a", "hip", "gfx90a", 64, ("v_mfma",), 64 * 1024, 104),

@@ -44,10 +44,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared_address(full + stage), 1);
-      barrier_init(shared_address(empty + stage), WARPS);
+      mbarrier_init(shared_address(full + stage), 1);
+      mbarrier_init(shared_address(empty + stage), WARPS);
     }
-    fence_barriers();
+    fence_mbarrier_init();
   }
   __syncthreads();
   const long long begin = blockIdx.x * first;
@@ -61,8 +61,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     for (int i = 0; i < count; ++i) {
       const int stage = i % STAGES, turn = i / STAGES;
       const u32 bar = shared_address(full + stage);
-      if (turn) barrier_wait(shared_address(empty + stage), (turn - 1) & 1);
-      barrier_expect(bar, CHUNK);
+      if (turn) mbarrier_wait(shared_address(empty + stage), (turn - 1) & 1);
+      mbarrier_arrive_expect_tx(bar, CHUNK);
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
               shared_address(ring + stage * CHUNK)),
@@ -74,15 +74,15 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
   u32 sum = 0;
   for (int i = 0; i < count; ++i) {
     const int stage = i % STAGES;
-    barrier_wait(shared_address(full + stage), (i / STAGES) & 1);
+    mbarrier_wait(shared_address(full + stage), (i / STAGES) & 1);
     const u32 at = shared_address(ring + stage * CHUNK) + 16 * threadIdx.x;
 #pragma unroll
     for (int row = 0; row < CHUNK / (512 * WARPS); ++row) {
-      const uint4 v = load_shared_words(at + row * 512 * WARPS);
+      const uint4 v = ld_shared_v4_u32(at + row * 512 * WARPS);
       sum += v.x + v.y + v.z + v.w;
     }
     __syncwarp();  // all lanes have read before the stage may be overwritten
-    if (lane == 0) barrier_arrive(shared_address(empty + stage));
+    if (lane == 0) mbarrier_arrive(shared_address(empty + stage));
   }
   sum = sum_of_warp(sum);
   if (lane == 0) sums[blockIdx.x * WARPS + warp] = sum;

@@ -9,22 +9,13 @@ import torch
 
 from onelaunch import cuda
 from onelaunch.cuda.tensor_maps import MAP_BYTES
-from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 from onelaunch.launch.imitation import imitated, recorded
 
 ALIGNMENT = 16
-"""Bytes: what the copy engine asks of addresses and strides."""
+"""Bytes of which TMA wants addresses and strides to be multiples."""
 
 ROW_BYTES: Final = 128
-"""Of a row of a tile in shared memory: what it swizzles over, and a product of warpgroups reads."""
-
-SHARED_BYTES = HOPPER_SHARED_BYTES - 1024
-"""Of a program on Hopper, less what it may cost that stages begin at multiples of 1024."""
-
-COPIED_BYTES = 96e3
-FLOPS = 8e8 / 132
-"""In a microsecond by a processor of an H200, all at work: brought to shared memory, and products of 16-bit numbers. Fitted to
-single runs of swiglu's kernel."""
+"""Bytes of a row of an operand in shared memory: the width of the swizzle, and what WGMMA reads."""
 
 _tensor_map = functools.lru_cache(maxsize=4096)(cuda.tensor_map)
 

@@ -140,15 +140,24 @@ class CudaLaunch:
         device: NVIDIA GPU that it runs on.
         grid: CTAs along x, y and z; those along x are a multiple of the cluster.
         *arguments: One for each of the kernel's kinds: a tensor or ``None`` for a pointer, a number, the bytes of a tensor map.
+        owners: Tensors whose memory the tensor maps address; the launch keeps it until it is run.
     """
 
-    __slots__ = ("arguments", "device", "grid", "kernel")
+    __slots__ = ("arguments", "device", "grid", "kernel", "owners")
 
-    def __init__(self, kernel: CudaKernel, device: torch.device, grid: tuple[int, int, int], *arguments: Any) -> None:
+    def __init__(
+        self,
+        kernel: CudaKernel,
+        device: torch.device,
+        grid: tuple[int, int, int],
+        *arguments: Any,
+        owners: tuple[torch.Tensor, ...] = (),
+    ) -> None:
         self.kernel = kernel
         self.device = device
         self.grid = grid
         self.arguments = arguments
+        self.owners = owners
 
     def __repr__(self) -> str:
         return f"<launch of {self.kernel.source.entry} on a grid of {self.grid}>"

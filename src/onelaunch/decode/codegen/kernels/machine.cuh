@@ -19,10 +19,10 @@ DEVICE void breathe() {}
 
 // Barriers in shared memory, by pointer. A wait gives up now and then, to look whether all is well.
 
-DEVICE void ring_init(u64* bar, u32 count) { barrier_init(shared_address(bar), count); }
-DEVICE void ring_fence() { fence_barriers(); }
-DEVICE void ring_expect(u64* bar, u32 bytes) { barrier_expect(shared_address(bar), bytes); }
-DEVICE void ring_arrive(u64* bar) { barrier_arrive(shared_address(bar)); }
+DEVICE void ring_init(u64* bar, u32 count) { mbarrier_init(shared_address(bar), count); }
+DEVICE void ring_fence() { fence_mbarrier_init(); }
+DEVICE void ring_expect(u64* bar, u32 bytes) { mbarrier_arrive_expect_tx(shared_address(bar), bytes); }
+DEVICE void ring_arrive(u64* bar) { mbarrier_arrive(shared_address(bar)); }
 DEVICE bool ring_passed(u64* bar, u32 phase) {
   u32 there;
   asm volatile(
@@ -51,7 +51,7 @@ DEVICE void warp_meets() { __syncwarp(); }
 DEVICE float from_lane_xor(float v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
 DEVICE u64 from_lane_xor(u64 v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
 DEVICE void block_meets() { __syncthreads(); }
-DEVICE void workers_meet(int threads) { named_barrier(1, threads); }
+DEVICE void workers_meet(int threads) { bar_sync(1, threads); }
 
 // Memory that other blocks write. Relaxed: nothing else is ordered by it; a word is there whole or not at all.
 
@@ -111,8 +111,8 @@ DEVICE void see_for_copies() {
   __threadfence();
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-DEVICE void begin_after_earlier_launches() { wait_for_earlier_launches(); }
-DEVICE void let_next_launch_begin() { let_later_launches_begin(); }
+DEVICE void begin_after_earlier_launches() { griddepcontrol_wait(); }
+DEVICE void let_next_launch_begin() { griddepcontrol_launch_dependents(); }
 
 // Numbers.
 

@@ -1,4 +1,4 @@
-"""Variants of ``swiglu`` in one launch on Hopper GPUs: the same kernel, with tiles handed out in three ways."""
+"""Variants of ``swiglu`` in one launch on Hopper GPUs: one matrix product with the gate in its epilogue, by three schedules."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from onelaunch.device.hardware import processors
-from onelaunch.launch.build import Build, CudaBuild
-from onelaunch.launch.imitation import imitated
-from onelaunch.operation import Example, Query
+from onelaunch.operation import Direction, Example, Query
 from onelaunch.operation.requirements import needs_hopper
 from onelaunch.ops.swiglu.autograd import Wanted, compute, launches
 from onelaunch.ops.swiglu.contract import SwigluCall, swiglu
@@ -33,24 +31,19 @@ MOST_ROWS = MOST_STEPS - 256
 """Of x, and those of a tile beside them."""
 
 
-def run_dual_gemm(way: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One launch, as the variant of this name has it."""
-    if imitated():  # its tensor maps are of addresses
-        h = x.values.new_empty((x.values.shape[0], gate.values.shape[0]), dtype=wanted.dtype)
-        return h, x.values.new_empty((h.shape[0], 2 * h.shape[1]), dtype=wanted.dtype) if wanted.keep else None
-    from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
+def run_dual_gemm(schedule: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute h, and both products if they are wanted, in one launch by the schedule of the variant of this name."""
+    from onelaunch.ops.swiglu import configure_hopper, launch_hopper
 
     blocks = None if gate.blocks is None or up.blocks is None else (gate.blocks, up.blocks)
     (rows, channels), columns, device = x.values.shape, gate.values.shape[0], x.values.device
-    tiles, schedule = hopper_schedule.configuration(
-        way, (rows, columns, channels), x.values.dtype, processors(device), nvfp4=blocks is not None
-    )
-    scales = hopper_launch.Scales.of(x.scale, gate.scale, up.scale, device)
+    formats = configure_hopper.Formats(x.values.dtype, wanted.dtype, nvfp4=blocks is not None)
+    config = configure_hopper.configuration(schedule, (rows, columns, channels), formats, processors(device))
+    scales = launch_hopper.Scales.of(x.scale, gate.scale, up.scale, device)
     weights = (gate.values, up.values)
-    return hopper_launch.dual_gemm(
-        x.values, weights, blocks, scales, wanted.dtype, schedule, tiles,
-        keep=wanted.keep, constant_weights=wanted.constant_weights,
-    )  # fmt: skip
+    return launch_hopper.dual_gemm(
+        config, x.values, weights, blocks, scales, keep=wanted.keep, constant_weights=wanted.constant_weights
+    )
 
 
 for name in ("persistent", "stream_k", "small_m"):
@@ -131,53 +124,24 @@ def by_rows(query: Query) -> tuple[str, ...]:
     return (*ours, "wide", "three_node") if "fp8" in query.flags else ours
 
 
-WEIGHTS = (4096, 7168)
-PROCESSORS = 132
-"""N and K, and a chip, that builds are made for."""
+def examples(counts: Sequence[int]) -> list[Example]:
+    """Return calls in each format for so many rows of x, and a training call."""
 
+    def call(rows: int, dtype: str = "bfloat16", direction: Direction = "forward", **options: Any) -> Example:
+        said = [f"M = {rows}", *([options["format"]] if options else []), *([dtype] if dtype != "bfloat16" else [])]
+        case = swiglu.case(dtype, M=rows, N=4096, K=7168, **options)
+        return Example(case, direction, name=", ".join([*said, "kept"] if direction == "forward_backward" else said))
 
-@functools.cache
-def build(
-    name: str, way: str, rows: int, element: torch.dtype, result: torch.dtype, *, nvfp4: bool = False, keep: bool = False
-) -> CudaBuild:
-    """The kernel as a call of so many rows launches it."""
-    from onelaunch.ops.swiglu import hopper_launch, hopper_schedule
-
-    tiles, schedule = hopper_schedule.configuration(way, (rows, *WEIGHTS), element, PROCESSORS, nvfp4=nvfp4)
-    scaled = nvfp4 or element is torch.float8_e4m3fn
-    source = hopper_launch.source(tiles, element, result, schedule, scaled=scaled, keep=keep)
-    return CudaBuild(name, source, tiles.threads, tiles.shared_bytes, matrix=True)
-
-
-def builds(way: str, counts: Sequence[int], architecture: str) -> list[Build]:
-    """In each format, for so many rows of x."""
-    if architecture not in ARCHITECTURES:
-        return []
-    bfloat16, float16, float8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-    found: list[Build] = []
-    for rows in counts:
-        found += [
-            build(f"M = {rows}", way, rows, bfloat16, bfloat16),
-            build(f"M = {rows}, float8", way, rows, float8, bfloat16),
-            build(f"M = {rows}, NVFP4 weights", way, rows, bfloat16, bfloat16, nvfp4=True),
-        ]
+    forms: tuple[dict[str, Any], ...] = ({}, {"format": "fp8", "row_scales": True}, {"format": "nvfp4_weights"})
     most = counts[-1]
     return [
-        *found,
-        build("products kept", way, most, bfloat16, bfloat16, keep=True),
-        build("float16", way, most, float16, float16),
-        build("NVFP4 weights, float16", way, most, float16, float16, nvfp4=True),
+        *(call(rows, **form) for rows in counts for form in forms),
+        call(most, direction="forward_backward"),
+        call(most, "float16"),
+        call(most, "float16", format="nvfp4_weights"),
     ]
 
 
-persistent.kernels(functools.partial(builds, "persistent", (8192,)))
-stream_k.kernels(functools.partial(builds, "stream_k", (24, 512)))
-small_m.kernels(functools.partial(builds, "small_m", (1, 16, 32, 64, 128)))
-
-
-@persistent.examples
-@stream_k.examples
-@small_m.examples
-def training() -> list[Example]:
-    """Return a training call, whose backward pass launches a kernel in Triton."""
-    return [Example(swiglu.case("bfloat16", M=128, N=4096, K=7168), "forward_backward")]
+persistent.examples(functools.partial(examples, (8192,)))
+stream_k.examples(functools.partial(examples, (24, 512)))
+small_m.examples(functools.partial(examples, (1, 16, 32, 64, 128)))

@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch.launch.build import Build, CudaBuild
-from onelaunch.launch.imitation import imitated
 from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import needs_hopper
 from onelaunch.ops.projections.autograd import Packed, Wanted, compute, launches
 from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, projections
-from onelaunch.ops.projections.layout import Layout
-from onelaunch.ops.projections.variants.triton import activates, chain, example
+from onelaunch.ops.projections.variants.triton import BOTH, activates, example
 
 if TYPE_CHECKING:
-    from onelaunch.ops.projections.hopper_tiles import Shared
+    from onelaunch.kernels.gemm_sm90.config import Multicast
 
 ARCHITECTURES = ("sm_90a",)
 
@@ -30,22 +27,18 @@ MOST_TILES = 2**31 - 1
 MOST_ROWS = MOST_TILES - 256
 """Of x, and those of a cluster's two tiles beside them."""
 
-SHARED: dict[str, Shared] = {"epilogue_persistent": "nothing", "cluster": "x", "cluster_weight": "weight"}
-"""What the programs of a cluster have in common, by variant."""
+MULTICAST: dict[str, Multicast] = {"epilogue_persistent": "nothing", "cluster": "a", "cluster_weight": "b"}
+"""Operand that the CTAs of a cluster have in common, by variant: rows of x (a) or of the weight (b)."""
 
 
 def run_wide_gemm(variant: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
-    """One launch."""
-    if imitated():  # its tensor maps are of addresses
-        from onelaunch.ops.projections.launch import room_for_results
+    """Compute all segments in one launch."""
+    from onelaunch.ops.projections import launch_hopper
 
-        return Packed(*room_for_results(x, wanted.layout, keep=wanted.keep))
-    from onelaunch.ops.projections import hopper_launch
-
-    return hopper_launch.wide_gemm(SHARED[variant], x, weight, bias, wanted)
+    return launch_hopper.wide_gemm(MULTICAST[variant], x, weight, bias, wanted)
 
 
-for name in SHARED:
+for name in MULTICAST:
     launches(name)(functools.partial(run_wide_gemm, name))
 
 
@@ -121,41 +114,16 @@ def one_launch(query: Query) -> tuple[str, ...]:
     return ("epilogue_persistent",)
 
 
-SHAPE = (32768, 2048)
-"""Rows of x and channels, and a chip, that builds are made for."""
-PROCESSORS = 132
+ROWS = 32768
+"""Rows of x of the example calls."""
 
 
-def build(name: str, layout: Layout, shared: Shared, element: torch.dtype, *, keep: bool) -> CudaBuild:
-    """The kernel as a call launches it."""
-    from onelaunch.ops.projections import hopper_launch, hopper_tiles
-
-    tiles = hopper_tiles.tiles_for(layout, *SHAPE, PROCESSORS, shared)
-    source = hopper_launch.source(layout, tiles, element, keep=keep)
-    return CudaBuild(name, source, tiles.threads, tiles.shared_bytes, matrix=True)
-
-
-def builds(shared: Shared, architecture: str) -> list[Build]:
-    """For heads of usual size, with what a backward pass needs and without; by single programs for uneven and long ones, too."""
-    if architecture not in ARCHITECTURES:
-        return []
-    found: list[Build] = []
-    for heads, size, element in ((16, 128, torch.bfloat16), (5, 96, torch.float16), (4, 256, torch.bfloat16)):
-        layout, said = chain(heads, size), f"heads of {size}"
-        if size == 128:
-            found.append(build(said, layout, shared, element, keep=False))
-        if size == 128 or shared == "nothing":
-            found.append(build(f"{said}, kept", layout, shared, element, keep=True))
-    return found
+def examples(multicast: Multicast) -> list[Example]:
+    """Return calls with heads of usual size for inference and for training; without clusters also with other sizes."""
+    usual = [example(16, 128, "bfloat16", ROWS, direction) for direction in BOTH]
+    others = ((5, 96, "float16"), (4, 256, "bfloat16")) if multicast == "nothing" else ()
+    return [*usual, *(example(*kind, ROWS, "forward_backward") for kind in others)]
 
 
 for variant in (epilogue_persistent, cluster, cluster_weight):
-    variant.kernels(functools.partial(builds, SHARED[variant.name]))
-
-
-@epilogue_persistent.examples
-@cluster.examples
-@cluster_weight.examples
-def training() -> list[Example]:
-    """Return a training call, whose backward pass launches a kernel in Triton."""
-    return [example(16, 128, "bfloat16", 4095, "forward_backward")]
+    variant.examples(functools.partial(examples, MULTICAST[variant.name]))

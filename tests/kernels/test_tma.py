@@ -1,4 +1,4 @@
-"""Tensors as the copy engine addresses them: themselves where it can, copies where it cannot."""
+"""Tensors as TMA addresses them: themselves where it can, copies where it cannot."""
 
 from __future__ import annotations
 

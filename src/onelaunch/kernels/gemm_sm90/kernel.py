@@ -1,0 +1,75 @@
+"""The Hopper matrix product as a kernel: its source in a configuration, and the tensor maps of its operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onelaunch import cuda
+from onelaunch.kernels.gemm_sm90.config import GemmConfig, Multicast, Schedule
+from onelaunch.kernels.gemm_sm90.wgmma import wgmma_header
+from onelaunch.kernels.tma import address, tensor_map
+from onelaunch.launch.launch import CudaKernel, Mma
+
+ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
+SCHEDULES: dict[Schedule, int] = {"stream_k": 0, "persistent": 1, "split_k_cluster": 2, "static_persistent": 3}
+MULTICASTS: dict[Multicast, int] = {"nothing": 0, "a": 1, "b": 2}
+"""Numbers that ``tile.cuh`` gives to these."""
+
+PARTS = ("tile.cuh", "scheduler.cuh", "mainloop.cuh", "reduction.cuh")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Gemm:
+    """The kernel in one configuration."""
+
+    config: GemmConfig
+    kernel: CudaKernel
+
+
+def gemm_of(
+    config: GemmConfig,
+    epilogue: str,
+    kinds: tuple[cuda.Kind, ...],
+    *,
+    headers: tuple[tuple[str, str], ...] = (),
+    **defines: int,
+) -> Gemm:
+    """Return the kernel with the operands and the epilogue of this name; callers cache it.
+
+    Args:
+        config: Configuration.
+        epilogue: Name of files in ``operands/`` and ``epilogue/``.
+        kinds: Kinds of the parameters that the operands' file declares.
+        headers: Generated files that it includes.
+        defines: Macros beside those of the configuration.
+    """
+    here = "onelaunch.kernels.gemm_sm90"
+    narrow = config.narrow or config.b_rows
+    widths = (config.b_rows,) if narrow == config.b_rows else (config.b_rows, narrow)
+    own = (*PARTS, *(("nvfp4.cuh",) if config.nvfp4 else ()), f"operands/{epilogue}.cuh", f"epilogue/{epilogue}.cuh")
+    texts = (
+        cuda.include("hopper.cuh"),
+        ("wgmma.cuh", wgmma_header(config.element, widths, registers=config.nvfp4)),
+        *((name, cuda.read(here, name)) for name in own),
+        *headers,
+    )
+    macros: dict[str, str | int] = {
+        "A_ROWS": config.a_rows, "B_ROWS": config.b_rows, "NARROW": narrow, "SPLIT": config.split, "CHUNKS": config.chunks,
+        "STAGES": config.stages, "STORE_BYTES": config.store_bytes, "SCHEDULE": SCHEDULES[config.schedule],
+        "MULTICAST": MULTICASTS[config.multicast], "ELEMENT": ELEMENTS[config.element], "RESULT": ELEMENTS[config.result],
+        "NVFP4": int(config.nvfp4), "OPERANDS": f'"operands/{epilogue}.cuh"', "EPILOGUE": f'"epilogue/{epilogue}.cuh"', **defines,
+    }  # fmt: skip
+    source = cuda.Source("gemm.cu", cuda.read(here, "gemm.cu"), "gemm_sm90", texts, tuple(macros.items()))
+    kernel = CudaKernel(
+        source, kinds, threads=config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster, overlap=True,
+        mma=Mma.WIDEST,
+    )  # fmt: skip
+    return Gemm(config, kernel)
+
+
+def matrix_map(matrix: torch.Tensor, rows: int, columns: int) -> bytes:
+    """Return the tensor map of a matrix ``[rows, columns]`` in boxes of so many rows and columns."""
+    (height, width), size = matrix.shape, matrix.element_size()
+    return tensor_map(matrix.dtype, address(matrix), (width, height), (matrix.stride(0) * size,), (columns, rows))

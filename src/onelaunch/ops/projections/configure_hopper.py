@@ -1,0 +1,151 @@
+"""Choice of the configuration of the Hopper matrix product for ``projections``, and how columns are cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from onelaunch.kernels.common.layout import cdiv
+from onelaunch.kernels.gemm_sm90.config import SIDE_ROWS, WIDEST, GemmConfig, Multicast
+from onelaunch.kernels.tma import ROW_BYTES
+from onelaunch.operation import remembered
+from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, Place
+
+TILE_ROWS: Final = 128
+"""Rows of x in a tile: 64 of each warpgroup."""
+
+PANEL: Final = 64
+"""Rows, and columns, of a result that a warpgroup stores at once."""
+
+LARGEST = 3e38
+"""Largest factor of an activation, in float32."""
+
+FEW = 64
+"""Columns left of a segment for which narrower products are compiled."""
+
+STORE_BYTES = TILE_ROWS // SIDE_ROWS * 2 * PANEL * ROW_BYTES
+"""Shared memory for results on their way out: two panels of each warpgroup."""
+
+MAX_STAGES = 8
+"""Most stages of the ring: tiles are wide, and more were not measured."""
+
+END_MICROSECONDS = 2.0
+"""Time of a tile's epilogue with 256 columns, estimated from that of the gate in ``swiglu``."""
+
+K_BLOCK_MICROSECONDS = 0.03
+"""Time of a k-block beside its products or loads: fitted to single runs on an H200, of 128 and 256 columns."""
+
+
+def config_for(layout: Layout, columns: int, element: torch.dtype, multicast: Multicast) -> GemmConfig:
+    """Return the configuration whose tiles have so many columns, all of one segment.
+
+    Operand A has rows of x, operand B rows of the weight.
+    """
+    narrow = narrow_for(layout, columns)
+    return GemmConfig(
+        a_rows=TILE_ROWS, b_rows=columns, store_bytes=STORE_BYTES, schedule="static_persistent", element=element, result=element,
+        narrow=narrow if narrow < columns else 0, multicast=multicast, max_stages=MAX_STAGES,
+    )  # fmt: skip
+
+
+def cluster_tiles(config: GemmConfig, rows: int, column_tiles: int) -> int:
+    """Return the number of tiles of so many rows of x and tiles of columns, counted by clusters that multicast an operand."""
+    across, down = 2 if config.multicast == "a" else 1, 2 if config.multicast == "b" else 1
+    return cdiv(rows, TILE_ROWS * down) * cdiv(column_tiles, across)
+
+
+def k_block_microseconds(config: GemmConfig, columns: int) -> float:
+    """Return the time of a k-block with products of so many columns, all SMs at work."""
+    return config.k_block_microseconds(columns) + K_BLOCK_MICROSECONDS
+
+
+def taken(place: Place, most: int) -> int:
+    """Return the columns of a segment's tiles where a product has ``most``: whole heads where these are normalized."""
+    segment = place.segment
+    return most // segment.head_size * segment.head_size if segment.activation == "l2norm" else most
+
+
+def counts(layout: Layout, most: int) -> Iterator[int]:
+    """Yield the columns of each tile, in order."""
+    for place in layout.places:
+        step = taken(place, most)
+        yield from [min(step, place.segment.width - first) for first in range(0, place.segment.width, step)]
+
+
+def narrow_for(layout: Layout, most: int) -> int:
+    """Return the width of products for the tiles of few columns; ``most`` if there are none."""
+    few = [count for count in counts(layout, most) if count <= min(FEW, most - 8)]
+    return cdiv(max(few), 8) * 8 if few else most
+
+
+@remembered
+def configuration(
+    layout: Layout, rows: int, channels: int, element: torch.dtype, multiprocessors: int, multicast: Multicast
+) -> GemmConfig:
+    """Return the configuration for ``rows`` rows of x: the one whose tiles are estimated to be done first."""
+    least = max((place.segment.head_size for place in layout.places if place.segment.activation == "l2norm"), default=8)
+    choices = {width for width in range(64, WIDEST + 1, 32) if width >= least}
+    choices |= {WIDEST // least * least, cdiv(least, 8) * 8} if least > 8 else set()
+    if multicast == "b":  # halves lie where the pattern of TMA's swizzle begins anew, every 8 rows
+        choices = {width for width in choices if width % 16 == 0}
+
+    def microseconds(columns: int) -> float:
+        config = config_for(layout, columns, element, multicast)
+        narrow = config.narrow or columns
+        found = list(counts(layout, columns))
+        wide = sum(not count <= narrow < columns for count in found)
+        k_blocks, clusters = cdiv(channels, config.k_block), multiprocessors // config.cluster
+        each = k_blocks * k_block_microseconds(config, columns) + END_MICROSECONDS * columns / WIDEST
+        small = k_blocks * k_block_microseconds(config, narrow) + END_MICROSECONDS * narrow / WIDEST
+        rounds, all_rounds = (cdiv(cluster_tiles(config, rows, count), clusters) for count in (wide, len(found)))
+        return rounds * each + (all_rounds - rounds) * small
+
+    return config_for(layout, min(sorted(choices, reverse=True), key=microseconds), element, multicast)
+
+
+def header(layout: Layout, columns: int) -> str:
+    """Return the text of ``layout.cuh``: the kinds of segments that there are, and where each tile of so many columns lies."""
+    kinds: list[str] = []
+    lines: list[str] = []
+    begin = 0
+    for place in layout.places:
+        segment, step = place.segment, taken(place, columns)
+        activation = ACTIVATIONS.index(segment.activation)
+        head = segment.head_size if segment.activation == "l2norm" else 1
+        own = [min(step, segment.width - first) for first in range(0, segment.width, step)]
+        ragged = any(count % PANEL for count in own)
+        facts = (activation, head, str(segment.bias).lower(), str(ragged).lower(), f"{min(1 / segment.normalizer, LARGEST)!r}f")
+        kind = f"{{{', '.join(map(str, facts))}}}"
+        if kind not in kinds:
+            kinds.append(kind)
+        heads = step // head if segment.activation == "l2norm" else 0
+        where = (step, kinds.index(kind), place.row, segment.width, place.column, place.norm or 0, heads, place.kept or 0)
+        numbers = ", ".join(map(str, (*where, place.bias or 0)))
+        lines.append(f"  if (tile < {begin + len(own)}) return at(tile - {begin}, {numbers});")
+        begin += len(own)
+    names = ", ".join(activation.upper() for activation in ACTIVATIONS)
+    body = "\n".join(lines)
+    return f"""#pragma once
+
+enum {{ {names} }};
+struct Kind {{ int activation, head; bool bias, ragged; float by; }};
+constexpr Kind KINDS_OF_SEGMENTS[] = {{{", ".join(kinds)}}};
+constexpr int KIND_COUNT = {len(kinds)}, COLUMN_TILES = {begin};
+constexpr int PITCH = {layout.pitch}, NORMS = {layout.norms}, KEPT = {layout.kept};  // columns of what is written
+
+// A tile of columns: rows of the weight, and where they lie in what is written. ``count`` is 0 behind the last one.
+struct Columns {{ int kind, row, count, column, norm, kept, bias; }};
+
+__device__ __forceinline__ Columns at(
+    int tile, int step, int kind, int row, int width, int column, int norm, int heads, int kept, int bias) {{
+  const int first = tile * step;
+  return {{kind, row + first, min(step, width - first), column + first, norm + tile * heads, kept + first, bias + first}};
+}}
+
+__device__ __forceinline__ Columns columns_of(int tile) {{
+{body}
+  return {{0, {layout.rows}, 0, 0, 0, 0, 0}};
+}}
+"""

@@ -1,0 +1,103 @@
+"""Launches of the Hopper matrix product for ``projections``."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from onelaunch import cuda
+from onelaunch.device.hardware import processors
+from onelaunch.kernels.common.layout import cdiv
+from onelaunch.kernels.gemm_sm90.config import GemmConfig, Multicast
+from onelaunch.kernels.gemm_sm90.kernel import Gemm, gemm_of, matrix_map
+from onelaunch.kernels.tma import ROW_BYTES, addressable
+from onelaunch.launch.launch import CudaLaunch
+from onelaunch.ops.projections.autograd import Packed, Wanted
+from onelaunch.ops.projections.configure_hopper import PANEL, TILE_ROWS, cluster_tiles, configuration, counts, header
+from onelaunch.ops.projections.launch import room_for_results
+from onelaunch.ops.projections.layout import Layout
+
+KINDS: tuple[cuda.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f32")  # pyrefly: ignore[bad-assignment]
+"""Kinds of the parameters in ``operands/segments.cuh``."""
+
+
+@functools.lru_cache(maxsize=1024)
+def gemm_for(layout: Layout, config: GemmConfig, *, keep: bool) -> Gemm:
+    """Return the kernel for one layout in one configuration."""
+    headers = (("layout.cuh", header(layout, config.b_rows)),)
+    return gemm_of(config, "segments", KINDS, headers=headers, KEEP=int(keep))
+
+
+def ctas_of(layout: Layout, config: GemmConfig, rows: int, multiprocessors: int) -> int:
+    """Return the CTAs of a launch: as many as there are SMs, in whole clusters, and none without work."""
+    tiles = cluster_tiles(config, rows, len(list(counts(layout, config.b_rows))))
+    return min(tiles, multiprocessors // config.cluster) * config.cluster
+
+
+class Plan(NamedTuple):
+    """Everything of a launch that the addresses of its tensors do not change."""
+
+    gemm: Gemm
+    ctas: int
+    x_box: int
+    """Rows of x that are loaded at once."""
+    weight_box: int
+    """Rows of the weight that are loaded at once, in tiles that are not narrow."""
+    x_bytes: int
+    """Bytes of x that arrive for a k-block."""
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(
+    layout: Layout, rows: int, channels: int, element: torch.dtype, multiprocessors: int, multicast: Multicast, *, keep: bool
+) -> Plan:
+    """Return the plan of calls of this size."""
+    config = configuration(layout, rows, channels, element, multiprocessors, multicast)
+    x_box = TILE_ROWS // 2 if multicast == "a" else min(TILE_ROWS, cdiv(rows, 8) * 8)
+    return Plan(
+        gemm=gemm_for(layout, config, keep=keep),
+        ctas=ctas_of(layout, config, rows, multiprocessors),
+        x_box=x_box,
+        weight_box=config.b_rows // (2 if multicast == "b" else 1),
+        x_bytes=x_box * (2 if multicast == "a" else 1) * ROW_BYTES,
+    )
+
+
+def launch_of(
+    multicast: Multicast, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted
+) -> tuple[CudaLaunch, Packed]:
+    """Return the launch of :func:`wide_gemm`, and memory for its results."""
+    layout = wanted.layout
+    x, weight = addressable(x), addressable(weight)
+    bias = None if bias is None else bias.contiguous()
+    rows, channels = x.shape
+    plan = plan_of(layout, rows, channels, x.dtype, processors(x.device), multicast, keep=wanted.keep)
+    config = plan.gemm.config
+    y, rstd, kept = room_for_results(x, layout, keep=wanted.keep)
+    y_map = matrix_map(y, PANEL, PANEL)
+    arguments = (
+        matrix_map(x, plan.x_box, config.k_block),
+        matrix_map(weight, plan.weight_box, config.k_block),
+        matrix_map(weight, config.narrow or config.b_rows, config.k_block),
+        y_map,
+        y_map if kept is None else matrix_map(kept, PANEL, PANEL),
+        bias,
+        rstd,
+        y,
+        kept,
+        rows,
+        channels,
+        plan.x_bytes,
+        wanted.eps,
+    )
+    launch = CudaLaunch(plan.gemm.kernel, x.device, (plan.ctas, 1, 1), *arguments, owners=(x, weight))
+    return launch, Packed(y, rstd, kept)
+
+
+def wide_gemm(multicast: Multicast, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
+    """Compute all segments in one launch, whose clusters have this operand in common."""
+    launch, results = launch_of(multicast, x, weight, bias, wanted)
+    launch.run()
+    return results
