@@ -5,6 +5,7 @@ They are the only statistics in the project.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -33,12 +34,23 @@ def estimate(samples: Sequence[float]) -> Estimate:
     """
     if not samples:
         raise ValueError("an estimate needs at least one sample")
+    return _estimate(tuple(samples))
+
+
+@functools.lru_cache(maxsize=8192)
+def _estimate(samples: tuple[float, ...]) -> Estimate:
+    """Return :func:`estimate` of samples; a report asks for the same ones many times."""
     values = np.asarray(samples, dtype=np.float64)
-    draws = np.random.default_rng(SEED).integers(0, values.size, size=(RESAMPLES, values.size))
-    medians = np.median(values[draws], axis=1)
+    medians = np.median(values[_draws(values.size)], axis=1)
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(medians, [tail, 100 - tail])
     return Estimate(median=float(np.median(values)), low=float(low), high=float(high), samples=values.size)
+
+
+@functools.lru_cache(maxsize=64)
+def _draws(count: int) -> np.ndarray:
+    """Return which samples, of so many, each resample draws."""
+    return np.random.default_rng(SEED).integers(0, count, size=(RESAMPLES, count))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Estimate:
