@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from onelaunch.device.architectures import architecture_of
+from onelaunch.device.architectures import HOPPER_SMS, architecture_of
 from onelaunch.errors import DeviceMemoryError, NoDeviceError
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """Folder in which a container sees the limits of its own control group (version 2)."""
 
-INTERPRETED_PROCESSORS = 132
+INTERPRETED_PROCESSORS = HOPPER_SMS
 """Number of SMs that code which cuts work for a GPU is told where kernels are interpreted: an H200's."""
 
 LEAST_SHARED_BYTES = 64 * 1024

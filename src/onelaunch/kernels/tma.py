@@ -65,9 +65,3 @@ def described(tensor: torch.Tensor, box: list[int]) -> Any:
         return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype)) if recorded() else tensor
     cuda.make_context_current()  # Triton makes the tensor map before it looks for a context
     return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))
-
-
-def descriptor_type(box: list[int], dtype: torch.dtype) -> str:
-    """The type of such a descriptor in a kernel's signature."""
-    name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    return f"tensordesc<{name}{box},{shared_layout(*box, dtype)!r}>"
