@@ -92,12 +92,12 @@ class Ceilings:
 
 
 def present() -> list[str]:
-    """Names of the devices that PyTorch sees, GPUs first."""
+    """Return the names of the devices that PyTorch sees, GPUs first."""
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] + ["cpu"]
 
 
 def resolve(name: str = "auto") -> torch.device:
-    """A device by name; ``auto`` is the first GPU, or the CPU. :class:`NoDeviceError` when it is not here."""
+    """Return a device by name; ``auto`` is the first GPU, or the CPU. :class:`NoDeviceError` when it is not here."""
     if name == "auto":
         return torch.device(present()[0])
     wanted = f"{name}:0" if name == "cuda" else name
@@ -166,7 +166,7 @@ def free_memory(device: torch.device) -> int:
 
 @contextmanager
 def room_for(what: str, device: torch.device) -> Iterator[None]:
-    """Where something is allocated: :class:`DeviceMemoryError`, which names it, when there is no room."""
+    """Raise :class:`DeviceMemoryError`, which names what is allocated inside, when there is no room for it."""
     try:
         yield
     except torch.OutOfMemoryError as problem:
@@ -175,7 +175,7 @@ def room_for(what: str, device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def describe(device: str) -> Device:
-    """The facts of a device that is here."""
+    """Return the facts of a device that is here."""
     if torch.device(device).type == "cpu":
         return Device("cpu", _cpu_name(), platform.machine(), os.cpu_count() or 1, _cpu_cache_bytes(), _cpu_memory_bytes())
     facts = torch.cuda.get_device_properties(device)

@@ -48,7 +48,7 @@ class KernelBuild:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides the machine code."""
+        """Everything that decides the machine code, as a hashable value."""
         forced = self.by_warps if self.warp_mma is None else self.warp_mma
         parts = (self.signature, self.constants, self.attributes, self.num_warps, self.num_stages, self.options, forced)
         return (self.kernel.__module__, self.kernel.__name__, *map(repr, parts))
@@ -71,7 +71,7 @@ class CudaBuild:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides the machine code and what a CTA takes."""
+        """Everything that decides the machine code and the resources of a CTA, as a hashable value."""
         return (self.source, self.threads, self.shared_bytes)
 
 
