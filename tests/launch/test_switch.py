@@ -14,9 +14,16 @@ NAME = "ONELAUNCH_TEST_SWITCH"
 @pytest.mark.parametrize("before", [None, "own"])
 def test_the_former_value_comes_back(before, monkeypatch):
     monkeypatch.delenv(NAME, raising=False) if before is None else monkeypatch.setenv(NAME, before)
-    with pytest.raises(RuntimeError, match="inside"), Switch(NAME, "1"):
-        assert os.environ[NAME] == "1"
+    inside = None
+
+    def fail():
+        nonlocal inside
+        inside = os.environ[NAME]
         raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"), Switch(NAME, "1"):
+        fail()
+    assert inside == "1"
     assert os.environ.get(NAME) == before
 
 

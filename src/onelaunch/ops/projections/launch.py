@@ -35,9 +35,7 @@ def constants(layout: Layout) -> dict[str, Any]:
     """Return the constants of a layout that both kernels share. Tiles of a segment with normalized heads are its heads."""
     segments = [place.segment for place in layout.places]
     normalized = [segment.activation == "l2norm" for segment in segments]
-    longest = max(
-        [power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1
-    )
+    longest = max([power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1)
     widest = max(longest, COLUMNS)
     blocks, steps, firsts = [], [], [0]
     for segment, norm in zip(segments, normalized, strict=True):
