@@ -140,20 +140,23 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of SMs of a GPU; :data:`INTERPRETED_PROCESSORS` for every other device."""
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    pretended = architecture_of(device)
-    return torch.cuda.get_device_properties(device).multi_processor_count if pretended is None else pretended.processors
+    """Return the number of SMs of a GPU; :data:`INTERPRETED_PROCESSORS` for every other device, and without a GPU.
+
+    Fake tensors may be on a GPU where there is none.
+    """
+    if (pretended := architecture_of(device)) is not None:
+        return pretended.processors
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).multi_processor_count if here else INTERPRETED_PROCESSORS
 
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory that a CTA may have on a GPU; :data:`LEAST_SHARED_BYTES` for every other device."""
-    if device.type != "cuda":
-        return LEAST_SHARED_BYTES
+    """Return the bytes of shared memory that a CTA may have on a GPU; else, and without a GPU, :data:`LEAST_SHARED_BYTES`."""
     if (pretended := architecture_of(device)) is not None:
         return pretended.shared_bytes
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return LEAST_SHARED_BYTES
     return max(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0), LEAST_SHARED_BYTES)
 
 
