@@ -284,7 +284,7 @@ class Builder:
         return (words,) if self.rung.rope else (words, halved(words))
 
     def made_for(self, unit: Unit) -> tuple[Piece, ...]:
-        """Return the slices that a unit of attention reads: its queries, and key and value, as it may have the newest position."""
+        """Return the slices that a unit of attention reads: its queries, and key and value, for it may have the newest one."""
         begin, size = unit.head * self.head_words, self.config.head_dim
         queries = self.config.queries_per_key // self.sharers * size
         own = Piece("qkv", begin + unit.first * queries, begin + unit.last * queries)
