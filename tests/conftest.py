@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from onelaunch import dispatch, operation
+from onelaunch.device.tools import find_ncu
 from onelaunch.operation import registry
 from tests.browser import REQUIRED, missing_browser
 from tests.durations import Durations, add_options
@@ -65,7 +65,7 @@ def _why_skip(item: pytest.Item) -> str | None:
         return "TRITON_INTERPRET=1 is set: only tests of interpreted kernels run"
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return "needs a GPU"
-    if item.get_closest_marker("ncu") and shutil.which("ncu") is None:
+    if item.get_closest_marker("ncu") and find_ncu() is None:
         return "needs NVIDIA's profiler ncu"
     if item.get_closest_marker("browser") and not REQUIRED:
         return missing_browser()

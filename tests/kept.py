@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from onelaunch import cuda
-from onelaunch.cuda import sass
+from onelaunch.cuda import compiler, sass
 from onelaunch.workbench import inspection
 
 FOLDER = "ONELAUNCH_TEST_CACHE"
@@ -37,7 +37,7 @@ def keep_inspections(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_now, disassemble = cuda.compile_now, inspection._disassemble
 
     def compiled(source: cuda.Source, architecture: str) -> cuda.Compiled:
-        key = cuda.version(), cuda.OPTIONS, sass.RULES, architecture, source
+        key = cuda.version(), compiler.OPTIONS, sass.RULES, architecture, source
         return cuda.Compiled(*kept(Path(folder) / "nvrtc", repr(key).encode(), lambda: tuple(compile_now(source, architecture))))
 
     def disassembled(cubin: bytes, kernel: str) -> str:

@@ -46,6 +46,18 @@ def test_fake_and_meta_tensors_have_shapes_and_no_values(operation):
 
 
 @OPERATIONS
+def test_fake_tensors_of_a_gpu_have_shapes_where_there_is_none(operation):
+    """As where a model is planned or exported on another machine than it will run on."""
+    shape = output(operation, *arguments(operation)).shape
+    kernels = [each for each in operation.variants.values() if each.launches == 1 and each.capabilities.automatic]
+    with FakeTensorMode():
+        given = [torch.empty(each.shape, device="cuda", dtype=torch.float16) for each in arguments(operation)]
+        able = [each.name for each in kernels if each.why_not(operation.bind(*given).query()) is None]
+        for variant in ("auto", *able):
+            assert output(operation, *given, variant=variant).shape == shape
+
+
+@OPERATIONS
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_traces_a_call(operation, mode):
     given = arguments(operation)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import sys
+
+from onelaunch.device.tools import package_installed
 
 EXTRA = frozenset({"jinja2", "markdown_it", "matplotlib", "numpy", "pydantic", "rich", "tomli", "typer"})
 """What the extra ``workbench`` brings."""
@@ -17,7 +18,7 @@ def app() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         for package in sorted(EXTRA - ({"tomli"} if sys.version_info >= (3, 11) else set())):
-            if importlib.util.find_spec(package) is None:  # better missed now than after a study has run
+            if not package_installed(package):  # better missed now than after a study has run
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         from onelaunch.cli.ahead import make_context
         from onelaunch.cli.application import application

@@ -27,7 +27,7 @@ class Source:
     """File name that the compiler's messages show."""
     text: str
     entry: str
-    """The kernel, declared ``extern "C"``."""
+    """Name of the kernel, which is declared ``extern "C"``."""
     headers: tuple[tuple[str, str], ...] = ()
     """Name and text of each file that may be included. There are no others: NVRTC brings none of the CUDA toolkit's."""
     defines: tuple[tuple[str, str | int], ...] = ()
@@ -35,13 +35,13 @@ class Source:
 
 
 def read(package: str, file: str) -> str:
-    """The text of a ``.cu`` or ``.cuh`` file that lies beside the modules of a package."""
+    """Return the text of a ``.cu`` or ``.cuh`` file that lies beside the modules of a package."""
     return importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
 
 
 def include(name: str) -> tuple[str, str]:
     """Return a header that kernels of several operations share, as :attr:`Source.headers` hold it: its name and its text."""
-    return name, (Path(__file__).parent / "include" / name).read_text(encoding="utf-8")
+    return name, read("onelaunch.cuda", f"include/{name}")
 
 
 OPTIONS = ("--std=c++17",)
@@ -49,10 +49,10 @@ OPTIONS = ("--std=c++17",)
 
 
 class Compiled(NamedTuple):
-    """What NVRTC made of a source."""
+    """Result of NVRTC for a source."""
 
     cubin: bytes
-    """With the assembler's fault that :mod:`onelaunch.cuda.sass` knows mended."""
+    """Machine code, with the assembler's fault that :mod:`onelaunch.cuda.sass` knows patched."""
     ptx: str
     log: str
     """Warnings and remarks, those of the assembler included."""
@@ -60,7 +60,7 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """NVRTC's. :class:`CompilerMissing` when it is not here."""
+    """Return NVRTC's version; :class:`CompilerMissing` when it is not here."""
     try:
         major, minor = _nvrtc("nvrtcVersion")
     except ImportError:
@@ -72,7 +72,7 @@ def version() -> tuple[int, int]:
 
 @functools.cache
 def missing() -> str | None:
-    """Why CUDA C++ cannot be compiled here, in words that complete "it ...", or ``None``."""
+    """Return why CUDA C++ cannot be compiled here, in words that complete "it ...", or ``None``."""
     try:
         version()
     except CompilerMissing:
@@ -82,7 +82,7 @@ def missing() -> str | None:
 
 @functools.cache
 def compile_source(source: Source, architecture: str) -> bytes:
-    """Machine code (a cubin) of a source for an architecture such as ``sm_90a``: from the cache folder, or compiled now.
+    """Return machine code (a cubin) of a source for an architecture such as ``sm_90a``: from the cache folder, or compiled now.
 
     Raises:
         CompilerMissing: the extra ``cuda`` is not installed.
@@ -92,9 +92,8 @@ def compile_source(source: Source, architecture: str) -> bytes:
     path = folders.cache_folder() / "cubins" / f"{source.entry}-{architecture}-{key[:32]}.cubin"
     cubin = _stored(path)
     if cubin is None:
-        with folders.alone(
-            folders.cache_folder() / "locks", f"compile-{key[0]}"
-        ):  # 16 locks: processes seldom wait for another kernel
+        # 16 locks, so that processes seldom wait for another kernel
+        with folders.alone(folders.cache_folder() / "locks", f"compile-{key[0]}"):
             cubin = _stored(path)
             if cubin is None:
                 cubin = compile_now(source, architecture).cubin
@@ -125,14 +124,14 @@ def compile_now(source: Source, architecture: str) -> Compiled:
 
 
 def _product(program: Any, name: str) -> bytes:
-    """One of the things that a program holds once it was compiled."""
+    """Return one of the things that a program holds once it was compiled."""
     buffer = bytearray(_nvrtc(f"nvrtcGet{name}Size", program))
     _nvrtc(f"nvrtcGet{name}", program, buffer)
     return bytes(buffer)
 
 
 def _nvrtc(call: str, *arguments: Any) -> Any:
-    """The result of a call of NVRTC that fails only when it is called wrongly."""
+    """Return the result of a call of NVRTC that fails only when it is called wrongly."""
     error, *results = getattr(importlib.import_module("cuda.bindings.nvrtc"), call)(*arguments)
     if error:
         raise RuntimeError(f"{call} returned {error.name}")

@@ -67,11 +67,11 @@ def make_context_current() -> None:
     Raises:
         DriverError: The driver refused.
     """
-    import torch
-
     driver, context = library(), ctypes.c_void_p()
     error = driver.cuCtxGetCurrent(ctypes.byref(context))
     if error or context.value is None:
+        import torch
+
         index = torch.cuda.current_device()
         about = f"the context of device {index}"
         accept("cuCtxGetCurrent", error, about)

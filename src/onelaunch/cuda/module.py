@@ -19,7 +19,7 @@ from onelaunch.errors import DriverError
 from onelaunch.wording import listing
 
 Kind = Literal["pointer", "i32", "i64", "f32", "map"]
-"""Of a kernel's argument: a tensor or ``None``, a number, or a :func:`tensor_map` by value (``const __grid_constant__``)."""
+"""Kind of a kernel's argument: a tensor or ``None``, a number, or a :func:`tensor_map` by value (``const __grid_constant__``)."""
 
 
 _PACKED: dict[Kind, tuple[str, int, int]] = {
@@ -29,20 +29,20 @@ _PACKED: dict[Kind, tuple[str, int, int]] = {
     "f32": ("f", 4, 4),
     "map": ("128s", 128, 128),
 }
-"""Format of :mod:`struct`, bytes, alignment."""
+"""Format of :mod:`struct`, bytes and alignment of each kind."""
 
 
 _PORTABLE_CLUSTER = 8
-"""Blocks: larger clusters need a leave of their own."""
+"""Most CTAs of a cluster that every kernel may have: larger clusters need an attribute of their own."""
 
 
 _OVERLAP_CAPTURED = 12030
-"""The first driver that can capture overlapping launches in a graph: CUDA 12.3's."""
+"""Version of the first driver that can capture overlapping launches in a graph: CUDA 12.3's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of launches, all but their grid: see :func:`load`."""
+    """Configuration of a launch except the grid: see :func:`load`."""
 
     threads: int
     shared_bytes: int
@@ -62,17 +62,17 @@ def load(
     cooperative: bool = False,
     overlap: bool = False,
 ) -> Function:
-    """A kernel ready to be launched on a device; compiled and loaded once. Not while a CUDA graph is captured: load before.
+    """Return a kernel ready to be launched on a device; compiled and loaded once. Not while a CUDA graph is captured.
 
     Args:
         source: the kernel.
         device: an NVIDIA GPU.
-        kinds: of the kernel's arguments, in their order.
-        threads: of a block.
-        shared_bytes: dynamic shared memory of a block.
-        cluster: blocks of a cluster along x.
-        cooperative: whether all blocks must be resident at once, as for a barrier over the grid.
-        overlap: whether blocks may begin before the launch before them has ended; the kernel has to wait for that itself
+        kinds: kinds of the kernel's arguments, in their order.
+        threads: threads of a CTA.
+        shared_bytes: dynamic shared memory of a CTA.
+        cluster: CTAs of a cluster along x.
+        cooperative: whether all CTAs must be resident at once, as for a grid barrier.
+        overlap: whether CTAs may begin before the launch before them has ended; the kernel has to wait for that itself
             (``griddepcontrol.wait``) before it touches memory. Left alone where the driver cannot capture such launches.
 
     Raises:
@@ -121,10 +121,10 @@ class Function:
         self._packet = _Packet(kinds, shape)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Launch.
+        """Launch the kernel.
 
         Args:
-            grid: blocks along x, y and z; those along x are a multiple of the cluster.
+            grid: CTAs along x, y and z; those along x are a multiple of the cluster.
             arguments: one for each kind: a tensor or ``None`` for ``pointer``, a number, the bytes of a tensor map.
 
         Raises:
@@ -165,7 +165,7 @@ class _Packet(threading.local):
 
 
 def _layout(kinds: Sequence[Kind]) -> tuple[struct.Struct, list[int]]:
-    """How arguments lie one after the other, and where each begins."""
+    """Return the layout of arguments, one after the other, and the offset of each."""
     form, offsets, end = "=", [], 0
     for kind in kinds:
         code, size, alignment = _PACKED[kind]
@@ -177,7 +177,7 @@ def _layout(kinds: Sequence[Kind]) -> tuple[struct.Struct, list[int]]:
 
 
 def _configuration(shape: _Shape) -> Any:
-    """All of a launch but its grid and its stream."""
+    """Return the driver's configuration of a launch, without grid and stream."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()

@@ -24,29 +24,29 @@ ARCHITECTURES = ("sm_90", "sm_90a")
 """For which the cycles are known."""
 
 RULES = 2
-"""Counted up when other code is mended: code that was kept before is then compiled again."""
+"""Version of what is patched: with another one, code that was kept before is compiled again."""
 
 CYCLES = 6
-"""From a ``CS2R`` to the first instruction that may read what it wrote."""
+"""Cycles from a ``CS2R`` to the first instruction that may read its result."""
 
 _BYTES = 16
-"""Of an instruction."""
+"""Bytes of an instruction."""
 _CS2R = 0x805
-"""In the lowest 12 bits. From bit 16 on is the register, or the first of two, that is written."""
+"""Opcode of ``CS2R``, in the lowest 12 bits. From bit 16 on is the register, or the first of two, that is written."""
 _LOADS, _STORES, _UNIFORM, _CONTROL = range(0x180, 0x185), range(0x185, 0x1B0), range(0x080, 0x0C0), range(0x140, 0x160)
-"""In the lowest 9 bits, as all below. The third: what works on uniform registers alone."""
+"""Opcodes of groups of instructions, in the lowest 9 bits, as all below. The third group works on uniform registers alone."""
 _MATRICES, _WARPGROUP = (0x037, 0x03C, 0x03D, 0x03F), range(0x1F0, 0x1F4)
-"""Products of a warp, and of a warpgroup, whose sums are read where they are written."""
+"""Opcodes of products of a warp, and of WGMMA, whose sums are read where they are written."""
 _COMPARISONS = (0x00B, 0x00C, 0x01C, 0x02A, 0x034)
-"""Two operands at most, and flags where others have a third."""
+"""Opcodes of comparisons: two operands at most, and flags where others have a third."""
 _SECOND_ALONE = (0x002, 0x108)
-"""``MOV``, ``MUFU``."""
+"""Opcodes of ``MOV`` and ``MUFU``, which have a second operand alone."""
 _WITHOUT = (0x118, 0x119, 0x11D, 0x1C3)
-"""``NOP``, ``S2R``, ``BAR``, ``S2UR``: no operand in a register."""
+"""Opcodes of ``NOP``, ``S2R``, ``BAR`` and ``S2UR``, which have no operand in a register."""
 _SWAPS, _SHUFFLE, _STORE_MATRIX, _COPY = (0x18D, 0x1A9), 0x189, 0x044, 0x1AE
-"""Atomics with two values, ``SHFL``, ``STSM``, ``LDGSTS``."""
+"""Opcodes of atomics with two values, ``SHFL``, ``STSM`` and ``LDGSTS``."""
 _STALL = 105 - 64
-"""Bit of the upper half; 4 of them."""
+"""Position of the stall count in the upper half: its first bit of four."""
 _NONE = 255
 """``RZ``, which is no register: as a result, it is read by nobody."""
 
@@ -55,13 +55,15 @@ class Hurried(NamedTuple):
     """A ``CS2R`` whose result may be read too early."""
 
     at: int
-    """Its first byte, in the file."""
+    """Offset of the instruction in the file."""
     cycles: int
-    """That are missing."""
+    """Stall cycles missing before the first read."""
 
 
 def hurried(cubin: bytes) -> list[Hurried]:
-    """Those of all kernels in a cubin for one of :data:`ARCHITECTURES`, in their order. Jumps are not followed: they take longer.
+    """Return the hazards of all kernels in a cubin for one of :data:`ARCHITECTURES`, in their order.
+
+    Jumps are not followed: they take longer.
 
     Raises:
         ValueError: it is not a cubin.
@@ -70,7 +72,7 @@ def hurried(cubin: bytes) -> list[Hurried]:
 
 
 def mended(cubin: bytes) -> bytes:
-    """The same code, in which each such instruction waits for as many cycles more."""
+    """Return the code with each hazard patched: the instruction waits for as many cycles more."""
     code = bytearray(cubin)
     for at, cycles in hurried(cubin):
         (upper,) = struct.unpack_from("<Q", code, at + 8)
@@ -93,8 +95,9 @@ def _missing(code: bytes, at: int, end: int) -> Hurried | None:
 
 
 def _read(instruction: bytes) -> Iterator[tuple[int, int]]:
-    """Of each operand, the first register, and how many are read by its name: 1 for a pair too, even as that of ``CS2R``. More of
-    them where that is not known: what waits too long costs a few cycles.
+    """Yield the first register of each source operand, and how many are read by its name.
+
+    It is 1 for a pair too, as that of ``CS2R`` is, and more where the number is not known: waiting too long costs a few cycles.
     """
     low, high = struct.unpack("<2Q", instruction)
     operation, form = low & 0x1FF, low >> 9 & 7
@@ -122,12 +125,12 @@ def _read(instruction: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _stall(code: bytes, at: int) -> int:
-    """Cycles; an instruction takes one at least."""
+    """Return the stall cycles of an instruction, at least one."""
     return max(1, struct.unpack_from("<Q", code, at + 8)[0] >> _STALL & 15)
 
 
 def _kernels(cubin: bytes) -> Iterator[tuple[int, int]]:
-    """Begin and end of each kernel's instructions: sections of an ELF file that are named ``.text`` and the kernel."""
+    """Yield begin and end of each kernel's instructions: sections of an ELF file that are named ``.text`` and the kernel."""
     if cubin[:5] != b"\x7fELF\x02":
         raise ValueError("not a cubin: no ELF file of 64 bits")
     (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<3H", cubin, 0x3A)

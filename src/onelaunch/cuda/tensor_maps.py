@@ -48,7 +48,7 @@ def tensor_map(
     *,
     swizzle: Literal[0, 32, 64, 128] = 128,
 ) -> bytes:
-    """A descriptor by which the copy engine moves boxes of a tensor of 2 to 5 dimensions; elements outside read as zero.
+    """Return a descriptor by which TMA moves boxes of a tensor of 2 to 5 dimensions; elements outside read as zero.
 
     It holds the address and keeps nothing alive. Making one costs some microseconds: keep it as long as the tensor stays.
 
@@ -61,7 +61,7 @@ def tensor_map(
         swizzle: bytes over which 16-byte pieces are permuted in shared memory; a box is at most as wide. 0 for none.
 
     Raises:
-        ValueError: something that the copy engine cannot address; says what.
+        ValueError: something that TMA cannot address; says what.
         DriverError: the driver refused the rest.
     """
     if problem := _unaddressable(dtype, address, sizes, strides, box, swizzle):
@@ -96,7 +96,7 @@ def tensor_map(
 def _unaddressable(
     dtype: torch.dtype, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
 ) -> str | None:
-    """What the copy engine does not take, or ``None``."""
+    """Return what TMA does not take, or ``None``."""
     rank = len(sizes)
     if dtype not in _ELEMENTS:
         return f"dtype is {dtype}; it must be one of {listing(str(known).removeprefix('torch.') for known in _ELEMENTS)}"

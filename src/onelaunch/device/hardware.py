@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from onelaunch.device.architectures import architecture_of
+from onelaunch.device.architectures import HOPPER_SMS, architecture_of
 from onelaunch.errors import DeviceMemoryError, NoDeviceError
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """Folder in which a container sees the limits of its own control group (version 2)."""
 
-INTERPRETED_PROCESSORS = 132
+INTERPRETED_PROCESSORS = HOPPER_SMS
 """Number of SMs that code which cuts work for a GPU is told where kernels are interpreted: an H200's."""
 
 LEAST_SHARED_BYTES = 64 * 1024
@@ -92,12 +92,12 @@ class Ceilings:
 
 
 def present() -> list[str]:
-    """Names of the devices that PyTorch sees, GPUs first."""
+    """Return the names of the devices that PyTorch sees, GPUs first."""
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] + ["cpu"]
 
 
 def resolve(name: str = "auto") -> torch.device:
-    """A device by name; ``auto`` is the first GPU, or the CPU. :class:`NoDeviceError` when it is not here."""
+    """Return a device by name; ``auto`` is the first GPU, or the CPU. :class:`NoDeviceError` when it is not here."""
     if name == "auto":
         return torch.device(present()[0])
     wanted = f"{name}:0" if name == "cuda" else name
@@ -140,20 +140,23 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of SMs of a GPU; :data:`INTERPRETED_PROCESSORS` for every other device."""
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    pretended = architecture_of(device)
-    return torch.cuda.get_device_properties(device).multi_processor_count if pretended is None else pretended.processors
+    """Return the number of SMs of a GPU; :data:`INTERPRETED_PROCESSORS` for every other device, and without a GPU.
+
+    Fake tensors may be on a GPU where there is none.
+    """
+    if (pretended := architecture_of(device)) is not None:
+        return pretended.processors
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).multi_processor_count if here else INTERPRETED_PROCESSORS
 
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory that a CTA may have on a GPU; :data:`LEAST_SHARED_BYTES` for every other device."""
-    if device.type != "cuda":
-        return LEAST_SHARED_BYTES
+    """Return the bytes of shared memory that a CTA may have on a GPU; else, and without a GPU, :data:`LEAST_SHARED_BYTES`."""
     if (pretended := architecture_of(device)) is not None:
         return pretended.shared_bytes
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return LEAST_SHARED_BYTES
     return max(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0), LEAST_SHARED_BYTES)
 
 
@@ -166,7 +169,7 @@ def free_memory(device: torch.device) -> int:
 
 @contextmanager
 def room_for(what: str, device: torch.device) -> Iterator[None]:
-    """Where something is allocated: :class:`DeviceMemoryError`, which names it, when there is no room."""
+    """Raise :class:`DeviceMemoryError`, which names what is allocated inside, when there is no room for it."""
     try:
         yield
     except torch.OutOfMemoryError as problem:
@@ -175,7 +178,7 @@ def room_for(what: str, device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def describe(device: str) -> Device:
-    """The facts of a device that is here."""
+    """Return the facts of a device that is here."""
     if torch.device(device).type == "cpu":
         return Device("cpu", _cpu_name(), platform.machine(), os.cpu_count() or 1, _cpu_cache_bytes(), _cpu_memory_bytes())
     facts = torch.cuda.get_device_properties(device)

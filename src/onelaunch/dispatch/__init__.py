@@ -1,4 +1,4 @@
-"""Which variant runs a call here, and why."""
+"""Choice of the variant that runs a call, with its explanation, and the check of results."""
 
 from onelaunch.dispatch.choice import TIE, choose, forget, pick, run
 from onelaunch.dispatch.explanation import Explanation, Standing, explain

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def compiler_missing(query: Query) -> str | None:
-    """On a CPU, torch.compile needs a C++ compiler."""
+    """Return why torch.compile, which needs a C++ compiler on a CPU, cannot run, or ``None``."""
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if query.device_type == "cpu" and not any(shutil.which(name) for name in compilers):
         return "needs a C++ compiler (g++ or clang++) on a CPU"
@@ -28,7 +28,7 @@ def compiler_missing(query: Query) -> str | None:
 
 @functools.cache
 def compile_static(function: Callable[..., R]) -> Callable[..., R]:
-    """Compiled once per shape: studies sweep shapes, and a dynamic graph would be a slower baseline than people get."""
+    """Compile a function once per shape: studies sweep shapes, and a dynamic graph would be a slower baseline than people get."""
     compiled_function = torch.compile(function, dynamic=False)
 
     def call(*arguments: Any) -> R:

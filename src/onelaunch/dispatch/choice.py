@@ -24,7 +24,7 @@ CONFIRMED = 4096
 
 
 TIE = 1.03
-"""Variants this close to the fastest measured one count as equal; the operation's own order then decides."""
+"""Ratio of times up to which variants count as equal to the fastest; the operation's own order then decides."""
 
 
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
@@ -55,7 +55,7 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def choose(query: Query) -> Variant:
-    """The variant for a call: the fastest measured near it that can run, else the first of the operation's defaults.
+    """Return the variant for a call: the fastest measured near it that can run, else the first of the operation's defaults.
 
     Other libraries run by name alone: they are measured beside ours, and promise less (such as for decays of -inf, or accuracy).
     """
@@ -76,7 +76,7 @@ def choose(query: Query) -> Variant:
 
 
 def pick(variant: str, query: Query) -> Variant:
-    """The variant that would run a call: that of :func:`choose` for ``"auto"``, else the named one, which must support it."""
+    """Return the variant that would run a call: :func:`choose`'s for ``"auto"``, else the named one, which must support it."""
     return find_operation(query.operation).variants[_name(variant, query)]
 
 
@@ -88,7 +88,7 @@ def _name(variant: str, query: Query) -> str:
 
 
 def _constant_name(variant: str, *query: Any) -> str:
-    """A constant under ``torch.compile``, since shapes are known when a graph is traced."""
+    """Return the name as a constant under ``torch.compile``, since shapes are known when a graph is traced."""
     return _name(variant, Query(*query))
 
 
@@ -98,7 +98,7 @@ vars(_constant_name)["_dynamo_marked_constant"] = True
 
 @functools.lru_cache(maxsize=4096)
 def _checked(variant: str, query: Query) -> str:
-    """The named variant, or why not."""
+    """Return the name of a variant that supports a call; raise where there is none of that name, or it does not."""
     operation = find_operation(query.operation)
     if variant not in operation.variants:
         raise UnknownVariant(variant, (AUTO, *operation.variants))

@@ -13,32 +13,32 @@ from onelaunch.operation import Operation, Query, find_operation
 
 @dataclass(frozen=True)
 class Standing:
-    """What dispatch thinks of one variant for one call."""
+    """Standing of one variant for one call in the dispatcher's choice."""
 
     variant: str
     chosen: bool
     reason_against: str | None
-    """Why it cannot run; ``None`` when it can."""
+    """Reason why it cannot run; ``None`` when it can."""
     microseconds: float | None
-    """As measured nearest to this call, if it was."""
+    """Time measured nearest to this call; ``None`` where there is none."""
     times_slower: float | None
-    """Than the fastest measured variant that can run."""
+    """Time as a multiple of that of the fastest measured variant that can run."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The dispatcher's answer with its grounds."""
+    """Dispatcher's answer with its grounds."""
 
     query: Query
     chosen: str
     because: str
     standings: tuple[Standing, ...]
     table: Path | None = None
-    """The file that the measured times were read from, where something near was measured."""
+    """File that the measured times were read from, where something near was measured."""
 
 
 def explain(query: Query) -> Explanation:
-    """Why :func:`choose` answers as it does, with a line for every variant."""
+    """Explain the answer of :func:`choose`, with a line for every variant."""
     operation = find_operation(query.operation)
     chosen = choose(query)
     measured = measured_near(operation, query)

@@ -1,4 +1,4 @@
-"""Tensors as the copy engine of Hopper and later GPUs addresses them."""
+"""Tensors as the TMA unit of Hopper and later GPUs addresses them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def addressable(tensor: torch.Tensor) -> torch.Tensor:
-    """``[rows, columns]`` itself, or a copy where its strides or address do not suit the copy engine."""
+    """Return a matrix ``[rows, columns]``, copied where TMA cannot address its strides or its beginning."""
     apart = tensor.stride(0) >= tensor.shape[1]  # rows that are one and the same are not
     aligned = apart and tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
     return tensor if aligned and address(tensor) % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
@@ -50,7 +50,7 @@ def addressable(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How the copy engine lays a box of ``[rows, columns]`` into shared memory."""
+    """Return the layout in which TMA writes a box of ``[rows, columns]`` to shared memory."""
     from onelaunch.kernels.gluon.compat import gl
 
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
@@ -58,16 +58,10 @@ def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 
 def described(tensor: torch.Tensor, box: list[int]) -> Any:
-    """A descriptor of ``[rows, columns]`` from which the copy engine moves boxes into shared memory."""
+    """Return a descriptor of a matrix ``[rows, columns]``, from which TMA moves boxes into shared memory."""
     from onelaunch.kernels.gluon.compat import TensorDescriptor
 
     if imitated():
         return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype)) if recorded() else tensor
     cuda.make_context_current()  # Triton makes the tensor map before it looks for a context
     return TensorDescriptor.from_tensor(tensor, box, shared_layout(*box, tensor.dtype))
-
-
-def descriptor_type(box: list[int], dtype: torch.dtype) -> str:
-    """The type of such a descriptor in a kernel's signature."""
-    name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    return f"tensordesc<{name}{box},{shared_layout(*box, dtype)!r}>"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -48,7 +48,7 @@ class KernelBuild:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides the machine code."""
+        """Everything that decides the machine code, as a hashable value."""
         forced = self.by_warps if self.warp_mma is None else self.warp_mma
         parts = (self.signature, self.constants, self.attributes, self.num_warps, self.num_stages, self.options, forced)
         return (self.kernel.__module__, self.kernel.__name__, *map(repr, parts))
@@ -71,7 +71,7 @@ class CudaBuild:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides the machine code and what a CTA takes."""
+        """Everything that decides the machine code and the resources of a CTA, as a hashable value."""
         return (self.source, self.threads, self.shared_bytes)
 
 
@@ -126,9 +126,9 @@ def builds_of(launches: Sequence[tuple[str, Launch | CudaLaunch]], architecture:
     calls = [f"{name}, {call}" if name in several and call else name for name, (call, _, _) in zip(names, found, strict=True)]
     taken: dict[str, int] = {}
     builds = []
-    for name, (_, launch, _) in zip(calls, found, strict=True):
+    for name, (_, _, build) in zip(calls, found, strict=True):
         taken[name] = taken.get(name, 0) + 1
-        builds.append(build_of(launch, architecture, f"{name} ({taken[name]})" if calls.count(name) > 1 else name))
+        builds.append(replace(build, name=f"{name} ({taken[name]})" if calls.count(name) > 1 else name))
     return builds
 
 

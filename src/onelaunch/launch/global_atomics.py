@@ -7,23 +7,12 @@ LLVM that does not exist (``llvm.amdgcn.raw.ptr.buffer.atomic.exch``), and the k
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from onelaunch.launch.switch import Switch
 
-SWITCH = "AMDGCN_USE_BUFFER_ATOMICS"
+_SWITCH = Switch("AMDGCN_USE_BUFFER_ATOMICS", "0")
 """Environment variable of Triton that turns buffer instructions off for atomic operations alone."""
 
 
-@contextmanager
-def global_atomics() -> Iterator[None]:
+def global_atomics() -> Switch:
     """Let what is compiled inside for AMD make its atomic operations by global instructions."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[SWITCH]
-        else:
-            os.environ[SWITCH] = before
+    return _SWITCH

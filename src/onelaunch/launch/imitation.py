@@ -21,7 +21,7 @@ from onelaunch.device.architectures import pretended
 
 
 class _State(threading.local):
-    """How launches of this thread are made."""
+    """Mode in which this thread makes launches."""
 
     imitated = False
     """Flag that launches do nothing."""

@@ -26,11 +26,11 @@ class Mma(Enum):
     NONE = "none"
     """No matrix instructions are asked for."""
     WIDEST = "widest"
-    """Those that the architecture has for large tiles, such as WGMMA on Hopper."""
+    """Instructions that the architecture has for large tiles, such as WGMMA on Hopper."""
     WARP = "warp"
-    """Those of single warps (``mma.sync``) on Hopper too, which Triton is told to take: see :mod:`onelaunch.launch.warp_mma`."""
+    """Instructions of single warps (``mma.sync``) on Hopper too, by :mod:`onelaunch.launch.warp_mma`."""
     SMALL = "small"
-    """Those of single warps on Hopper, since the tile has too few rows for WGMMA; none are asked for on Blackwell."""
+    """Instructions of single warps on Hopper, since the tile has too few rows for WGMMA; none are asked for on Blackwell."""
 
 
 class Launch:

@@ -7,26 +7,15 @@ addresses), and products of a masked and transposed operand (wrong numbers). doc
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from onelaunch.launch.switch import Switch
 
-SWITCH = "DISABLE_MMA_V3"
+_SWITCH = Switch("DISABLE_MMA_V3", "1")
 """Environment variable of Triton that turns WGMMA off. It is part of the keys of Triton's cache."""
 
 
-@contextmanager
-def warp_mma() -> Iterator[None]:
-    """Let what is compiled inside take each warp's own matrix instructions, as before Hopper. Also a decorator.
+def warp_mma() -> Switch:
+    """Let what is compiled inside take each warp's own matrix instructions, as before Hopper.
 
     The switch holds for the whole process: a kernel that another thread compiles meanwhile is right as well, but may be slower.
     """
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[SWITCH]
-        else:
-            os.environ[SWITCH] = before
+    return _SWITCH

@@ -39,7 +39,7 @@ class Reserve:
             self._next = 0
 
     def take(self, words: int) -> torch.Tensor | None:
-        """Words for one captured call, or ``None`` when too few are left."""
+        """Return words for one captured call, or ``None`` when too few are left."""
         start = self._next
         if self._words is None or words > LARGE or start + words > RESERVE:
             return None
@@ -54,17 +54,17 @@ def _reserve(device: torch.device) -> Reserve:
 
 @functools.lru_cache(maxsize=64)
 def _shared(device: torch.device, stream: int, words: int) -> torch.Tensor:
-    """One per stream and number of words: every launch must write all of its words."""
+    """Return the words of a stream, one tensor for each number of them: every launch must write all of its words."""
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
 def _stream(device: torch.device) -> int:
-    """The stream that Triton will launch on, by Triton's own look-up: PyTorch's makes an object of it, at every launch."""
+    """Return the stream that Triton will launch on, by Triton's own look-up: PyTorch's makes an object of it, at every launch."""
     return driver.active.get_current_stream(device.index)
 
 
 def workspace(device: torch.device, words: int) -> torch.Tensor:
-    """int64 words for one launch on the current stream; the launch must write every one of them."""
+    """Return int64 words for one launch on the current stream; the launch must write every one of them."""
     if imitated():
         return torch.empty(words, dtype=torch.int64, device=device)
     if device.type != "cuda":  # the interpreter: launches run one after another
@@ -78,12 +78,12 @@ def workspace(device: torch.device, words: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _counters(device: torch.device, stream: int, words: int) -> torch.Tensor:
-    """One per stream and number of words, apart from those that launches leave as they please."""
+    """Return zeroed words of a stream, apart from those of :func:`_shared`, which launches leave as they please."""
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
 def counters(device: torch.device, words: int) -> torch.Tensor:
-    """int64 words for one launch on the current stream: zero when it begins, and it must leave them so."""
+    """Return int64 words for one launch on the current stream: zero when it begins, and it must leave them so."""
     if imitated() or torch.cuda.is_current_stream_capturing():
         return workspace(device, words)  # nobody else's
     _reserve(device).fill(device)

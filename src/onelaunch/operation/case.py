@@ -20,16 +20,16 @@ class Bundle:
     """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by name."""
+        """Return the tensors that there are, by name."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The same with a function applied to each tensor."""
+        """Return a copy with a function applied to each tensor."""
         return replace(self, **{name: function(value) for name, value in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> Self:
-        """The same on a device."""
+        """Return a copy on a device."""
         return self.map(lambda tensor: tensor.to(device))
 
     @property

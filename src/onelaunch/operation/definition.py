@@ -57,7 +57,7 @@ class Operation(Generic[P, R]):
         self.variants: dict[str, Variant] = {}
         self.controls: dict[str, Control] = {}
         self.loops: dict[str, LoopMaker] = {}
-        """By the regime in which studies time them: what makes the loop of a variant from the public function's arguments."""
+        """Makers of a variant's loop from the public function's arguments, by the regime in which studies time it."""
         self._function = function
         self._oracle: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
         self._inputs: Callable[[Case, torch.device, torch.Generator], Reading] | None = None
@@ -121,7 +121,7 @@ class Operation(Generic[P, R]):
         return register_control
 
     def loop(self, regime: str) -> Callable[[LoopMaker], LoopMaker]:
-        """Decorator: how a variant makes many steps in a row, ``running`` or ``served``, from the public function's arguments."""
+        """Decorator: register the maker of loops of many steps, for the regime ``running`` or ``served``."""
 
         def register_loop(make: LoopMaker) -> LoopMaker:
             if regime in self.loops:
@@ -178,7 +178,7 @@ class Operation(Generic[P, R]):
         return [name for name in dict.fromkeys(first) if name in self.variants]
 
     def case(self, dtype: torch.dtype | str, *, name: str = "", **given: Any) -> Case:
-        """A case from its sizes and options, checked: ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""
+        """Return a case of sizes and options, checked: ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""
         sizes = {key: given.pop(key) for key in self.dimensions if key in given}
         if missing := [key for key in self.dimensions if key not in sizes]:
             raise ArgumentError(f"{self.name} needs the sizes {listing(self.dimensions)}; {listing(missing)} not given.")
@@ -194,24 +194,24 @@ class Operation(Generic[P, R]):
         return Case(self.name, sizes, parse_dtype(dtype), given, name)
 
     def option(self, case: Case, name: str) -> Any:
-        """A case's option, or its default."""
+        """Return a case's option, or its default."""
         return case.options.get(name, self.options[name])
 
     def query(self, case: Case, device: str, *, grad: bool = False) -> Query:
-        """The dispatch key of a case."""
+        """Return the dispatch key of a case."""
         return _declared(self._query, self, "queries")(case, device, grad)
 
     def cost(self, case: Case, variant: Variant | None = None, direction: Direction = "forward") -> Cost:
-        """What a variant must do for a case, or, for ``None``, the least that any way of computing it must do."""
+        """Return the cost of a case for a variant, or, for ``None``, the least that any way of computing it has."""
         return _declared(self._cost, self, "costs")(case, variant, direction)
 
     def make_inputs(self, case: Case, device: torch.device, seed: int) -> Reading:
-        """Random arguments of the public function for a case; the same seed gives the same values on a device."""
+        """Return random arguments of the public function for a case; one seed gives the same values on a device."""
         generator = torch.Generator("cpu" if architecture_of(device) else device).manual_seed(seed)
         return _declared(self._inputs, self, "inputs")(case, device, generator)
 
     def reference(self, **arguments: Any) -> tuple[torch.Tensor | None, ...]:
-        """The oracle's results; pass float64 tensors."""
+        """Return the oracle's results; pass float64 tensors."""
         return _declared(self._oracle, self, "oracle")(**arguments)
 
     def get(self, name: str) -> Variant:
@@ -226,7 +226,7 @@ class Operation(Generic[P, R]):
             raise UnknownVariant(name, self.variants) from None
 
     def variants_for(self, device: str) -> list[str]:
-        """Names of the variants that can run on a device type at all (judged at a typical small call)."""
+        """Return the names of the variants that can run on a device type at all (judged at a typical small call)."""
         case = Case(self.name, dict.fromkeys(self.dimensions, 64), torch.float16)
         query = self.query(case, device)
         return [name for name, variant in self.variants.items() if variant.why_not(query) is None]

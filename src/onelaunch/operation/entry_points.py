@@ -34,7 +34,7 @@ class Plugin:
     distribution: str
     """Name and version of the package that announces it, or ``an unknown distribution``."""
     problem: str | None = None
-    """Why it was not loaded, in one line; ``None`` when it was."""
+    """Reason why it was not loaded, in one line; ``None`` when it was."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _State:
     """Progress of loading in this process."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held while plug-ins are loaded: a second thread waits for them."""
+    """Lock held while plug-ins are loaded: a second thread waits for them."""
     loading: bool = False
     loaded: tuple[Plugin, ...] | None = None
 

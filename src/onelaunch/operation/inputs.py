@@ -13,12 +13,12 @@ from onelaunch.operation.case import Case
 from onelaunch.operation.query import state_flags
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
-"""What ``decay`` may be: as models produce it (0.85 to 1), near 1, sums below -80 within 16 steps, exactly 0 (nothing is
+"""Values of the option ``decay``: as models produce it (0.85 to 1), near 1, sums below -80 within 16 steps, exactly 0 (nothing is
 forgotten), -inf everywhere, or all of these by channel and step."""
 
 
 def make_log_decay(kind: str, extent: tuple[int, int, int], device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """A float32 log-decay of one of :data:`DECAYS`."""
+    """Return a float32 log-decay of one of :data:`DECAYS`."""
     uniform = torch.rand(extent, device=device, generator=generator)
     if kind == "model":  # logsigmoid of a gate, divided by the normaliser 16 that GLA uses
         return F.logsigmoid(4 * uniform - 2) / 16
@@ -38,6 +38,6 @@ def make_log_decay(kind: str, extent: tuple[int, int, int], device: torch.device
 
 
 def case_flags(case: Case, defaults: dict[str, Any]) -> tuple[str, ...]:
-    """The query's flags of a case."""
+    """Return the query's flags of a case."""
     options = {**defaults, **case.options}
     return state_flags(options["lengths"] is not None, bool(options["initial_state"]), bool(options["final_state"]))

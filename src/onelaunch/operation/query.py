@@ -43,22 +43,22 @@ Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 def names_of(outputs: Outputs, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the results of a call with these arguments."""
+    """Return the names of the results of a call with these arguments."""
     return outputs(arguments) if callable(outputs) else outputs
 
 
 class Query(NamedTuple):
-    """What decides which variant may run and which is fastest: a call without its tensors. Hashable: the dispatch key."""
+    """Call without its tensors: the facts that decide which variant may run and which is fastest. Hashable: the dispatch key."""
 
     operation: str
     device: str
-    """As PyTorch prints it: ``cpu``, ``cuda:0``."""
+    """Name of the device as PyTorch prints it: ``cpu``, ``cuda:0``."""
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    """In the order of ``Operation.dimensions``."""
+    """Sizes in the order of ``Operation.dimensions``."""
     grad: bool = False
     flags: tuple[str, ...] = ()
-    """Of the operation's own, such as ``packed`` or ``initial_state``."""
+    """Further facts, which the operation defines, such as ``packed`` or ``initial_state``."""
 
     @property
     def device_type(self) -> str:
@@ -104,7 +104,7 @@ def state_flags(packed: bool, initial_state: bool, final_state: bool) -> tuple[s
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """``"float16"`` or ``torch.float16`` to ``torch.float16``; anything else is an :class:`ArgumentError`."""
+    """Return the dtype of a name such as ``"float16"``, or the dtype given; anything else is an :class:`ArgumentError`."""
     if isinstance(dtype, torch.dtype):
         return dtype
     known = ("float16", "bfloat16", "float32")

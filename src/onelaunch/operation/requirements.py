@@ -12,11 +12,11 @@ from onelaunch.device.tools import package_installed
 from onelaunch.operation.query import Query
 
 LARGEST_GRID_X = 2**31 - 1
-"""CTAs along the first dimension of a launch, on CUDA and ROCm."""
+"""Most CTAs along the first dimension of a launch, on CUDA and ROCm."""
 
 
 def cannot_launch(query: Query) -> str | None:
-    """What every Triton variant of every operation needs."""
+    """Return why no Triton kernel of any operation can run a call, or ``None``."""
     if not triton_here():
         return "needs Triton, which is not installed"
     if query.device_type != "cuda" and not interpreting():
@@ -27,7 +27,7 @@ def cannot_launch(query: Query) -> str | None:
 
 
 LARGEST_GRID_Y = 65535
-"""CTAs along the second dimension of a launch, on CUDA and ROCm."""
+"""Most CTAs along the second dimension of a launch, on CUDA and ROCm."""
 
 FEWEST_CHANNELS = 16
 """Channels of the narrowest tile of kernels that scan along time."""
@@ -51,7 +51,7 @@ def triton_here() -> bool:
 
 @functools.cache
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was imported)."""
+    """Return whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was imported)."""
     if not triton_here():
         return False
     from triton import knobs
@@ -79,5 +79,5 @@ def not_installed(package: str) -> str | None:
 
 
 def no_steps(query: Query) -> str | None:
-    """Chunks need a step to chunk."""
+    """Return why a call without time steps, which leaves nothing to cut into chunks, cannot run."""
     return "needs at least one time step" if query.sizes[1] == 0 else None

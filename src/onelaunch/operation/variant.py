@@ -212,9 +212,9 @@ class Control:
 
     name: str
     run: Callable[[Any], torch.Tensor]
-    """From the operation's call to one tensor."""
+    """Function from the operation's checked call to one tensor."""
     oracle: Callable[..., torch.Tensor]
-    """The same from the float64 arguments of the public function."""
+    """Reference of it: from the float64 arguments of the public function to the tensor that is right."""
     cost: Callable[[Case], Cost]
     summary: str = ""
 
@@ -223,10 +223,10 @@ class Loop(Protocol):
     """Many steps in a row of an operation that is a step, by one variant: each on what the one before gave."""
 
     def seconds(self) -> float:
-        """Of a step, in the mean over one run of the loop."""
+        """Return the seconds of a step, in the mean over one run of the loop."""
 
     def problem(self) -> str | None:
-        """What is wrong with what the last run made, or ``None``; single steps, which the oracle judges, say what is right."""
+        """Return what is wrong with the last run's results, or ``None``; single steps, which the oracle judges, are right."""
 
 
 LoopMaker = Callable[[Variant, Mapping[str, Any]], Loop]

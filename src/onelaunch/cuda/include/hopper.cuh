@@ -124,7 +124,7 @@ __device__ __forceinline__ void tma_store_wait_group_read() {
 }
 __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// WGMMA. The instruction itself is generated for its shape, in products.cuh.
+// WGMMA. The instruction itself is generated for its shape, in wgmma.cuh.
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

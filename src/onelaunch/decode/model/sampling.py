@@ -1,7 +1,7 @@
 """Sampling: a token from logits, in tensors on their device. Nothing here waits for the device.
 
 The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state: any device draws the
-same ones, and so do kernels of our own that make many tokens in a launch (``kernels/sampling.cuh``).
+same ones, and so do kernels of our own that make many tokens in a launch (``codegen/kernels/sampling.cuh``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step of the ladder makes of a model: units for each CTA, what they read and write, and the edges between phases."""
+"""Builder of plans: the units of work of each CTA, what they read and write, and the edges between phases."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Rung:
 
     summary: str
     norms: bool = False
-    """Whether one CTA normalises for all, with a phase of its own."""
+    """Flag that one CTA normalises for all, in a phase of its own."""
     rope: bool = False
-    """Whether heads are normalised and turned in a phase of their own. Else queries and keys are turned by the CTA that makes
+    """Flag that heads are normalised and turned in a phase of their own. Else queries and keys are turned by the CTA that makes
     them, and attention divides by their norms.
     """
     heads: Edge = "grid"
@@ -58,19 +58,20 @@ class Rung:
     positions: int = POSITIONS
     joined_from: int = LONG
     summed: bool = False
-    """Whether a CTA multiplies what its own heads found by their columns of the output projection, and adds the result to the
-    residual stream, whose words count their additions.
+    """Flag that a CTA multiplies the attention results of its own heads by their columns of the output projection.
+
+    It adds the products to the residual stream, whose words count their additions.
     """
     separate: bool = False
 
 
 def halved(words: Piece) -> Piece:
-    """Where the squares of words of heads are: one for each two of them."""
+    """Return the slice of the squares of heads' words: one for each two of them."""
     return Piece("squares", words.begin // 2, words.end // 2)
 
 
 def tiles(config: ModelConfig, op: Op) -> int:
-    """Of a phase's matrix."""
+    """Return the number of tiles of a phase's matrix."""
     rows = {
         "qkv": config.query_size + 2 * config.key_value_size,
         "o": config.hidden_size,
@@ -177,7 +178,7 @@ class Builder:
         return (Piece(name, 0, self.sizes[name]),)
 
     def waiting(self, edge: Edge, share: Share) -> Share:
-        """The same, waiting for the words it reads where that is the edge; the cache's are ordered by what led here."""
+        """Return the share with spins on the words it reads where that is the edge; the cache's are ordered by what led here."""
         if edge != "data":
             return share
         return replace(share, polls=tuple(piece for piece in share.reads if piece.buffer != "cache"))
@@ -249,12 +250,12 @@ class Builder:
         )
 
     def most_joined(self) -> int:
-        """As many as the lanes of a warp can read the parts of: eight, or two times eight where a head leaves lanes for it."""
+        """Return the most CTAs whose partial results a warp's lanes can read: eight, or sixteen where a head leaves lanes."""
         most = 8 if self.config.head_dim > 128 else 16
         return max(each for each in range(1, self.sharers + 1) if self.sharers % each == 0 and each * self.splits <= most)
 
     def most_sharers(self) -> int:
-        """As many as leave each CTA one unit at most, with as many queries each."""
+        """Return the most CTAs of a key head that leave each one unit at most, with as many queries each."""
         group, room = self.config.queries_per_key, self.workers // (self.config.num_key_value_heads * self.splits)
         return max(each for each in range(1, group + 1) if group % each == 0 and each <= max(room, 1))
 
@@ -283,7 +284,7 @@ class Builder:
         return (words,) if self.rung.rope else (words, halved(words))
 
     def made_for(self, unit: Unit) -> tuple[Piece, ...]:
-        """Of these, what a unit of attention reads: its queries, and, as each may have the newest position, key and value."""
+        """Return the slices that a unit of attention reads: its queries, and key and value, for it may have the newest one."""
         begin, size = unit.head * self.head_words, self.config.head_dim
         queries = self.config.queries_per_key // self.sharers * size
         own = Piece("qkv", begin + unit.first * queries, begin + unit.last * queries)
@@ -304,8 +305,10 @@ class Builder:
         return Phase("rope", "rope", self.rung.heads, tuple(shares))
 
     def attention(self) -> Phase:
-        """Of a key head's queries over a part of the positions. Without a phase for it, with the norm of heads; the new key and
-        value then go to the cache from the CTA that has their position, which may be each of a head's.
+        """Return the phase of attention: a key head's queries over a part of the positions.
+
+        Where heads are not normalised in a phase of their own, they are here. The new key and value then go to the cache from the
+        CTA that has their position, which may be each of a head's.
         """
         shares = []
         for begin, end in self.units():
@@ -389,8 +392,10 @@ class Builder:
         return Phase("next", "next", self.rung.others, (share,) * self.ctas)
 
     def drawing(self, rounds: int) -> Iterable[Phase]:
-        """What follows the head where a token is drawn. All add to the sums of a round and meet, and so to the next; then each
-        says the best of its own, all meet, and what was added up is cleared, each round by one CTA.
+        """Yield the phases that follow the LM head where a token is drawn.
+
+        All CTAs add to the histogram of a radix-select pass and meet, and so on to the next; then each gives the best of its own,
+        all meet, and the histograms are cleared, each by one CTA.
         """
 
         def sums(begin: int) -> tuple[Piece, ...]:

@@ -15,22 +15,22 @@ from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 from onelaunch.errors import PlanError
 
 LAYERS = 3
-"""Of a token that is followed: the first, which reads the embedding, the last, which closes, and one that has both neighbours."""
+"""Number of layers that are checked: the first, which reads the embedding, the last, and one that has both neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a launch needs, and what the device has for it."""
+    """Resources that a launch needs, and those of the device."""
 
     threads: int
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     shared_bytes: int
-    """Of a CTA."""
+    """Shared memory of a CTA."""
     processors: int
     shared_limit: int = HOPPER_SHARED_BYTES
     registers_limit: int = 1 << 16
-    """Of a processor."""
+    """Registers of an SM."""
 
 
 def check(*tokens: Plan, room: Room | None = None) -> None:
@@ -70,7 +70,7 @@ def check_room(plan: Plan, room: Room) -> None:
 
 
 def _check_shares(plan: Plan) -> None:
-    """What no order can mend: words that are nowhere, or have two writers or none."""
+    """Raise for errors that no order of phases can mend: words that are nowhere, or have two writers or none."""
     for phase in plan.phases():
         if len(phase.shares) != plan.ctas:
             raise PlanError(plan.rung, f"phase {phase.name} has {len(phase.shares)} shares for {plan.ctas} CTAs")
@@ -109,7 +109,7 @@ def _buffer(plan: Plan, piece: Piece) -> Buffer:
 
 
 def _embedded(phase: Phase, piece: Piece, layer: int) -> bool:
-    """Whether the embedding's row takes the place of the residual stream."""
+    """Return whether the embedding's row takes the place of the residual stream."""
     return layer == 0 and piece.buffer == "hidden" and phase.op in ("norm", "qkv")
 
 
@@ -118,13 +118,13 @@ def _who(phase: Phase, cta: int) -> str:
 
 
 class _State:
-    """Of one buffer: by whom and when each word was written, the time before too, when each CTA read it since, or added to it."""
+    """Accesses to one buffer: who wrote each word and when, also the time before, and when each CTA read it since, or added."""
 
     def __init__(self, words: int, ctas: int) -> None:
         self.writer, self.written, self.writer_before, self.written_before = (np.zeros(words, np.int32) for _ in range(4))
         self.read, self.added = (np.zeros((ctas, words), np.int32) for _ in range(2))
         self.count = np.zeros(words, np.int32)
-        """Of additions since then."""
+        """Number of additions to each word since it was written."""
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class _Past:
     writer_before: np.ndarray
     written_before: np.ndarray
     knew: np.ndarray | None = None
-    """What the writers, taken together, knew when they had finished."""
+    """Clock that the writers, taken together, knew when they had finished."""
 
 
 class _Clocks:
@@ -146,14 +146,14 @@ class _Clocks:
         self.known = np.zeros((plan.ctas, plan.ctas), np.int32)
         """``[c, d]``: the last time that CTA c knows CTA d to have finished."""
         self.history: list[np.ndarray] = [self.known.copy()]
-        """What each CTA knew when it had finished, at each time."""
+        """Clocks that each CTA knew when it had finished, at each time."""
         self.states: dict[tuple[str, int, int], _State] = {}
         self.found: dict[tuple[str, int, int], _Past] = {}
-        """Of pieces that several CTAs read in the phase at hand."""
+        """Past accesses to the slices that several CTAs read in the phase at hand."""
         self.begun = self.known
-        """What each CTA knew when it began the token: all that keys and values that are fetched ahead can rely on."""
+        """Clocks that each CTA knew when it began the token: all that keys and values that are fetched ahead can rely on."""
         self.arrivals: dict[int, tuple[int, list[int]]] = {}
-        """Of each counter: when it was last bumped, and by whom."""
+        """Time of the last increment of each counter, and the CTAs that made it."""
 
     def begin_token(self, number: int) -> None:
         self.token, self.begun = number, self.known.copy()
@@ -185,7 +185,7 @@ class _Clocks:
         self.arrivals.update({counter: (self.time, ctas) for counter, ctas in bumped.items()})
 
     def _waited(self, phase: Phase, cta: int, share: Share, layer: int, where: str) -> np.ndarray:
-        """What a CTA learns from the edge before its share."""
+        """Return the clock that a CTA learns from the edge before its share."""
         learnt = np.zeros(self.plan.ctas, np.int32)
         if phase.edge == "flags":
             for wait in share.awaits:
@@ -203,7 +203,7 @@ class _Clocks:
         return learnt
 
     def _polled(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> np.ndarray:
-        """Of words that are waited for by themselves: what their writers knew, or those who added to them.
+        """Return the clock of the writers of flag-in-data words that a CTA spins on, or of those who added to them.
 
         The use before must be known to be over: a word's tag tells only a few uses apart, and its count begins anew.
         """
@@ -227,7 +227,7 @@ class _Clocks:
         return past.knew
 
     def _counted(self, phase: Phase, cta: int, piece: Piece, layer: int, where: str) -> None:
-        """Whether words have as many additions as are waited for: with fewer it would wait for ever, with more too."""
+        """Raise unless words have as many additions as are waited for: with fewer or more, the wait would never end."""
         wanted, counts = self.plan.additions(layer), self._state(piece, layer).count[piece.begin : piece.end]
         if (wrong := counts != wanted).any():
             problem = f"waits for {wanted} additions to a word of {piece.buffer}, which has {int(counts[wrong.argmax()])}"
@@ -307,7 +307,7 @@ class _Clocks:
         return self.states[key]
 
     def _past(self, state: _State, piece: Piece) -> _Past:
-        """Of a piece that is read; kept within a phase, whose CTAs often read the same."""
+        """Return the past accesses to a slice that is read; cached within a phase, whose CTAs often read the same."""
         if piece not in self.found:
             at = slice(piece.begin, piece.end)
             table = np.stack([state.writer[at], state.written[at], state.writer_before[at], state.written_before[at]])

@@ -46,12 +46,12 @@ class Stream:
 
 
 def columns(config: ModelConfig, op: Op) -> int:
-    """Of a phase's matrix."""
+    """Return the columns of a phase's matrix."""
     return {"o": config.query_size, "down": config.intermediate_size}.get(op, config.hidden_size)
 
 
 def width(plan: Plan, op: Op) -> int:
-    """Of a phase's tiles in the stream, in columns."""
+    """Return the columns of a phase's tiles in the stream."""
     return plan.blocks.width if op == "o" and plan.blocks else padded(columns(plan.config, op))
 
 
@@ -61,7 +61,7 @@ def in_pairs(heads: torch.Tensor) -> torch.Tensor:
 
 
 def from_pairs(words: torch.Tensor) -> torch.Tensor:
-    """What :func:`in_pairs` was given."""
+    """Undo :func:`in_pairs`."""
     return words.unflatten(-1, (-1, 2, TILE // 2)).transpose(-3, -2).reshape(words.shape)
 
 
@@ -124,7 +124,7 @@ def by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """What :func:`by_warps` was given."""
+    """Undo :func:`by_warps`."""
     if blocks.room == blocks.width:
         return values
     return values.unflatten(-1, (-1, WARPS, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
@@ -150,12 +150,12 @@ def in_tiles(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def granules(plan: Plan, op: Op, cta: int) -> int:
-    """Of a CTA in a phase: 4 KB each."""
+    """Return the number of granules of 4 KB that a CTA loads in a phase."""
     return plan.phase(op).shares[cta].units * (width(plan, op) // STEP)
 
 
 def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
-    """Of a model's stream, however it is cut; at most, where the output projection is ``summed`` over heads."""
+    """Return the bytes of a model's stream, however it is cut; at most, where the output projection is ``summed`` over heads."""
     sizes = {op: tiles(config, op) * (padded(columns(config, op)) // STEP) * GRANULE for op in PRODUCTS}
     if summed:
         sharers = [each for each in range(1, config.queries_per_key + 1) if config.queries_per_key % each == 0]
@@ -165,7 +165,7 @@ def stream_bytes(config: ModelConfig, *, summed: bool = False) -> int:
 
 
 def packing_bytes(config: ModelConfig, *, summed: bool = False) -> int:
-    """What :func:`pack` takes at most: the stream, gate and up projection side by side, and a few copies of some tiles."""
+    """Return the most bytes that :func:`pack` takes: the stream, gate and up side by side, and a few copies of some tiles."""
     sizes = {op: columns(config, op) * row_order(config, op).numel() * config.dtype.itemsize for op in PRODUCTS[:-1]}
     return stream_bytes(config, summed=summed) + max(sizes.values()) + 4 * MOMENTARY
 

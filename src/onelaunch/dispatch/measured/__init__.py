@@ -35,14 +35,14 @@ TABLES = Path(__file__).parent
 """Folder of the tables that ship with the package."""
 
 NEAR = 3.0
-"""How far a measured call may lie from this one: the sum over all sizes of |log2(ratio)|, and one for each flag that differs."""
+"""Largest distance of a measured call: the sum over all sizes of |log2(ratio)|, and one for each flag that differs."""
 
 OLD_CPU = "cpu"
 """Name of the table that once held the times of every CPU: believed on the CPU that it names."""
 
 
 class Key(NamedTuple):
-    """What two rows of one call have in common."""
+    """Identity of a row: two rows of one call have the same."""
 
     operation: str
     direction: str
@@ -61,7 +61,7 @@ class Measured:
     flags: frozenset[str] = frozenset()
     """Flags of the query."""
     path: Path | None = None
-    """The file that the row was read from."""
+    """File that the row was read from."""
 
     def where(self) -> str:
         """Return the sizes, the flags and the device in a line."""

@@ -1,1 +1,1 @@
-"""Matrix products: device functions that kernels of several operations share."""
+"""Matrix products: device functions and choices of tiles that kernels of several operations share."""

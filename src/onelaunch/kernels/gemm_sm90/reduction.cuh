@@ -81,8 +81,7 @@ __device__ __forceinline__ void exchange_halves(float (&d)[ACCUMULATORS], const 
   }
 }
 
-// Bring the partial sums of an item together. Returns whether this warpgroup has the tile's total, or its half of it, to finish
-// it.
+// Bring the partial sums of an item together. Returns whether this warpgroup has the tile's total, or its half, to finish.
 template <int COUNT>
 __device__ __forceinline__ bool reduce(
     float (&d)[COUNT], const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, int split) {

@@ -49,8 +49,7 @@ struct Scheduler {
   }
 
   // STATIC_PERSISTENT: call body(item) with each tile. Tiles are rotated by three each round, else those of few columns could
-  //                    always
-  // fall to the same CTAs.
+  //                    always fall to the same CTAs.
   template <typename Body>
   __device__ __forceinline__ void for_each_static(Body body) const {
     for (int round = 0; round < rounds; ++round) {

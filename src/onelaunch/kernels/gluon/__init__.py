@@ -1,1 +1,1 @@
-"""Gluon as this package uses it."""
+"""Names of Gluon, the same for every Triton release."""

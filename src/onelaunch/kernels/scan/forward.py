@@ -22,7 +22,7 @@ ROWS = tl.constexpr(8)
 
 @triton.jit
 def row_pointer(base, b, start, stride_b, stride_t):
-    """Where step ``start`` of batch entry ``b`` begins in a [B, T, V] tensor; 64-bit, since sizes multiply."""
+    """Return the offset of step ``start`` of batch entry ``b`` in a [B, T, V] tensor; 64-bit, since sizes multiply."""
     return base + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t
 
 
@@ -34,7 +34,7 @@ def tile_pointers(base, b, start, stride_b, stride_t, rows, c):
 
 @triton.jit
 def inside(t, T, c, channels, EVEN: tl.constexpr):
-    """Which elements of a slab lie in the tensor; a constant where all of all tiles do."""
+    """Return a mask of the elements of a slab in the tensor; a constant where all of all tiles are."""
     if EVEN:
         return tl.full((t.shape[0], c.shape[0]), 1, tl.int1)
     return (t < T)[:, None] & (c < channels)[None, :]
@@ -89,7 +89,7 @@ def sequence_of(offsets, sequences, t, STEPS: tl.constexpr):
 
 @triton.jit
 def enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL: tl.constexpr, STEPS: tl.constexpr):
-    """Where a packed sequence starts, forget the state before it and add its own: the slabs of v and decay, changed."""
+    """Forget the state before each start of a packed sequence, and add its own: return the slabs of v and decay, changed."""
     new_values = ()
     new_decays = ()
     for r in tl.static_range(ROWS):
@@ -129,7 +129,7 @@ def walk(values, decays, decay, state):
 
 @triton.jit
 def sequence_words(words, b, batches, tiles, channels, GROUP: tl.constexpr):
-    """Where the words of batch entry b begin: its tiles', and its groups' behind all tiles."""
+    """Return the offsets of the words of batch entry b: its tiles', and its groups' behind all tiles."""
     groups = (tiles + GROUP - 1) // GROUP
     behind = words + batches.to(tl.int64) * tiles * channels
     return words + b.to(tl.int64) * tiles * channels, behind + b.to(tl.int64) * groups * channels
@@ -137,7 +137,7 @@ def sequence_words(words, b, batches, tiles, channels, GROUP: tl.constexpr):
 
 @triton.jit
 def tile_maps(values, decays):
-    """Of the slabs of a tile: the maps before each segment and with it, [SEGS, BV]."""
+    """Return the maps of a tile's slabs before each segment and with it, [SEGS, BV]."""
     one = tl.full(decays[0].shape, 1.0, tl.float32)
     decay, state = walk(values, decays, one, tl.zeros_like(one))
     return scan_segments(decay, state)
@@ -170,7 +170,7 @@ def emit(
 
 @triton.jit
 def first_state(initial, b, c, channels, INITIAL: tl.constexpr, PACKED: tl.constexpr):
-    """What enters the first tile; packed sequences bring their own where they start."""
+    """Return the state that enters the first tile; packed sequences bring their own where they start."""
     state = tl.zeros(c.shape, tl.float32)
     if INITIAL and not PACKED:
         state = tl.load(initial + b.to(tl.int64) * channels + c, mask=c < channels, other=0.0)
@@ -265,7 +265,7 @@ def walk_scan_gate_kernel(
     BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """The same for many channels: grid (B * V / BV), a program walks along time and carries the state itself.
+    """Scan and gate for many channels: grid (B * V / BV), a CTA walks along time and carries the state itself.
 
     The loads of the next STAGES - 1 tiles are in flight while one is computed; nobody waits for anybody. The backward pass
     finds one carry every KEPT steps.

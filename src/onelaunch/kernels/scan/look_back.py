@@ -41,7 +41,7 @@ def between(before, after):
 
 @triton.jit
 def apart(rows):
-    """What :func:`between` put together."""
+    """Return the two tensors that :func:`between` put together."""
     pairs = tl.reshape(rows, [rows.shape[0] // 2, 2, rows.shape[1]])
     return tl.split(tl.permute(pairs, (0, 2, 1)))
 
@@ -111,7 +111,7 @@ def launch_phase(before):
 
 @triton.jit
 def stale(words, mask, phase):
-    """Where words are not yet of this phase."""
+    """Return a mask of the words that are not of this phase yet."""
     return ((words < 0) != (phase == 1)) & mask
 
 

@@ -17,8 +17,8 @@ from onelaunch.ops.gla.kernels import backward as backward_kernels
 from onelaunch.ops.gla.kernels import chunk as chunk_kernels
 from onelaunch.ops.gla.kernels import step as step_kernels
 
-CHUNK = 64
-"""Steps per chunk, as the kernels have it."""
+CHUNK = chunk_kernels.CHUNK.value
+"""Steps per chunk."""
 
 
 def product_precision(exact: bool) -> str:

@@ -96,7 +96,7 @@ def constant_kernels(*key: Any) -> str:
     return kernels_for(*key)
 
 
-vars(constant_kernels)["_dynamo_marked_constant"] = True  # as in dispatch.py
+vars(constant_kernels)["_dynamo_marked_constant"] = True  # as in dispatch/choice.py
 
 
 class Plan(NamedTuple):

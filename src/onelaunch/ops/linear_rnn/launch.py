@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from onelaunch.device.architectures import HOPPER_SMS
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.kernels.common.sequences import Sequences
 from onelaunch.kernels.scan.launch import ScanTiles, empty_states, scan_tiles
@@ -135,7 +136,7 @@ def matmul_tiles(m: int, n: int, element_size: int) -> MatmulTiles:
     """Return 64 x 64 for narrow results, 128 x 128 where that still gives every SM of an H200 a tile; not tuned further."""
     if element_size == 4:
         return MatmulTiles(k=32)
-    return MatmulTiles(128, 128, 64, warps=8) if m * n >= 132 * 128 * 128 and n >= 128 else MatmulTiles()
+    return MatmulTiles(128, 128, 64, warps=8) if m * n >= HOPPER_SMS * 128 * 128 and n >= 128 else MatmulTiles()
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from onelaunch.device.hardware import processors, shared_bytes
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
+from onelaunch.kernels.gemm.choice import LEAST_COLUMNS, columns_for, mma_of
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.ops.output_chain.kernels.prologue import prologue_kernel
 from onelaunch.ops.output_chain.launch import Made, Operands
@@ -19,15 +20,6 @@ HEAD = 4096
 
 FEWEST = 16
 """Channels, rows and columns of an operand of a product."""
-
-LEAST_COLUMNS = 32
-"""Fewest columns of a tile: fewer would leave warps without a part of a product."""
-
-FEW_ROWS = 32
-"""Most rows with which loading the weights takes the time."""
-
-WGMMA_ROWS = 64
-"""Rows of WGMMA's left operand, here the weights; tiles of fewer columns are multiplied by ``mma.sync``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +41,7 @@ class PrologueTiles:
         """Return the matrix instructions of its product; float32 is multiplied without any."""
         if dtype is torch.float32:
             return Mma.NONE
-        return Mma.SMALL if self.n < WGMMA_ROWS else Mma.WIDEST
+        return mma_of(self.n)
 
     def options(self) -> dict[str, int]:
         """Return constants and launch options."""
@@ -79,9 +71,7 @@ def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, 
     if size == 4:
         return PrologueTiles(FEWEST, LEAST_COLUMNS, head, k=min(head, 32), stages=1, warps=4)
     m = max(min(max(HEAD // head, 32), 64, power_of_2(max(rows, 1))), FEWEST)
-    n = 128
-    while m <= FEW_ROWS and n > LEAST_COLUMNS and cdiv(rows, m) * cdiv(columns, n) < count:
-        n //= 2
+    n = columns_for(rows, columns, m, 128, count)
     stage = (2 * m + n) * head * size
     stages = max(1, min(4, (shared - m * head * size) // stage))
     return PrologueTiles(m, n, head, head, stages, warps=8 if m * head > HEAD else 4)

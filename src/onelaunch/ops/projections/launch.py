@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
-from onelaunch.kernels.common.layout import cdiv, inner_contiguous
+from onelaunch.kernels.common.layout import cdiv, inner_contiguous, power_of_2
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import remembered
 from onelaunch.ops.projections.kernels import activation as kernels
@@ -36,13 +35,11 @@ def constants(layout: Layout) -> dict[str, Any]:
     """Return the constants of a layout that both kernels share. Tiles of a segment with normalized heads are its heads."""
     segments = [place.segment for place in layout.places]
     normalized = [segment.activation == "l2norm" for segment in segments]
-    longest = max(
-        [triton.next_power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1
-    )
+    longest = max([power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1)
     widest = max(longest, COLUMNS)
     blocks, steps, firsts = [], [], [0]
     for segment, norm in zip(segments, normalized, strict=True):
-        blocks.append(triton.next_power_of_2(segment.head_size) if norm else min(triton.next_power_of_2(segment.width), widest))
+        blocks.append(power_of_2(segment.head_size) if norm else min(power_of_2(segment.width), widest))
         steps.append(segment.head_size if norm else blocks[-1])
         firsts.append(firsts[-1] + cdiv(segment.width, steps[-1]))
     return {
@@ -99,7 +96,7 @@ def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTil
     operands lie in registers: larger tiles than these spill.
     """
     heads = [place.segment.head_size for place in layout.places if place.segment.activation == "l2norm"]
-    n = max(COLUMNS, triton.next_power_of_2(max(heads, default=1)))
+    n = max(COLUMNS, power_of_2(max(heads, default=1)))
     if element is torch.float32:
         return ProductTiles(16 if n > COLUMNS else 32, n, 32, stages=3, warps=8)
     if n > COLUMNS:
@@ -115,7 +112,7 @@ def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[s
     steps, heads, firsts = [], [], [0]
     for place in layout.places:
         size = place.segment.head_size
-        one = place.segment.activation == "l2norm" and triton.next_power_of_2(size) != size  # a head lies in a block of its own
+        one = place.segment.activation == "l2norm" and power_of_2(size) != size  # a head lies in a block of its own
         steps.append(size if one else tiles.n)
         heads.append(size if place.segment.activation == "l2norm" and not one else tiles.n)
         firsts.append(firsts[-1] + cdiv(place.segment.width, steps[-1]))

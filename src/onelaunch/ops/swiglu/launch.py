@@ -10,6 +10,7 @@ import triton.language as tl
 
 from onelaunch.device.hardware import multiplies_float8, processors, shared_bytes
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
+from onelaunch.kernels.gemm.choice import columns_for, mma_of
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.operation import remembered
 from onelaunch.ops.swiglu.kernels import block_scaled as block_scaled_kernels
@@ -61,9 +62,6 @@ def gate_backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tor
 
 # Products that end with the gate: tiles
 
-WARPGROUP_ROWS = 64
-"""Rows of the left operand that WGMMA needs; with fewer, products are those of single warps."""
-
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
@@ -91,14 +89,7 @@ class ProductTiles:
         """Return the matrix instructions that products of these factors become; the weights' BN rows are the left operand."""
         if factor is tl.float32:
             return Mma.NONE
-        return Mma.SMALL if self.n < WARPGROUP_ROWS else Mma.WIDEST
-
-
-FEW_ROWS = 32
-"""Number of rows up to which loading the weights takes the time."""
-
-LEAST_COLUMNS = 32
-"""Fewest columns of a tile: fewer would leave warps without a part of a product."""
+        return mma_of(self.n)
 
 
 @remembered
@@ -122,9 +113,7 @@ def product_tiles(rows: int, columns: int, factor: str, stored: float, products:
     wide, codes = factor == "fp32", stored < 1
     most = (16 if codes else 64) if wide else 64 if codes else 128
     m = next((size for size in (16, 32, 64) if rows <= size or size == most), most)
-    n = (64 if wide else 128) // products
-    while m <= FEW_ROWS and n > LEAST_COLUMNS and cdiv(rows, m) * cdiv(columns, n) < count:
-        n //= 2
+    n = columns_for(rows, columns, m, (64 if wide else 128) // products, count)
     k = 64
     if wide and not codes:
         k = 32

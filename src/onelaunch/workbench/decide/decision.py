@@ -43,7 +43,7 @@ MOSTLY = 0.5
 FUSION = ("launches", "backward_launches", "fuses")
 """Tags that together are one factor: the way the steps are spread over launches."""
 
-NO_FACTORS = ("requires", "by_name_only", "backward", "yardstick")
+NO_FACTORS = ("requires", "backward", "yardstick")
 """Tags that say nothing about how a variant computes."""
 
 

@@ -7,8 +7,8 @@ import re
 import torch
 
 from onelaunch.device.hardware import is_hopper
-from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
+from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.gla.contract import GlaCall, gla
 
 FEW_STEPS = 64
@@ -46,8 +46,8 @@ def fla(call: GlaCall) -> tuple[torch.Tensor, torch.Tensor | None]:
 @fla.supports
 def what_fla_can(query: Query) -> str | None:
     """Its limits as of fla 0.6.0."""
-    if not package_installed("fla"):
-        return "needs fla, which is not installed"
+    if (reason := not_installed("fla")) is not None:
+        return reason
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
     if 0 in query.sizes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from onelaunch.device.tools import package_installed
 from onelaunch.operation import Query
+from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 
@@ -22,8 +22,8 @@ def fla(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor | None]:
 @fla.supports
 def what_chunk_hgrn_can(query: Query) -> str | None:
     """Its limits as of fla 0.6.0: the gradients of both states are dropped without a word, so those calls are refused."""
-    if not package_installed("fla"):
-        return "needs fla, which is not installed"
+    if (reason := not_installed("fla")) is not None:
+        return reason
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
     if "packed" in query.flags:

@@ -15,7 +15,7 @@ Numerics   a float32 result is of float32 products without tf32: matrix units cu
 Edges      rows beyond the end are the last one again, and are not stored; channels beyond the end are zeros.
 NVFP4      which channels a product takes together is free: one multiplies channels 2 i, the lower halves of bytes, another those
            behind them. Nothing is interleaved; x in 16 bits comes as words of two channels.
-Source     the write-up "dual GEMM with a SiLU-mul epilogue"; swizzled scales: cuBLAS's order for block scaling, see formats.py.
+Source     the write-up "dual GEMM with a SiLU-mul epilogue"; swizzled scales: cuBLAS's order, see formats/swizzle.py.
 """
 
 import triton

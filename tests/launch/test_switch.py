@@ -1,0 +1,40 @@
+"""Environment variables that switch Triton's compiler, where several threads launch."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from onelaunch.launch.switch import Switch
+
+NAME = "ONELAUNCH_TEST_SWITCH"
+
+
+@pytest.mark.parametrize("before", [None, "own"])
+def test_the_former_value_comes_back(before, monkeypatch):
+    monkeypatch.delenv(NAME, raising=False) if before is None else monkeypatch.setenv(NAME, before)
+    inside = None
+
+    def fail():
+        nonlocal inside
+        inside = os.environ[NAME]
+        raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"), Switch(NAME, "1"):
+        fail()
+    assert inside == "1"
+    assert os.environ.get(NAME) == before
+
+
+@pytest.mark.parametrize("before", [None, "own"])
+def test_the_first_thread_that_leaves_takes_nothing_from_the_others(before, monkeypatch):
+    """Blocks that overlap without one being inside the other, as those of two threads do."""
+    monkeypatch.delenv(NAME, raising=False) if before is None else monkeypatch.setenv(NAME, before)
+    switch = Switch(NAME, "1")
+    switch.__enter__()
+    switch.__enter__()
+    switch.__exit__()
+    assert os.environ[NAME] == "1"
+    switch.__exit__()
+    assert os.environ.get(NAME) == before
