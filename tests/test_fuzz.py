@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import onelaunch
 from onelaunch import dispatch
 from onelaunch.decode.generate import Model
 from onelaunch.decode.model.weights import random_weights
@@ -332,7 +333,7 @@ def model_folder(box: Box) -> Path:
     pytest.importorskip("safetensors", reason="needs the extra decode")
     pytest.importorskip("tokenizers", reason="needs the extra decode")
     folder = models.write(box.given / "model", random_weights(models.SMALL), shards=2)
-    bundled = Path(measured.__file__).parents[1] / "decode" / "tiny"
+    bundled = Path(onelaunch.__file__).parent / "decode" / "tiny"
     tokenizer = json.loads((bundled / "tokenizer.json").read_text(encoding="utf-8"))
     kept = {text: number for text, number in tokenizer["model"]["vocab"].items() if number < models.SMALL.vocab_size}
     tokenizer["model"] |= {"vocab": kept, "merges": []}

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onelaunch import cuda
 from onelaunch.cuda import Source, compile_now, load, make_context_current, tensor_map
+from onelaunch.cuda import driver as driver_module
 from onelaunch.errors import DriverError
 from tests.test_nvrtc import SCALE, SCALE_KINDS, compiled
 
@@ -216,18 +216,21 @@ class Driver:
 def test_a_thread_without_a_context_is_given_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     driver = Driver(current=None)
-    monkeypatch.setattr(cuda, "_libcuda", lambda: driver)
+    monkeypatch.setattr(driver_module, "library", lambda: driver)
+    driver_module.primary_context.cache_clear()
     make_context_current()
     assert driver.current == 64
     driver.called.clear()
     make_context_current()
     assert driver.called == ["cuCtxGetCurrent"]
+    driver_module.primary_context.cache_clear()
 
 
 @pytest.mark.parametrize("call", ["cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"])
 def test_a_driver_that_gives_no_context_is_told_of(call, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(cuda, "_libcuda", lambda: Driver(current=None, refuses=call))
+    monkeypatch.setattr(driver_module, "library", lambda: Driver(current=None, refuses=call))
+    driver_module.primary_context.cache_clear()
     with pytest.raises(DriverError, match=f"{call} returned error 201 for the context of device 3"):
         make_context_current()
 

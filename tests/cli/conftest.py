@@ -13,7 +13,7 @@ from onelaunch.device import peaks
 from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import run
 from onelaunch.workbench.measure import sampling, timing
-from tests.workbench import toy
+from tests.workbench import results, toy
 
 RATES = {"float16": 1e13, "bfloat16": 1e13, "float32": 1e13}
 
@@ -90,3 +90,12 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
         return Answer(answer.exit_code, answer.stdout, answer.stderr)
 
     return run_command
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Two results on disk: one that proceeds, one that was interrupted."""
+    return (
+        results.proceed_on_gpu().save(tmp_path / "gpu.json"),
+        results.interrupted_on_cpu().save(tmp_path / "cpu.json"),
+    )

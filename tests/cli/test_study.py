@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from onelaunch import dispatch
 from onelaunch.cli.study import report as report_module
 from onelaunch.cli.study import run as run_module
-from onelaunch.dispatch import measured
 from onelaunch.errors import OutputUnwritable
 from onelaunch.wording import UNSAFE
 from onelaunch.workbench import files
-from onelaunch.workbench.decide.compare import compare
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.result import SCHEMA, Result
 from onelaunch.workbench.result import schema as result_module
@@ -33,15 +30,6 @@ NEVER = "measured although the output cannot be written"
 @pytest.fixture
 def never_measured(monkeypatch):
     monkeypatch.setattr(run_module, "run_study", lambda *_, **__: pytest.fail(NEVER))
-
-
-@pytest.fixture
-def stored(tmp_path):
-    """Two results on disk: one that proceeds, one that was interrupted."""
-    return (
-        results.proceed_on_gpu().save(tmp_path / "gpu.json"),
-        results.interrupted_on_cpu().save(tmp_path / "cpu.json"),
-    )
 
 
 def test_list_names_the_studies_and_those_that_cannot_be_read(call, here):
@@ -441,128 +429,6 @@ def test_a_result_that_is_not_there(call):
     assert "Traceback" not in answer.err
 
 
-def later(result, days, *, commit="", slower=1.0):
-    """Return another run of a result, some days later, with ``fused_chunked`` slower at ``target``, maybe of another commit."""
-    cells = tuple(
-        cell.model_copy(
-            update={
-                "timings": tuple(
-                    results.timing(timing.regime, slower * (1 + days / 1000) * timing.microseconds.median)
-                    if (cell.variant, cell.shape) == ("fused_chunked", "target")
-                    else timing
-                    for timing in cell.timings
-                )
-            }
-        )
-        for cell in result.cells
-    )
-    facts = {"date": f"2026-12-{days:02}T12:00:00+00:00", "commit": commit or result.provenance.commit}
-    return result.model_copy(update={"cells": cells, "provenance": result.provenance.model_copy(update=facts)})
-
-
-def test_compare_says_what_changed(call, here, stored):
-    before = results.proceed_on_gpu()
-    slow = later(before, 2, commit="e0f1a2b", slower=2.0)
-    cells = tuple(
-        cell.model_copy(
-            update={
-                "status": "error" if (cell.variant, cell.shape) == ("fla", "wide") else cell.status,
-                "reason": "broke" if (cell.variant, cell.shape) == ("fla", "wide") else cell.reason,
-                "peak_bytes": 3 * 2**30 if (cell.variant, cell.shape) == ("semi_fused", "wide") else cell.peak_bytes,
-            }
-        )
-        for cell in slow.cells
-    )
-    outcomes = (before.outcomes[0].model_copy(update={"status": "missed"}), *before.outcomes[1:])
-    assert before.decision
-    decision = before.decision.model_copy(update={"kind": "debug"})
-    versions = before.provenance.versions | {"torch": "2.13.0"}
-    after = slow.model_copy(
-        update={
-            "cells": cells,
-            "outcomes": outcomes,
-            "decision": decision,
-            "provenance": slow.provenance.model_copy(update={"versions": versions}),
-        }
-    )
-    again = later(after, 4)
-    repeated = later(before, 3)
-    more = ("--first", repeated.save(here / "before-2.json"), "--second", again.save(here / "after-2.json"))
-    second = after.save(here / "after.json")
-    answer = call("study", "compare", stored[0], second, *more)
-    found = compare([before, repeated], [after, again])
-    assert answer.code == 0
-    assert "Decision: proceed, then debug." in answer.out
-    assert f"{found.count('SLOWER')} slower" in answer.out
-    assert found.count("SLOWER") > 0
-    assert found.count("UNREPEATED") == 0
-    assert "2 runs of the first and 2 runs of the second" in answer.out
-    assert "fused_chunked target forward cold slower" in answer.out
-    assert "2.11.0 2.13.0" in answer.out
-    assert "fla wide forward ok error broke" in answer.out
-    assert re.search(r"Peak memory .* semi_fused wide forward [\d.]+ MiB 3\.00 GiB [\d.]+x", answer.out)
-    assert "fused is faster met missed" in answer.out
-    alone = call("study", "compare", stored[0], second)
-    assert "0 faster, 0 slower, 1 differs (one run each: noise between runs is unknown)" in alone.out
-    assert "fused_chunked target forward cold differs" in alone.out
-    assert "--first" in alone.out
-    assert alone.code == 0
-
-
-def test_compare_of_two_runs_of_the_same_code_claims_nothing(call, here, stored):
-    second = later(results.proceed_on_gpu(), 2, slower=1.85).save(here / "again.json")
-    answer = call("study", "compare", stored[0], second)
-    assert answer.code == 0
-    assert "runs of the same code" in answer.out
-    assert "0 faster, 0 slower" in answer.out
-    assert "differ" not in answer.out.split("Times: ")[1]
-
-
-def test_compare_refuses_a_repeat_of_other_code_and_names_the_file(call, here, stored):
-    other = later(results.proceed_on_gpu(), 2, commit="e0f1a2b").save(here / "other.json")
-    answer = call("study", "compare", stored[0], stored[0], "--first", other)
-    assert answer.code == 1
-    assert "other.json is not a repeated run of" in answer.err
-    assert "e0f1a2b" in answer.err
-    twice = call("study", "compare", stored[0], other, "--second", other)
-    assert twice.code == 1
-    assert "the same run" in twice.err
-
-
-def test_compare_leaves_out_a_name_that_stands_for_two_sizes(call, here, stored):
-    """A longer sequence under the name of a shorter one was reported as a slowdown."""
-    before = results.proceed_on_gpu()
-    shapes = tuple(
-        shape.model_copy(update={"sizes": shape.sizes | {"T": 4096}}) if shape.name == "target" else shape
-        for shape in before.study.shapes
-    )
-    study = before.study.model_copy(update={"shapes": shapes})
-    after = later(before, 2, slower=2.89).model_copy(update={"study": study, "study_digest": study.digest()})
-    answer = call("study", "compare", stored[0], after.save(here / "longer.json"))
-    assert "not comparable" in answer.out
-    assert "target sizes differ: T=2048 and T=4096" in answer.out
-    assert "0 faster, 0 slower" in answer.out
-    assert "fused_chunked target" not in answer.out
-
-
-def test_compare_prints_texts_that_look_like_markup_as_they_are(call, here, stored):
-    before = results.proceed_on_gpu()
-    facts = before.provenance.model_copy(update={"driver": "[/red]"})
-    answer = call("study", "compare", stored[0], before.model_copy(update={"provenance": facts}).save(here / "odd.json"))
-    assert answer.code == 0
-    assert "[/red]" in answer.out
-
-
-def test_compare_refuses_one_run_on_both_sides(call, here, stored):
-    answer = call("study", "compare", stored[0], stored[0])
-    assert answer.code == 1
-    assert "the same run" in answer.err
-    copied = shutil.copy(stored[0], here / "copy.json")
-    answer = call("study", "compare", stored[0], copied)
-    assert answer.code == 1
-    assert "copy.json is the same run as" in answer.err
-
-
 @pytest.mark.parametrize("command", ["compare", "adopt", "run"])
 def test_no_line_of_help_breaks_before_it_is_full(call, command):
     text = call("study", command, "--help", width=100).raw.partition("Arguments")[0]
@@ -571,71 +437,8 @@ def test_no_line_of_help_breaks_before_it_is_full(call, command):
         assert not line or not after or len(line) + len(after.split()[0]) > 90, (line, after)
 
 
-def test_compare_of_different_studies_says_so(call, stored):
-    answer = call("study", "compare", *stored)
-    assert answer.code == 0
-    assert "declarations differ" in answer.out
-    assert "In the first alone:" in answer.out
-
-
-def test_adopt_writes_the_dispatcher_s_table(call, here, stored):
-    answer = call("study", "adopt", stored[0], "--into", "tables")
-    assert answer.code == 0
-    assert "tables/nvidia-h200.json" in answer.out
-    table = json.loads((here / "tables" / "nvidia-h200.json").read_text())
-    assert table["rows"]
-
-
-def test_adopt_into_another_folder_says_how_it_is_read(call, here, stored, own_tables):
-    answer = call("study", "adopt", stored[0], "--into", "tables")
-    assert f"ONELAUNCH_TABLES={here / 'tables'}" in answer.out
-    assert not own_tables.exists()
-
-
-def test_adopt_writes_into_the_users_folder(call, here, stored, monkeypatch):
-    monkeypatch.setenv("ONELAUNCH_TABLES", str(here / "mine"))
-    answer = call("study", "adopt", stored[0])
-    assert answer.code == 0
-    assert answer.out == f"Written: {here / 'mine' / 'nvidia-h200.json'}"
-
-
-def test_adopt_names_the_variable_that_named_a_file(call, here, stored, monkeypatch):
-    (here / "file").write_text("")
-    monkeypatch.setenv("ONELAUNCH_TABLES", str(here / "file"))
-    answer = call("study", "adopt", stored[0])
-    assert answer.code == 1
-    assert "ONELAUNCH_TABLES" in answer.err
-
-
-def test_adopt_never_writes_into_the_package(call, stored):
-    package = Path(measured.__file__).parent
-    before = {path: path.read_bytes() for path in package.glob("*.json")}
-    answer = call("study", "adopt", stored[0], "--into", package)
-    assert answer.code == 2
-    assert "package" in answer.err
-    assert {path: path.read_bytes() for path in package.glob("*.json")} == before
-
-
-def test_what_was_adopted_is_chosen_and_explained(call, here, monkeypatch):
-    monkeypatch.setenv("ONELAUNCH_TABLES", str(here / "mine"))
-    assert call("study", "run", "toy-study", "--device", "cpu").code == 0
-    assert call("study", "adopt", "results/cpu/toy-study.json").code == 0
-    (path,) = (here / "mine").glob("cpu-*.json")
-    dispatch.choose.cache_clear()  # as in the next process
-    found = call("explain", "toy_sum", "--shape", "B=2,T=24,V=8", "--dtype", "float32", "--device", "cpu").out
-    dispatch.choose.cache_clear()
-    assert "fastest measured" in found
-    assert str(path) in found.replace(" ", "")
-
-
-def test_adopt_of_two_devices_is_refused(call, stored):
-    answer = call("study", "adopt", *stored, "--into", "tables")
-    assert answer.code == 1
-    assert "error: One table is of one device" in answer.err
-
-
 def test_a_time_cap_ends_the_rounds_after_three(call, here):
-    answer = call("study", "run", "toy-study", "--device", "cpu", "--rounds", "50", "--time-cap", "0.1", "--out", "r")
+    answer = call("study", "run", "toy-study", "--device", "cpu", "--rounds", "5000", "--time-cap", "0.1", "--out", "r")
     assert answer.code == 0
     result = Result.load(here / "r" / "result.json")
     assert any("Stopped by the time cap of 0.1 s" in note for note in result.notes)

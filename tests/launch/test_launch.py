@@ -25,15 +25,20 @@ SOURCES = Path(onelaunch.__file__).parent
 pytest.importorskip("triton")
 
 
+def our_own():
+    """Operations of this package: other tests register toys."""
+    return [operation for operation in operations() if operation.__module__.startswith("onelaunch.")]
+
+
 def with_examples():
-    return [variant for operation in operations() for variant in operation.variants.values() if variant.listed_examples()]
+    return [variant for operation in our_own() for variant in operation.variants.values() if variant.listed_examples()]
 
 
 def own_variants():
     """Variants whose number of launches is known: those that launch kernels of our own."""
     return [
         variant
-        for operation in operations()
+        for operation in our_own()
         for variant in operation.variants.values()
         if variant.launches is not None and variant.capabilities.requires is None
     ]

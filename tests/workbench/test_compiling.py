@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def test_every_call_that_can_run_here_is_made():
 
 
 def test_each_process_compiles_a_part_of_what_is_tuned(monkeypatch):
-    monkeypatch.setitem(find_operation("toy_sum").get("parallel").tags, "tunes", "at its first call")
+    parallel = find_operation("toy_sum").get("parallel")
+    monkeypatch.setattr(parallel, "capabilities", replace(parallel.capabilities, tunes=True))
     made = places(study(), 4)
     tuned = [place for place in made if place.variant == "parallel" and place[:2] == ("first", "forward")]
     assert [(place.part, place.parts) for place in tuned] == [(part, 4) for part in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -57,13 +58,18 @@ def test_on_a_cpu_nothing_is_counted_and_why_is_said():
     assert found == ["launches are counted on NVIDIA GPUs only"] * 2
 
 
+def count_with(monkeypatch, name, counter):
+    variant = toy_sum.get(name)
+    monkeypatch.setattr(variant, "capabilities", replace(variant.capabilities, barriers=counter))
+
+
 def test_barriers_are_what_the_variants_own_counter_says(monkeypatch):
-    monkeypatch.setitem(toy_sum.get("parallel").tags, "barriers", lambda call: 7 * int(call.x.shape == (1, 5, 3)))
+    count_with(monkeypatch, "parallel", lambda call: 7 * int(call.x.shape == (1, 5, 3)))
 
     def broken(call):
         raise RuntimeError("gave up")
 
-    monkeypatch.setitem(toy_sum.get("eager").tags, "barriers", broken)
+    count_with(monkeypatch, "eager", broken)
     requests = [Request(toy_case(B=1, T=5, V=3), name) for name in ("parallel", "eager", "nan")]
     found = launches.count_barriers(toy_sum, requests)
     assert found == [7, "RuntimeError: gave up", "its kernels count none"]

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -12,57 +10,16 @@ from onelaunch.device import peaks
 from onelaunch.device.hardware import Ceilings
 from onelaunch.errors import NoDeviceError, OutputUnwritable, ResultExists, ResultMismatch, StudyError
 from onelaunch.workbench import files
-from onelaunch.workbench import run as module
-from onelaunch.workbench.measure import sampling, timing
-from onelaunch.workbench.result import Result, Traffic
+from onelaunch.workbench.measure import timing
+from onelaunch.workbench.result import Result
 from onelaunch.workbench.result import schema as result_module
 from onelaunch.workbench.result.provenance import commit, merge_clocks, spelled
-from onelaunch.workbench.run import ResultUnsaved, Steps, default_path, partial_path, run_study
-from onelaunch.workbench.study import Criterion, Shape, Study
+from onelaunch.workbench.run import ResultUnsaved, Steps, default_path, partial_path
+from onelaunch.workbench.study import Criterion, Shape
 from tests.workbench import toy
+from tests.workbench.runs import FASTER, SLOW_LIGHT, interrupted_at, quick, run, statuses, steps, study
 
-SLOW_LIGHT = Ceilings(1e12, {"float32": 1e13, "float16": 1e13}, 1e-6, "2026-11-20T12:00:00+00:00", "made up")
-FASTER = Criterion(name="faster", measure="speedup", of="parallel", at="first", at_least=1.01)
-FEWER = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="parallel", at="first", at_least=1.2)
-
-
-def steps(**others: Any) -> Steps:
-    facts: dict[str, Any] = {"ceilings": lambda device: SLOW_LIGHT, "remeasure": lambda device, believed: believed}
-    return Steps(**(facts | others))
-
-
-def study(*criteria: Criterion, **more: Any) -> Study:
-    shapes = tuple(
-        Shape(name=name, dtype="float32", scale="small", sizes={"B": 2, "T": 24, "V": 8}) for name in ("first", "second")
-    )
-    facts: dict[str, Any] = {
-        "name": "toy-study",
-        "question": "Does it run?",
-        "operation": "toy_sum",
-        "baseline": "eager",
-        "variants": ("eager", "parallel"),
-        "shapes": shapes,
-        "rounds": 3,
-    }
-    return Study(**(facts | more), criteria=criteria)
-
-
-@pytest.fixture(autouse=True)
-def quick(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # these inputs are tiny: 30 000 of them would rotate
-    monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
-    monkeypatch.setattr(module, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})
-
-
-def run(declared: Study, **more: Any) -> Any:
-    facts: dict[str, Any] = {"device": "cpu", "steps": steps()}
-    return run_study(declared, **(facts | more))
-
-
-def statuses(result, shape="first", direction="forward"):
-    return {cell.variant: cell.status for cell in result.cells if (cell.shape, cell.direction) == (shape, direction)}
+__all__ = ["quick"]  # a fixture that every test here uses
 
 
 def test_a_study_runs_from_plan_to_decision(tmp_path):
@@ -229,25 +186,6 @@ def test_a_shape_that_does_not_fit_is_recorded_and_the_next_one_runs():
     assert "9 TiB" in result.cell("first", "eager").reason
 
 
-def interrupted_at(call, shape="second"):
-    """Ctrl-C as a shape begins (0), or within it, after the first one was measured."""
-
-    def measure(operation, case, *args, **more):
-        if case.name != shape:
-            return timing.measure(operation, case, *args, **more)
-        if call == "begin":
-            raise KeyboardInterrupt
-        ticks = itertools.count()
-
-        def progress(step, done, total):
-            if step == "time" and next(ticks) == 2:
-                raise KeyboardInterrupt
-
-        return timing.measure(operation, case, *args, **(more | {"on_progress": progress}))
-
-    return steps(measure=measure)
-
-
 @pytest.mark.parametrize("when", ["begin", "within"])
 def test_ctrl_c_keeps_what_was_measured_and_judges_it(tmp_path, when):
     result = run(study(FASTER), steps=interrupted_at(when))
@@ -348,129 +286,6 @@ def test_what_differs_is_not_gone_on_with(change, said):
     declared = change.pop("study", study())
     with pytest.raises(ResultMismatch, match=f"toy-study.json cannot be resumed: {said}.*force=True"):
         run(declared, resume=True, **change)
-
-
-def test_bytes_that_were_not_counted_yet_are_counted_on_resuming():
-    asked = []
-
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    run(study(FEWER), steps=steps(count=stop))
-    result = run(study(FEWER), resume=True, steps=counting(asked))
-    assert len(asked) == 1
-    assert result.outcomes[0].status == "met"
-
-
-def counting(asked, *, fail=False):
-    def count(operation, requests, *, device):
-        asked.append([(request.case.name, request.direction, request.variant, request.control) for request in requests])
-        if fail:
-            raise RuntimeError("no counters here")
-        return [Traffic(source="ncu", read=2000.0 if request.variant == "eager" else 1000.0, written=0.0) for request in requests]
-
-    return steps(count=count)
-
-
-def test_bytes_are_counted_where_a_criterion_asks_for_them():
-    asked = []
-    result = run(study(FEWER, controls=("product",), directions=("forward", "forward_backward")), steps=counting(asked))
-    (requests,) = asked
-    assert {request[:2] for request in requests} == {("first", "forward")}
-    assert {request[2:] for request in requests} == {("eager", False), ("parallel", False), ("product", True)}
-    assert requests[-1][2] == "eager"  # the slowest last
-    assert result.cell("first", "eager").traffic.source == "ncu"
-    assert result.cell("second", "eager").traffic.source == "analytic"
-    assert result.outcomes[0].status == "met"
-    assert result.outcomes[0].values["first"].median == 2.0
-
-
-def test_bytes_over_the_least_are_counted_of_what_the_criterion_names_alone():
-    asked = []
-    least = Criterion(name="least", measure="dram_bytes_over_least", of="parallel", at="first", at_most=1.6)
-    result = run(study(least, baseline="eager"), steps=counting(asked))
-    assert asked == [[("first", "forward", "parallel", False)]]
-    assert result.outcomes[0].values["first"].median == pytest.approx(1000 / result.cell("first", "parallel").plan.least_bytes)
-
-
-def test_loops_of_unknown_length_are_counted_only_if_a_criterion_names_them():
-    asked = []
-    over_control = FEWER.model_copy(update={"over": "product"})
-    run(study(over_control, controls=("product",)), steps=counting(asked))
-    assert [request[2] for request in asked[0]] in (["product", "parallel"], ["parallel", "product"])
-    asked.clear()
-    run(study(over_control, controls=("product",)), steps=counting(asked), count="all", force=True)
-    assert {request[2] for request in asked[0]} == {"product", "parallel", "eager"}
-
-
-def test_counting_can_be_had_everywhere_or_nowhere():
-    asked = []
-    run(study(FEWER), steps=counting(asked), count=False)
-    assert asked == []
-    run(study(), steps=counting(asked), count="all", force=True)
-    assert len(asked) == 2
-
-
-def test_counters_that_fail_leave_the_arithmetic_and_a_note():
-    result = run(study(FEWER), steps=counting([], fail=True))
-    assert result.cell("first", "eager").traffic.source == "analytic"
-    assert any("No DRAM bytes were counted at first: RuntimeError: no counters here" in note for note in result.notes)
-    assert result.outcomes[0].status == "not_measured"
-
-
-FEW = Criterion(name="few launches", measure="launches", of="parallel", at="first", at_most=6)
-
-
-def test_launches_are_counted_where_a_criterion_asks_for_them_and_of_what_it_names():
-    asked = []
-
-    def launches(operation, requests, *, device):
-        asked.extend((request.case.name, request.direction, request.variant) for request in requests)
-        return [5 for _ in requests]
-
-    result = run(study(FEW, directions=("forward", "forward_backward")), steps=steps(counters={"launches": launches}))
-    assert asked == [("first", "forward", "parallel")]
-    assert result.cell("first", "parallel").launches == 5
-    assert result.cell("first", "eager").launches is None
-    assert result.cell("first", "parallel").timings
-    assert result.outcomes[0].status == "met"
-    asked.clear()
-    run(study(FEW), steps=steps(counters={"launches": launches}), count=False, force=True)
-    assert asked == []
-
-
-def test_barriers_are_counted_where_a_criterion_asks_for_them():
-    asked = []
-
-    def barriers(operation, requests, *, device):
-        asked.extend((request.case.name, request.variant) for request in requests)
-        return [3 for _ in requests]
-
-    criterion = Criterion(name="barriers", measure="barriers", of="parallel", at="first", equals=3)
-    result = run(study(criterion), steps=steps(counters={"barriers": barriers}))
-    assert asked == [("first", "parallel")]
-    cell = result.cell("first", "parallel")
-    assert (cell.barriers, cell.launches, result.outcomes[0].status) == (3, None, "met")
-    assert result.cell("second", "parallel").barriers is None
-    unasked = result.cell("first", "eager").model_dump()
-    assert "barriers" not in unasked, "what was stored before is stored as it was"
-
-
-def test_launches_that_cannot_be_counted_leave_a_note():
-    result = run(study(FEW))
-    assert result.outcomes[0].status == "not_measured"
-    assert "Launches of parallel at first were not counted: launches are counted on NVIDIA GPUs only" in result.notes
-
-
-def test_ctrl_c_while_counting_keeps_the_times():
-    def count(*_, **__):
-        raise KeyboardInterrupt
-
-    result = run(study(FEWER, FASTER), steps=steps(count=count))
-    assert result.interrupted
-    assert result.cell("first", "parallel").status == "ok"
-    assert result.cell("first", "parallel").timing("cold") is not None
-    assert set(statuses(result, "second").values()) == {"interrupted"}
 
 
 def test_faster_than_the_floor_is_not_believed():

@@ -52,9 +52,9 @@ def primary_context(index: int) -> int:
     Raises:
         DriverError: The driver refused.
     """
-    driver, context, device = library(), ctypes.c_void_p(), ctypes.c_int()
-    accept("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
-    accept("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    driver, context, device, about = library(), ctypes.c_void_p(), ctypes.c_int(), f"the context of device {index}"
+    accept("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index), about)
+    accept("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), about)
     return int(context.value or 0)
 
 
@@ -67,12 +67,15 @@ def make_context_current() -> None:
     Raises:
         DriverError: The driver refused.
     """
-    driver, context = library(), ctypes.c_void_p()
-    accept("cuCtxGetCurrent", driver.cuCtxGetCurrent(ctypes.byref(context)))
-    if context.value is None:
-        import torch
+    import torch
 
-        accept("cuCtxSetCurrent", driver.cuCtxSetCurrent(ctypes.c_void_p(primary_context(torch.cuda.current_device()))))
+    driver, context = library(), ctypes.c_void_p()
+    error = driver.cuCtxGetCurrent(ctypes.byref(context))
+    if error or context.value is None:
+        index = torch.cuda.current_device()
+        about = f"the context of device {index}"
+        accept("cuCtxGetCurrent", error, about)
+        accept("cuCtxSetCurrent", driver.cuCtxSetCurrent(ctypes.c_void_p(primary_context(index))), about)
 
 
 @contextlib.contextmanager

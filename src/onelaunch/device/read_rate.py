@@ -59,7 +59,7 @@ def read_source(entry: Literal["read_vectors", "read_bulk"], chunk: int = RINGS[
     """Return the source of one kernel of ``read_rate.cu``."""
     return cuda.Source(
         "read_rate.cu",
-        cuda.read("onelaunch", "read_rate.cu"),
+        cuda.read("onelaunch.device", "read_rate.cu"),
         entry,
         (cuda.include("hopper.cuh"),),
         (("WARPS", WARPS), ("VECTORS", VECTORS), ("CHUNK", chunk), ("STAGES", stages)),

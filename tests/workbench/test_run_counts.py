@@ -1,0 +1,123 @@
+"""Runs of a study that count bytes, launches and barriers."""
+
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.workbench.study import Criterion
+from tests.workbench.runs import FASTER, FEWER, counting, quick, run, statuses, steps, study
+
+__all__ = ["quick"]  # a fixture that every test here uses
+
+
+FEW = Criterion(name="few launches", measure="launches", of="parallel", at="first", at_most=6)
+
+
+def test_bytes_that_were_not_counted_yet_are_counted_on_resuming():
+    asked = []
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    run(study(FEWER), steps=steps(count=stop))
+    result = run(study(FEWER), resume=True, steps=counting(asked))
+    assert len(asked) == 1
+    assert result.outcomes[0].status == "met"
+
+
+def test_bytes_are_counted_where_a_criterion_asks_for_them():
+    asked = []
+    result = run(study(FEWER, controls=("product",), directions=("forward", "forward_backward")), steps=counting(asked))
+    (requests,) = asked
+    assert {request[:2] for request in requests} == {("first", "forward")}
+    assert {request[2:] for request in requests} == {("eager", False), ("parallel", False), ("product", True)}
+    assert requests[-1][2] == "eager"  # the slowest last
+    assert result.cell("first", "eager").traffic.source == "ncu"
+    assert result.cell("second", "eager").traffic.source == "analytic"
+    assert result.outcomes[0].status == "met"
+    assert result.outcomes[0].values["first"].median == 2.0
+
+
+def test_bytes_over_the_least_are_counted_of_what_the_criterion_names_alone():
+    asked = []
+    least = Criterion(name="least", measure="dram_bytes_over_least", of="parallel", at="first", at_most=1.6)
+    result = run(study(least, baseline="eager"), steps=counting(asked))
+    assert asked == [[("first", "forward", "parallel", False)]]
+    assert result.outcomes[0].values["first"].median == pytest.approx(1000 / result.cell("first", "parallel").plan.least_bytes)
+
+
+def test_loops_of_unknown_length_are_counted_only_if_a_criterion_names_them():
+    asked = []
+    over_control = FEWER.model_copy(update={"over": "product"})
+    run(study(over_control, controls=("product",)), steps=counting(asked))
+    assert [request[2] for request in asked[0]] in (["product", "parallel"], ["parallel", "product"])
+    asked.clear()
+    run(study(over_control, controls=("product",)), steps=counting(asked), count="all", force=True)
+    assert {request[2] for request in asked[0]} == {"product", "parallel", "eager"}
+
+
+def test_counting_can_be_had_everywhere_or_nowhere():
+    asked = []
+    run(study(FEWER), steps=counting(asked), count=False)
+    assert asked == []
+    run(study(), steps=counting(asked), count="all", force=True)
+    assert len(asked) == 2
+
+
+def test_counters_that_fail_leave_the_arithmetic_and_a_note():
+    result = run(study(FEWER), steps=counting([], fail=True))
+    assert result.cell("first", "eager").traffic.source == "analytic"
+    assert any("No DRAM bytes were counted at first: RuntimeError: no counters here" in note for note in result.notes)
+    assert result.outcomes[0].status == "not_measured"
+
+
+def test_launches_are_counted_where_a_criterion_asks_for_them_and_of_what_it_names():
+    asked = []
+
+    def launches(operation, requests, *, device):
+        asked.extend((request.case.name, request.direction, request.variant) for request in requests)
+        return [5 for _ in requests]
+
+    result = run(study(FEW, directions=("forward", "forward_backward")), steps=steps(counters={"launches": launches}))
+    assert asked == [("first", "forward", "parallel")]
+    assert result.cell("first", "parallel").launches == 5
+    assert result.cell("first", "eager").launches is None
+    assert result.cell("first", "parallel").timings
+    assert result.outcomes[0].status == "met"
+    asked.clear()
+    run(study(FEW), steps=steps(counters={"launches": launches}), count=False, force=True)
+    assert asked == []
+
+
+def test_barriers_are_counted_where_a_criterion_asks_for_them():
+    asked = []
+
+    def barriers(operation, requests, *, device):
+        asked.extend((request.case.name, request.variant) for request in requests)
+        return [3 for _ in requests]
+
+    criterion = Criterion(name="barriers", measure="barriers", of="parallel", at="first", equals=3)
+    result = run(study(criterion), steps=steps(counters={"barriers": barriers}))
+    assert asked == [("first", "parallel")]
+    cell = result.cell("first", "parallel")
+    assert (cell.barriers, cell.launches, result.outcomes[0].status) == (3, None, "met")
+    assert result.cell("second", "parallel").barriers is None
+    unasked = result.cell("first", "eager").model_dump()
+    assert "barriers" not in unasked, "what was stored before is stored as it was"
+
+
+def test_launches_that_cannot_be_counted_leave_a_note():
+    result = run(study(FEW))
+    assert result.outcomes[0].status == "not_measured"
+    assert "Launches of parallel at first were not counted: launches are counted on NVIDIA GPUs only" in result.notes
+
+
+def test_ctrl_c_while_counting_keeps_the_times():
+    def count(*_, **__):
+        raise KeyboardInterrupt
+
+    result = run(study(FEWER, FASTER), steps=steps(count=count))
+    assert result.interrupted
+    assert result.cell("first", "parallel").status == "ok"
+    assert result.cell("first", "parallel").timing("cold") is not None
+    assert set(statuses(result, "second").values()) == {"interrupted"}
