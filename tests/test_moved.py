@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 
 import pytest
 
-from onelaunch.moved import MOVED
+from onelaunch.moved import MOVED, PARTS
 
 
 @pytest.mark.parametrize("old", sorted(MOVED))
@@ -32,3 +33,53 @@ def test_a_name_that_the_new_module_lacks_is_an_attribute_error(monkeypatch):
 def test_other_names_are_not_found():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("onelaunch.never_was")
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "new"),
+    [
+        ("onelaunch.decode.engine", "Engine", "onelaunch.decode"),
+        ("onelaunch.decode.engine", "TorchEngine", "onelaunch.decode.runtime.engines"),
+        ("onelaunch.decode.rungs", "plan_for", "onelaunch.decode.plan"),
+        ("onelaunch.decode.sampling", "Sampling", "onelaunch.decode"),
+        ("onelaunch.decode.text", "TextCodec", "onelaunch.decode"),
+        ("onelaunch.hardware", "HOPPER_SHARED_BYTES", "onelaunch.device.architectures"),
+        ("onelaunch.nvrtc", "OPTIONS", "onelaunch.cuda.compiler"),
+        ("onelaunch.peaks", "read_kernels", "onelaunch.device.read_rate"),
+        ("onelaunch.workbench.criteria", "Finding", "onelaunch.workbench.decide.judging"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_name_is_found_in_whichever_module_it_went_to(old, name, new):
+    assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(new), name)
+
+
+@pytest.mark.parametrize("old", sorted(PARTS))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_that_became_several_says_what_it_lacks(old):
+    module = importlib.import_module(old)
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        module.nothing_of_this_name  # noqa: B018
+
+
+KEPT = {
+    "onelaunch.dispatch": "AUTO CONFIRMED TIE Explanation Standing check_results choose explain pick run",
+    "onelaunch.errors": "UNSAFE did_you_mean escaped in_a_line listing shown",
+    "onelaunch.operation": "Bundle Case Control Cost Loop Query Reading Variant fixed parse_dtype",
+    "onelaunch.workbench.inspection": "ARCHITECTURES CHECKED Architecture find_architecture inspect_operation",
+}
+"""Names that the reference documented, by module."""
+
+
+@pytest.mark.parametrize("module", sorted(KEPT))
+def test_a_documented_module_keeps_the_names_that_it_had(module):
+    present = importlib.import_module(module)
+    assert [name for name in KEPT[module].split() if not hasattr(present, name)] == []
+
+
+def test_pickles_of_the_version_before_name_functions_that_are_there():
+    stored = {
+        "linear_rnn": b"conelaunch.operation\n_operation_by_name\n(Vonelaunch.ops.linear_rnn.contract\nVlinear_rnn\ntR.",
+        "eager": b"conelaunch.operation\n_variant_by_name\n(Vonelaunch.ops.linear_rnn.contract\nVlinear_rnn\nVeager\ntR.",
+    }
+    assert {name: pickle.loads(data).name for name, data in stored.items()} == {name: name for name in stored}

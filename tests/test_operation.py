@@ -109,6 +109,18 @@ def test_a_variant_lists_its_kernels_for_an_architecture(scale):
     assert [build.name for build in vector.builds("sm_90a")] == ["scale_sm_90a"]
 
 
+def test_the_function_of_listed_kernels_decides_itself_for_which_architectures(scale):
+    @scale.variant("listed", architectures=("hopper",))
+    def listed(call):
+        return (call.x,)
+
+    @listed.kernels
+    def _(architecture):
+        return [KernelBuild(f"scale_{architecture}", None, {}, {})]
+
+    assert [build.name for build in listed.builds("sm_90a")] == ["scale_sm_90a"]
+
+
 def test_results_are_named_once_or_by_each_call(scale):
     assert names_of(scale.outputs, {"x": None}) == ("y",)
 

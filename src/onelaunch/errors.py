@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from onelaunch.wording import did_you_mean, escaped, listing, shown
+from onelaunch.wording import UNSAFE, did_you_mean, escaped, in_a_line, listing, shown  # noqa: F401 - plug-ins import them from here
 
 
 class OneLaunchError(Exception):

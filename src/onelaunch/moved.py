@@ -13,9 +13,18 @@ import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "onelaunch.builds": "onelaunch.launch.build",
+    "onelaunch.decode.cache": "onelaunch.decode.model.cache",
+    "onelaunch.decode.check": "onelaunch.decode.plan.check",
+    "onelaunch.decode.config": "onelaunch.decode.model.config",
+    "onelaunch.decode.engine": "onelaunch.decode.model.request",
+    "onelaunch.decode.rungs": "onelaunch.decode.plan.rungs",
+    "onelaunch.decode.sampling": "onelaunch.decode.model.sampling",
+    "onelaunch.decode.text": "onelaunch.decode.model.tokenizer",
+    "onelaunch.decode.weights": "onelaunch.decode.model.weights",
     "onelaunch.hardware": "onelaunch.device.hardware",
     "onelaunch.measured": "onelaunch.dispatch.measured",
     "onelaunch.nvrtc": "onelaunch.cuda",
@@ -24,8 +33,26 @@ MOVED = {
     "onelaunch.plugins": "onelaunch.operation.entry_points",
     "onelaunch.sass": "onelaunch.cuda.sass",
     "onelaunch.torch_compile": "onelaunch.dispatch.capture",
+    "onelaunch.workbench.compare": "onelaunch.workbench.decide.compare",
+    "onelaunch.workbench.count": "onelaunch.workbench.measure.count",
+    "onelaunch.workbench.criteria": "onelaunch.workbench.decide.criteria",
+    "onelaunch.workbench.decision": "onelaunch.workbench.decide.decision",
+    "onelaunch.workbench.plan": "onelaunch.workbench.study.plan",
+    "onelaunch.workbench.provenance": "onelaunch.workbench.result.provenance",
+    "onelaunch.workbench.study_file": "onelaunch.workbench.study.read",
+    "onelaunch.workbench.timing": "onelaunch.workbench.measure.timing",
 }
 """New name by old name."""
+
+PARTS = {
+    "onelaunch.decode.engine": ("onelaunch.decode.runtime.engines",),
+    "onelaunch.hardware": ("onelaunch.device.architectures",),
+    "onelaunch.nvrtc": ("onelaunch.cuda.compiler",),
+    "onelaunch.ops.formats": ("onelaunch.formats.nvfp4", "onelaunch.formats.scales"),
+    "onelaunch.peaks": ("onelaunch.device.read_rate",),
+    "onelaunch.workbench.criteria": ("onelaunch.workbench.decide.judging",),
+}
+"""Modules, by old name, that have names which the module of the new name lacks, where one module became several."""
 
 
 class _Finder:
@@ -40,8 +67,17 @@ class _Finder:
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} is now {new}; the old name will go away.", DeprecationWarning, stacklevel=2)
         here = importlib.import_module(new)
+        parts = PARTS.get(spec.name, ())
+
+        def look_up(name: str) -> Any:
+            """Return a name of the new module, or of the others that parts of the old one went to."""
+            for part in () if name.startswith("__") or hasattr(here, name) else map(importlib.import_module, parts):
+                if hasattr(part, name):
+                    return getattr(part, name)
+            return getattr(here, name)
+
         module = ModuleType(spec.name, f"Old name of :mod:`{new}`.")
-        module.__dict__["__getattr__"] = lambda attribute: getattr(here, attribute)
+        module.__dict__["__getattr__"] = look_up
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,8 +1,20 @@
 """Choice of the variant that runs a call, with its explanation, and the check of results."""
 
-from onelaunch.dispatch.choice import TIE, choose, forget, pick, run
+from onelaunch.dispatch.choice import CONFIRMED, TIE, choose, forget, pick, run
 from onelaunch.dispatch.explanation import Explanation, Standing, explain
 from onelaunch.dispatch.results import check_results
 from onelaunch.operation import AUTO
 
-__all__ = ["AUTO", "TIE", "Explanation", "Standing", "check_results", "choose", "explain", "forget", "pick", "run"]
+__all__ = [
+    "AUTO",
+    "CONFIRMED",
+    "TIE",
+    "Explanation",
+    "Standing",
+    "check_results",
+    "choose",
+    "explain",
+    "forget",
+    "pick",
+    "run",
+]

@@ -23,6 +23,8 @@ from onelaunch.operation.query import (
     state_flags,
 )
 from onelaunch.operation.registry import find_operation, operation, operations, plugins
+from onelaunch.operation.registry import operation_by_name as _operation_by_name  # noqa: F401 - pickles of older versions name it
+from onelaunch.operation.registry import variant_by_name as _variant_by_name  # noqa: F401 - pickles of older versions name it
 from onelaunch.operation.variant import Capabilities, Control, Example, Loop, LoopMaker, Variant
 
 __all__ = [

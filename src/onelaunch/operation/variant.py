@@ -194,12 +194,13 @@ class Variant:
         return None
 
     def builds(self, architecture: str) -> list[Build]:
-        """Return the kernels that this variant launches on an architecture such as ``sm_90a``; none for library calls."""
-        made_for = self.capabilities.architectures
-        if made_for is not None and architecture not in made_for:
-            return []
+        """Return the kernels that this variant launches on an architecture such as ``sm_90a``; none for library calls.
+
+        The function of :meth:`kernels` decides itself what it lists; example calls are made on the variant's architectures alone.
+        """
         listed = list(self._kernels(architecture)) if self._kernels else []
-        if self._examples is None:
+        made_for = self.capabilities.architectures
+        if self._examples is None or (made_for is not None and architecture not in made_for):
             return listed
         from onelaunch.operation.examples import recorded_builds  # it runs calls, and so needs what is below the registry
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from onelaunch import cuda
 from onelaunch.cuda import sass
-from onelaunch.device.architectures import ARCHITECTURES, Architecture, find_architecture
+from onelaunch.device.architectures import ARCHITECTURES, CHECKED, Architecture, find_architecture  # noqa: F401 - as before
 from onelaunch.errors import CompileError, CompilerMissing, InspectionError
 from onelaunch.launch.build import Build, CudaBuild, KernelBuild
 from onelaunch.launch.global_atomics import global_atomics
