@@ -93,7 +93,7 @@ def test_an_imitated_launch_does_nothing():
     class Refuse:
         __name__ = "refuse_kernel"
 
-        def __getitem__(self, grid):
+        def run(self, *arguments, grid, warmup):
             raise AssertionError("launched")
 
     launch = Launch(Refuse(), (1,), None)
@@ -109,8 +109,8 @@ def test_launches_are_noted_in_their_order_and_made():
     class Kernel:
         __name__ = "noted_kernel"
 
-        def __getitem__(self, grid):
-            return lambda *arguments, **constants: made.append((grid, arguments, constants))
+        def run(self, *arguments, grid, warmup, **constants):
+            made.append((grid, arguments, constants))
 
     kernel = Kernel()
     with observe() as launches:

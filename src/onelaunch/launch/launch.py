@@ -57,18 +57,22 @@ class Launch:
     def __repr__(self) -> str:
         return f"<launch of {self.kernel.__name__} on a grid of {self.grid}>"
 
+    def _launch(self) -> None:
+        """Launch at once: ``kernel[grid](...)`` would pack the arguments once more."""
+        self.kernel.run(*self.arguments, grid=self.grid, warmup=False, **self.constants)
+
     def run(self) -> None:
         """Launch the kernel on the current stream; not while launches are imitated."""
         if note(self):
             return
         if torch.version.hip:
             with global_atomics():
-                self.kernel[self.grid](*self.arguments, **self.constants)
+                self._launch()
         elif self.mma is Mma.WARP:
             with warp_mma():
-                self.kernel[self.grid](*self.arguments, **self.constants)
+                self._launch()
         else:
-            self.kernel[self.grid](*self.arguments, **self.constants)
+            self._launch()
 
 
 class CudaKernel:
