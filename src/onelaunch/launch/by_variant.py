@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from onelaunch.errors import ArgumentError
+
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -18,6 +20,8 @@ class Launches(Generic[F]):
         """Decorator: register the launches of the variant of this name."""
 
         def register(function: F) -> F:
+            if name in self._by_name:
+                raise ArgumentError(f"Launches of a variant {name!r} are registered already.")
             self._by_name[name] = function
             return function
 
