@@ -13,7 +13,7 @@ from onelaunch.workbench import files
 from onelaunch.workbench.measure import timing
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.result import schema as result_module
-from onelaunch.workbench.result.provenance import commit, merge_clocks, spelled
+from onelaunch.workbench.result.provenance import _distributions, commit, merge_clocks, spelled
 from onelaunch.workbench.run import ResultUnsaved, Steps, default_path, partial_path
 from onelaunch.workbench.study import Criterion, Shape
 from tests.workbench import toy
@@ -129,11 +129,13 @@ def test_a_result_that_cannot_be_saved_at_the_end_is_saved_elsewhere(tmp_path, m
 
 
 def test_a_user_s_package_is_named_with_its_version(monkeypatch):
+    _distributions.cache_clear()
     owners = {"tests": ["my-kernels"], "onelaunch": ["onelaunch"]}
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: owners)
     version = importlib.metadata.version
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3" if name == "my-kernels" else version(name))
     assert run(study()).provenance.versions["my-kernels"] == "1.2.3"
+    _distributions.cache_clear()
 
 
 def test_a_device_that_is_not_here():

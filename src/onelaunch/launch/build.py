@@ -95,11 +95,11 @@ def build_of(launch: Launch | CudaLaunch, architecture: Architecture, name: str)
         constants,
         num_warps=options.num_warps,
         num_stages=options.num_stages,
-        matrix=launch.mma is not Mma.NONE and not small_on_blackwell,
+        matrix=launch.mma not in (Mma.NONE, Mma.WARP_OR_NONE) and not small_on_blackwell,
         by_warps=launch.mma in (Mma.WARP, Mma.SMALL),
         attributes=attributes,
         options={key: value for key, value in given.items() if key not in ("num_warps", "num_stages")},
-        warp_mma=launch.mma is Mma.WARP,
+        warp_mma=launch.mma in (Mma.WARP, Mma.WARP_OR_NONE),
     )
 
 

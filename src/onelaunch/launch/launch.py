@@ -29,6 +29,9 @@ class Mma(Enum):
     """Instructions that the architecture has for large tiles, such as WGMMA on Hopper."""
     WARP = "warp"
     """Instructions of single warps (``mma.sync``) on Hopper too, by :mod:`onelaunch.launch.warp_mma`."""
+    WARP_OR_NONE = "warp or none"
+    """Those of single warps as for :attr:`WARP`, but none are asked for: products of float32 without loss are made of single
+    multiplications where a chip has no instruction for them."""
     SMALL = "small"
     """Instructions of single warps on Hopper, since the tile has too few rows for WGMMA; none are asked for on Blackwell."""
 
@@ -68,7 +71,7 @@ class Launch:
         if torch.version.hip:
             with global_atomics():
                 self._launch()
-        elif self.mma is Mma.WARP:
+        elif self.mma is Mma.WARP or self.mma is Mma.WARP_OR_NONE:
             with warp_mma():
                 self._launch()
         else:

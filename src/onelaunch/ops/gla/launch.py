@@ -193,6 +193,11 @@ def empty_final(call: Attention, *, wanted: bool) -> torch.Tensor:
     return call.q.new_empty((call.sequence_count, heads, keys, values) if wanted else (0,), dtype=torch.float32)
 
 
+def carry_mma(exact: bool) -> Mma:
+    """Return the matrix instructions of the chunk state pass, which multiplies float32 without loss where it is ``exact``."""
+    return Mma.WARP_OR_NONE if exact else Mma.WARP
+
+
 def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the initial state of each chunk, and the final state ``[N, H, K, V]`` (no elements if it is not wanted).
 
@@ -203,7 +208,7 @@ def carry(call: Attention, *, want_final: bool, exact: bool = False) -> tuple[to
     Launch(
         chunk_kernels.carry_kernel, carry_grid(call, tiles),
         call.k, call.v, call.g, call.sequences.initial, call.sequences.offsets, states, final, call.scale,
-        *call.numbers(), *strides(call.k, call.v, call.g), mma=Mma.WARP,
+        *call.numbers(), *strides(call.k, call.v, call.g), mma=carry_mma(want_final or exact),
         STAGES=tiles.stages, PARTS=call.parts(want_final or exact), FIRST=call.sequences.initial is not None, LAST=want_final,
         REVERSE=False, **call.flags(tiles, exact=want_final or exact),
     ).run()  # fmt: skip
@@ -336,7 +341,7 @@ def carry_back(
     Launch(
         chunk_kernels.carry_kernel, carry_grid(call, tiles),
         call.q, do, call.g, dfinal, call.sequences.offsets, dstates, dinitial, call.scale,
-        *call.numbers(), *strides(call.q, do, call.g), mma=Mma.WARP,
+        *call.numbers(), *strides(call.q, do, call.g), mma=carry_mma(wanted or exact),
         STAGES=tiles.stages, PARTS=call.parts(wanted or exact), FIRST=dfinal is not None, LAST=wanted, REVERSE=True,
         **call.flags(tiles, exact=wanted or exact),
     ).run()  # fmt: skip
