@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onelaunch.decode import KVCache, ModelConfig, decode_step, megakernel, torch_variants
+from onelaunch.decode import KVCache, ModelConfig, decode_step, megakernel, random_weights, torch_variants
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.runtime import kernels as kernels_file
@@ -208,6 +208,32 @@ def test_streams_are_joined_before_the_buffers_are_touched(watched):
     with pytest.raises(DecodeStalled):
         session.check()
     assert done == ["join", "reset"]
+
+
+def test_a_session_goes_with_its_model_before_garbage_is_collected(played):
+    """A reference circle would keep gigabytes of buffers, and CUDA graphs that a collection then destroys during a capture."""
+    weights = random_weights(MODEL)
+    step = {"token": torch.tensor([1]), "weights": weights, "cache": KVCache.empty(MODEL, 8)}
+    gc.collect()
+    gc.disable()
+    try:
+        decode_step(**step, variant="streaming")
+        list(KernelEngine(weights, "streaming").run(GREEDY["first"]))
+        session = weakref.ref(session_for(weights, "streaming"))
+        assert session() is not None
+        del weights, step
+        assert session() is None
+    finally:
+        gc.enable()
+
+
+def test_the_error_of_a_step_outlives_its_session(played):
+    session = session_for(weights := random_weights(MODEL), "streaming")
+    session.memory.state[ERROR] = 1
+    pending = Pending(session.device, session=session)
+    del weights, session
+    with pytest.raises(DecodeStalled):
+        pending.wait()
 
 
 def test_a_sequence_that_ended_leaves_no_cache(weights, played):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onelaunch.cuda.compiler import Compiled, Source, compile_now, compile_source, include, missing, read, version
     from onelaunch.cuda.driver import make_context_current
+    from onelaunch.cuda.graphs import capture
     from onelaunch.cuda.module import Function, Kind, load
     from onelaunch.cuda.tensor_maps import tensor_map
 
@@ -17,6 +18,7 @@ __all__ = [
     "Function",
     "Kind",
     "Source",
+    "capture",
     "compile_now",
     "compile_source",
     "include",
@@ -30,6 +32,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("Function", "Kind", "load"), "module"),
+    "capture": "graphs",
     "make_context_current": "driver",
     "tensor_map": "tensor_maps",
 }

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from onelaunch import folders
+from onelaunch import cuda, folders
 from onelaunch.device.hardware import Ceilings, describe, free_memory, multiplies_float8, room_for
 from onelaunch.device.read_rate import checksum, read_kernels
 from onelaunch.errors import BusyDeviceNotice, FallbackNotice, OneLaunchError
@@ -332,9 +332,7 @@ def _launch_probe(device: torch.device) -> Probe:
         return Probe("launch", "addition of one element", LAUNCHES, lambda: [one.add_(1) for _ in range(LAUNCHES)])
     one.add_(1)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            one.add_(1)
+    cuda.capture(lambda: [one.add_(1) for _ in range(LAUNCHES)], graph, torch.cuda.Stream(device))
     return Probe("launch", "node of a CUDA graph", LAUNCHES, graph.replay)
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import torch
 
+from onelaunch.cuda import capture
+
 Captured = TypeVar("Captured")
 Result = TypeVar("Result")
-
-_ONE_AT_A_TIME = threading.Lock()
-"""Lock held while a step is captured. Captures allocate from pools of their own, and empty PyTorch's cache first."""
 
 
 class GraphCache(Generic[Captured]):
@@ -41,7 +39,9 @@ class GraphCache(Generic[Captured]):
         return kept[key]
 
 
-def capture(step: Callable[[], Result], device: torch.device, *, warm_up: bool = False) -> tuple[torch.cuda.CUDAGraph, Result]:
+def capture_on_new_stream(
+    step: Callable[[], Result], device: torch.device, *, warm_up: bool = False
+) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture the work that a function enqueues, and return the graph and the function's result.
 
     Args:
@@ -50,7 +50,7 @@ def capture(step: Callable[[], Result], device: torch.device, *, warm_up: bool =
         warm_up: Flag to call the function once before, on the stream of the capture, so that compiling and the allocation of
             workspaces are not captured.
     """
-    with _ONE_AT_A_TIME, torch.cuda.device(device):
+    with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)
         if warm_up:
             stream.wait_stream(torch.cuda.current_stream())
@@ -58,7 +58,4 @@ def capture(step: Callable[[], Result], device: torch.device, *, warm_up: bool =
                 step()
             torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # By default PyTorch captures on a stream of the device that captured first, and fails on what other threads do meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            result = step()
-    return graph, result
+        return graph, capture(step, graph, stream)

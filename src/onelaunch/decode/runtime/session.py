@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from typing import TYPE_CHECKING, NoReturn, Protocol
+import weakref
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.sampling import Sampler
 from onelaunch.decode.plan.phases import Plan
-from onelaunch.decode.runtime.graphs import GraphCache, capture
+from onelaunch.decode.runtime.graphs import GraphCache, capture_on_new_stream
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Memory
 from onelaunch.errors import ArgumentError, DecodeOverflow, DecodeStalled, LogitsNotFinite
 
@@ -89,7 +90,7 @@ class Pending:
             read it; the host may after :meth:`wait`.
     """
 
-    __slots__ = ("_event", "_probe", "_session", "_state", "_step", "tokens")
+    __slots__ = ("_event", "_plan", "_probe", "_session", "_state", "_step", "tokens")
 
     def __init__(
         self,
@@ -103,7 +104,11 @@ class Pending:
         self.tokens = None if tokens is None else _to_host(tokens)
         self._state = None if session is None else _to_host(session.memory.state)
         self._probe = None if probe is None else _to_host(probe)
-        self._session, self._step = session, step
+        # A session keeps its last step's pending state: a reference back would keep both, and the buffers, until Python collects
+        # garbage.
+        self._session = None if session is None else weakref.ref(session)
+        self._plan = "" if session is None else session.kernel.plan.rung
+        self._step = step
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -124,12 +129,19 @@ class Pending:
         if self._event is not None:
             self._event.synchronize()
         if self._session is not None and self._state is not None and (error := int(self._state[ERROR])):
-            self._session.fail(error)
+            if (session := self._session()) is not None:
+                session.reset()
+            raise _failure(error, self._plan)
         if self._step is not None:
             self._step.wait()
         if self._probe is not None and not math.isfinite(self._probe):
             raise LogitsNotFinite
         return [] if self.tokens is None else self.tokens.tolist()
+
+
+def _failure(error: int, plan: str) -> DecodeOverflow | DecodeStalled:
+    """Return the exception of an error word of the kernel's state."""
+    return DecodeOverflow(plan) if error == OUT_OF_RANGE else DecodeStalled(plan)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,23 +223,15 @@ class Session:
             DecodeStalled, DecodeOverflow: a launch failed.
         """
         if error := int(self.memory.state[ERROR]):
-            self.fail(error)
+            self.reset()
+            raise _failure(error, self.kernel.plan.rung)
 
-    def fail(self, error: int) -> NoReturn:
-        """Reset the buffers, so that the next launch starts anew, and raise the error of a launch.
-
-        Args:
-            error: Error word of the kernel's state.
-
-        Raises:
-            DecodeStalled, DecodeOverflow: always.
-        """
+    def reset(self) -> None:
+        """Reset the buffers after the error of a launch, so that the next launch starts anew."""
         with self.lock:
             self.order.join()
             self.memory.reset()
             self.active = self.last_step = None
-        plan = self.kernel.plan.rung
-        raise DecodeOverflow(plan) if error == OUT_OF_RANGE else DecodeStalled(plan)
 
     def bind(self, position: int, token: torch.Tensor, identity: object = None) -> None:
         """Write a position and the token ``[1]`` there to the buffers, which belong to the sequence of that identity from now on.
@@ -269,7 +273,7 @@ class Session:
             self.kernel.launch(self.memory.arguments(cache, logits), cache.capacity, 1, -1)
             return logits
 
-        return capture(step, self.device)
+        return capture_on_new_stream(step, self.device)
 
     def _logits(self) -> torch.Tensor:
         return torch.empty(self._vocabulary, dtype=torch.float32, device=self.device)

@@ -10,12 +10,12 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from onelaunch import cuda
 from onelaunch.device.hardware import describe, free_memory
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.result import Regime, Status
@@ -330,18 +330,16 @@ def capture(
         CaptureFailed: with what the callee raised.
     """
     answers: list[Answer] = [{} for _ in sets]
-    first: Exception | None = None
+
+    def call_all() -> None:
+        for call in range(calls):
+            answers[call % len(sets)] = callee(sets[call % len(sets)])
+
+    gc.collect()  # what garbage holds is given back before, so that the calls find the same room as others did
     try:
-        with _no_garbage_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            try:
-                for call in range(calls):
-                    answers[call % len(sets)] = callee(sets[call % len(sets)])
-            except Exception as error:
-                first = error  # leaving a broken capture raises an error of its own, which says less
-                raise
-    except Exception as error:  # noqa: BLE001 - whatever a variant raises is a result
-        cause = first or error
-        raise CaptureFailed(f"cannot be captured in a CUDA graph: {in_a_line(cause)}") from cause
+        cuda.capture(call_all, graph, stream)
+    except Exception as error:
+        raise CaptureFailed(f"cannot be captured in a CUDA graph: {in_a_line(error)}") from error
     return answers
 
 
@@ -351,16 +349,3 @@ def _calls(seconds: float, sample_seconds: float) -> int:
 
 def _own_memory_per_element(tensor: torch.Tensor) -> bool:
     return all(step or size < 2 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection during capture may free memory and so break it."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

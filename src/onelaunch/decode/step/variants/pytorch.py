@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from onelaunch.decode.model.forward import forward, heads, logits_of, mlp, rms_norm, widened
 from onelaunch.decode.model.rope import rotation
 from onelaunch.decode.model.weights import LayerWeights, Weights
-from onelaunch.decode.runtime.graphs import capture
+from onelaunch.decode.runtime.graphs import capture_on_new_stream
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.dispatch.capture import compile_static, compiler_missing
@@ -132,7 +132,7 @@ class CapturedStep:
         with torch.inference_mode(mode=False):  # else no step outside of inference mode could write to them
             token, position = call.token.clone(), torch.full_like(call.token, call.position)
         run = functools.partial(step, layer, head, call.weights, token, position, call, window)
-        graph, logits = capture(run, call.token.device, warm_up=True)
+        graph, logits = capture_on_new_stream(run, call.token.device, warm_up=True)
         return cls(graph, token, position, logits)
 
     def replay(self, call: DecodeCall) -> torch.Tensor:

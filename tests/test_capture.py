@@ -1,0 +1,87 @@
+"""Captures in CUDA graphs: garbage that Python would collect meanwhile, and errors of what is captured."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from onelaunch import cuda
+
+
+@pytest.fixture
+def graphs_without_a_gpu(monkeypatch):
+    """Let PyTorch's captures and devices do nothing, but for a capture that broke: leaving it raises."""
+
+    @contextlib.contextmanager
+    def capture(graph, *, stream, capture_error_mode):
+        try:
+            yield
+        except BaseException:  # noqa: BLE001
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+class Stream:
+    device = None
+
+
+@pytest.mark.parametrize("error", [ValueError("of the step"), KeyboardInterrupt()])
+def test_the_error_of_what_is_captured_is_raised(error, graphs_without_a_gpu):
+    def step():
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        cuda.capture(step, None, Stream())
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_during_a_capture(enabled, graphs_without_a_gpu):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert cuda.capture(gc.isenabled, None, Stream()) is False
+        assert gc.isenabled() is enabled
+        with pytest.raises(ZeroDivisionError):
+            cuda.capture(lambda: 1 / 0, None, Stream())
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+def test_a_graph_that_is_garbage_does_not_break_a_capture():
+    """Collecting one within a plain capture fails; a process of its own leaves no broken capture behind."""
+    program = """
+        import gc
+        import torch
+        from onelaunch import cuda
+
+        x = torch.zeros(1 << 20, device="cuda")
+
+        def garbage():
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            cuda.capture(lambda: x.add_(1).clone(), graph, stream)
+            circle = [graph]
+            circle.append(circle)
+
+        def step():
+            held = [[number] for number in range(100_000)]  # enough for several collections
+            return x.add_(len(held))
+
+        garbage()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        result = cuda.capture(step, graph, torch.cuda.Stream())
+        x.zero_()
+        graph.replay()
+        assert int(result[0]) == 100_000
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
