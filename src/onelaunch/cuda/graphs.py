@@ -19,8 +19,8 @@ _ONE_AT_A_TIME = threading.RLock()
 def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Result:
     """Capture the work that a function enqueues, and return the function's result.
 
-    Python collects no garbage meanwhile. A collection in this thread may destroy another graph, which CUDA does not allow during a
-    capture. Other threads may go on using the GPU.
+    Python collects no garbage meanwhile. A collection in this thread may destroy another graph, which CUDA does not allow
+    during a capture. Other threads may go on using the GPU.
 
     Args:
         step: Function to capture. Call it once before, on the same stream, if it compiles kernels or allocates workspaces.
