@@ -56,6 +56,11 @@ def written(entries: Mapping[str, str]) -> str:
     )
 
 
+def lines_with(text: str, *words: str) -> list[str]:
+    """Return the lines of a text that hold all of the words: what of a page a test is about. Blanks are single."""
+    return [" ".join(line.split()) for line in text.splitlines() if all(word in line for word in words)]
+
+
 def function(key: str) -> str:
     """Return the node id of the test function that a key names, without parameters."""
     return key.partition(" # ")[0].partition("[")[0]
@@ -197,13 +202,15 @@ class Prose:
 
 @pytest.fixture
 def prose(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prose:
-    """Compare a text with its entry in the snapshot file; folders, addresses, and what variants run here are masked."""
+    """Compare a text with its entry in the snapshot file; what depends on the machine or the run is masked."""
     base = re.escape(str(tmp_path_factory.getbasetemp()))
     masks = {
         rf"{base}/[\w-]+": "<tmp>",
         re.escape(str(ROOT)): "<root>",
         r"\b0x[0-9a-f]{6,}\b": "<address>",
+        r"\b(?=[0-9]*[a-f])[0-9a-f]{12}\b": "<digest>",
         r"These can: [\w, ]+": "These can: <variants>",
+        r"Known: [\w, ]*\blinear_rnn\b[\w, ]*": "Known: <operations>",
     }
     return Prose(request.config.pluginmanager.get_plugin("prose"), request.node.nodeid, masks)
 
