@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import onelaunch
 from onelaunch.wording import in_a_line
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +27,7 @@ UPDATE = "--update-prose"
 def add_options(parser: pytest.Parser) -> None:
     """Add this module's option to pytest's."""
     parser.addoption(
-        UPDATE, action="store_true", help="write the words that the tests that run find to tests/snapshots/prose.txt"
+        UPDATE, action="store_true", help="run tests of wording alone, and write what they find to tests/snapshots/prose.txt"
     )
 
 
@@ -89,6 +90,7 @@ class Snapshot:
         self.entries = read(path)
         self.found: dict[str, str] = {}
         self.stale: set[str] = set()
+        self.collected: set[str] = set()
 
     def check(self, key: str, text: str) -> None:
         """Compare a text with the entry of its key, or keep it for the end of the session."""
@@ -114,6 +116,25 @@ class Snapshot:
             pytest.fail(f"{self.path.name} has entries that this test did not ask for: {sorted(left)}; run it with {UPDATE}")
         self.stale |= left
 
+    def without_a_test(self) -> set[str]:
+        """Return keys of entries whose test function is no longer there, or was collected without their parameters."""
+        functions = {function(node) for node in self.collected}
+        return {key for key in self.entries if gone(key) or (function(key) in functions and not self.asked_by(key))}
+
+    def asked_by(self, key: str) -> bool:
+        """Return whether a collected test may ask for this entry."""
+        node, _, name = key.partition(" # ")
+        return node in self.collected or (bool(name) and not name.isdigit())
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if not any("[" in argument for argument in config.args):  # else parameters were picked, and others are not gone
+            self.collected = {item.nodeid for item in items}
+        if self.update:
+            others = [item for item in items if "prose" not in getattr(item, "fixturenames", ())]
+            config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if "prose" in getattr(item, "fixturenames", ())]
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         result = yield
@@ -122,7 +143,7 @@ class Snapshot:
 
     def pytest_sessionfinish(self) -> None:
         if self.update:
-            kept = {key: text for key, text in self.entries.items() if key not in self.stale and not gone(key)}
+            kept = {key: text for key, text in self.entries.items() if key not in self.stale | self.without_a_test()}
             self.path.write_text(written({**kept, **self.found}), encoding="utf-8")
 
 
@@ -206,6 +227,7 @@ def prose(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     base = re.escape(str(tmp_path_factory.getbasetemp()))
     masks = {
         rf"{base}/[\w-]+": "<tmp>",
+        re.escape(str(Path(onelaunch.__file__).parent)): "<package>",
         re.escape(str(ROOT)): "<root>",
         r"\b0x[0-9a-f]{6,}\b": "<address>",
         r"\b(?=[0-9]*[a-f])[0-9a-f]{12}\b": "<digest>",

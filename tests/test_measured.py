@@ -127,9 +127,8 @@ def test_a_table_that_is_none_is_one_warning_and_the_package_speaks(places, text
     package, user = places
     (package / "some-gpu.json").write_text(table(row(8, {"vector": 2.0})))
     (user / "some-gpu.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with prose.warns(
-        TableNotice, match=r"some-gpu\.json.*onelaunch study adopt", mask={r"maximum recursion[^)]*": "<reason>"}
-    ) as said:
+    deep = {r"maximum recursion[^)]*": "<reason>"}
+    with prose.warns(TableNotice, match=r"some-gpu\.json.*onelaunch study adopt", mask=deep) as said:
         assert near().microseconds == {"vector": 2.0}
     assert len(said) == 1
     with warnings.catch_warnings():
