@@ -97,9 +97,9 @@ def test_within_the_tie_the_preferred_one_is_chosen(table):
     assert dispatch.choose(query()).name == "loop"
 
 
-def test_a_variant_that_was_removed_since_is_ignored(table):
+def test_a_variant_that_was_removed_since_is_ignored(table, prose):
     table({8: {"gone": 0.1, "loop": 1.0}})
-    with pytest.warns(TableNotice, match="gone"):
+    with prose.warns(TableNotice):
         assert dispatch.choose(query()).name == "loop"
 
 

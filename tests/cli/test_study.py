@@ -59,7 +59,7 @@ def test_show_of_a_scale_without_shapes_says_so(call, prose):
     prose(lines_with(call("study", "show", "toy-study", "--scale", "full").raw, "scale full"))
 
 
-def test_judge_decides_again_by_what_is_stored_and_says_so(call, stored):
+def test_judge_decides_again_by_what_is_stored_and_says_so(call, stored, prose):
     path = stored[0]
     before = concluded(Result.load(path))
     before.model_copy(update={"outcomes": (), "decision": None}).save(path, force=True)
@@ -72,7 +72,7 @@ def test_judge_decides_again_by_what_is_stored_and_says_so(call, stored):
         assert after.cells == before.cells
         (note,) = set(after.notes) - set(before.notes)
         assert f"Measured at {before.provenance.commit}" in note
-        assert "judged again at" in note
+        prose(note, mask={r"again at [^ ]+": "again at <date>"})
 
 
 def test_judge_takes_results_alone(call, here):
@@ -131,7 +131,7 @@ def test_run_says_how_to_continue_what_an_interrupted_run_left(call, here, never
     assert "--force" in answer.err
 
 
-def test_outputs_are_tried_before_anything_is_measured(call, here, never_measured):
+def test_outputs_are_tried_before_anything_is_measured(call, here, never_measured, prose):
     (here / "tiny.toml").write_text("precious")
     for options, name in (
         (("--out", "tiny.toml"), "tiny.toml"),
@@ -142,7 +142,7 @@ def test_outputs_are_tried_before_anything_is_measured(call, here, never_measure
         answer = call("study", "run", "toy-study", *options)
         assert answer.code == 1
         assert name in answer.err
-        assert "cannot be written" in answer.err
+        prose(answer.err)
     assert (here / "tiny.toml").read_text() == "precious"
     assert sorted(path.name for path in here.iterdir()) == ["studies", "tiny.toml"]
 

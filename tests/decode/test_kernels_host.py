@@ -240,7 +240,7 @@ def test_stamps_say_where_a_token_waits_and_change_nothing_else(rung, libraries,
     passes = {phase.name: TINY.num_hidden_layers for phase in plan.layer} | {phase.name: 1 for phase in plan.tail}
     total = sum(passes[name] * (time.waits + time.works) for name, time in times.items())
     assert 0.5 * span < total < 1.5 * span, "phases make up the token"
-    with pytest.raises(ValueError, match="without Tuning"):
+    with prose.raises(ValueError):
         phase_times(plan, memory.state[:4])
     with prose.raises(ValueError):
         phase_times(plan_for(TINY, "graph", 4), memory.state)

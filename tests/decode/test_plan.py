@@ -81,10 +81,10 @@ def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, hea
 
 
 @pytest.mark.parametrize(("rung", "name"), sorted(set(WAITING)))
-def test_no_edge_can_be_left_out(rung, name):
+def test_no_edge_can_be_left_out(rung, name, prose):
     plan = plan_for(TINY, rung, 5)
     bare = without_edge(plan, name)
-    with pytest.raises(PlanError, match=r"before CTA|nobody|may still (read|add)|old use|overtake"):
+    with prose.raises(PlanError, match="CTA", mask={r"\d+": "<number>"}):
         check(bare)
 
 

@@ -311,7 +311,7 @@ def step(weights):
 
 
 @pytest.mark.parametrize("loop", ["running", "served"])
-def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, monkeypatch):
+def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, monkeypatch, prose):
     made = decode_step.loops[loop](decode_step.get("streaming"), step)
     assert 0 < made.seconds() < 1
     assert made.count % 16 == 0
@@ -325,7 +325,7 @@ def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, 
 
     monkeypatch.setattr(Session, "launch", other)
     made.seconds()
-    assert "single steps make" in made.problem()
+    prose(made.problem())
 
 
 def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(step, played):

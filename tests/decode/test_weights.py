@@ -143,7 +143,7 @@ def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path, prose):
     save_file(tensors | {DOWN: tensors[DOWN].T.contiguous()}, path)
     with prose.raises(CheckpointError, match=r"model\.safetensors"):
         load_weights(tmp_path, SMALL)
-    with pytest.raises(CheckpointError, match=r"embed_tokens.* must be \[400, 64\]"):
+    with prose.raises(CheckpointError, match="embed_tokens"):
         load_weights(tmp_path, replace(SMALL, vocab_size=400))
     with prose.raises(CheckpointError, match=r"'lm_head\.weight'"):
         load_weights(tmp_path, replace(SMALL, tie_word_embeddings=False))

@@ -170,10 +170,10 @@ def test_a_prompt_that_is_none(model, prompt, prose):
     assert len(str(caught.value)) < 400
 
 
-def test_arrays_are_prompts_only_if_they_are_rows_of_integers(model):
+def test_arrays_are_prompts_only_if_they_are_rows_of_integers(model, prose):
     numpy = pytest.importorskip("numpy", reason="needs the extra decode")
     for prompt in (numpy.array(3), numpy.ones((2, 2), int), numpy.array([1.5])):
-        with pytest.raises(ArgumentError, match=r"prompt (is|holds)"):
+        with prose.raises(ArgumentError):
             model.stream(prompt)
 
 

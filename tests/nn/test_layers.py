@@ -155,11 +155,11 @@ def test_an_argument_that_cannot_be_is_named(kind, argument, value, prose):
 
 
 def test_arguments_of_one_layer_that_cannot_be_are_named(prose):
-    with pytest.raises(ArgumentError, match="gate_low_rank_dim is 0"):
+    with prose.raises(ArgumentError, match="gate_low_rank_dim"):
         GatedLinearAttention(gate_low_rank_dim=0)
     with prose.raises(ArgumentError, match="clamp_min"):
         GatedLinearAttention(clamp_min=0.5)
-    with pytest.raises(ArgumentError, match="conv_size is 0"):
+    with prose.raises(ArgumentError, match="conv_size"):
         SimpleGatedLinearAttention(conv_size=0)
     with prose.raises(ArgumentError, match="onelaunch.ops.gla"):
         GatedLinearAttention(hidden_size=64, num_heads=4)
@@ -175,19 +175,19 @@ def test_arguments_of_one_layer_that_cannot_be_are_named(prose):
 def test_a_call_that_cannot_be_names_the_argument(name, prose):
     layer, _ = make(name)
     x = torch.randn(2, 5, D)
-    with pytest.raises(ShapeError, match=r"hidden_states has shape \(2, 5, 63\).*hidden_size = 64"):
+    with prose.raises(ShapeError, match="hidden_states"):
         layer(x[..., 1:])
     with pytest.raises(ShapeError, match="hidden_states"):
         layer(x[0])
-    with pytest.raises(DTypeError, match=r"hidden_states is torch\.float64"):
+    with prose.raises(DTypeError, match="hidden_states"):
         layer(x.double())
-    with pytest.raises(ShapeError, match=r"attention_mask has shape \(2, 4\)"):
+    with prose.raises(ShapeError, match="attention_mask"):
         layer(x, attention_mask=torch.ones(2, 4))
-    with pytest.raises(ShapeError, match=r"attention_mask has shape \(2, 5, 5\)"):
+    with prose.raises(ShapeError, match="attention_mask"):
         layer(x, attention_mask=torch.ones(2, 5, 5))
     with prose.raises(ArgumentError, match="attention_mask"):
         layer(x[:1], attention_mask=torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5]))
-    with pytest.raises(PackingError, match="batch of 2"):
+    with prose.raises(PackingError):
         layer(x, cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ArgumentError, match="output_attentions"):
         layer(x, output_attentions=True)

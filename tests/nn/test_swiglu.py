@@ -71,9 +71,9 @@ def test_it_compiles_in_one_graph_and_runs_in_sixteen_bits():
 def test_what_cannot_be_is_named(prose):
     with prose.raises(ArgumentError, match="'powlu'"):
         SwiGLU(8, hidden_act="powlu")
-    with pytest.raises(ArgumentError, match="intermediate_size is 0"):
+    with prose.raises(ArgumentError, match="intermediate_size"):
         SwiGLU(8, intermediate_size=0)
-    with pytest.raises(ArgumentError, match="hidden_ratio is -1"):
+    with prose.raises(ArgumentError, match="hidden_ratio"):
         SwiGLU(8, hidden_ratio=-1)
     module = SwiGLU(8)
     with prose.raises(ShapeError, match=r"\bx\b"):

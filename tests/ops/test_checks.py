@@ -185,12 +185,12 @@ def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
 
 
 @both_scans
-def test_values_are_checked_at_every_call(operation):
+def test_values_are_checked_at_every_call(operation, prose):
     """Checks of shapes are remembered; those of values cannot be."""
     arguments = arguments_of(operation)
     operation(**arguments)
     arguments["log_decay"][0, 0, 0] = 1.0
-    with pytest.raises(ValueRangeError, match=r"^log_decay holds 1"):
+    with prose.raises(ValueRangeError, match="log_decay"):
         operation(**arguments)
 
 

@@ -226,7 +226,7 @@ def test_a_destination_that_gradients_do_not_fit_into_is_refused(prose):
     assert launch.room_like(k, fits) is fits
     assert launch.room_like(k, None).is_contiguous()
     for wrong in (matrix[:, 32:64].half().view(2, 9, 2, 16), matrix[:, :64].view(2, 9, 2, 32), fits[:, :8], fits.transpose(0, 1)):
-        with pytest.raises(ValueError, match="cannot write"):
+        with prose.raises(ValueError):
             launch.room_like(k, wrong)
     with prose.raises(ValueError):
         launch_hopper.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))

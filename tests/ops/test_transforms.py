@@ -123,9 +123,9 @@ STRIDELESS = {"sparse": lambda x: x.to_sparse(), "nested": lambda x: torch.neste
 
 @pytest.mark.parametrize("kind", STRIDELESS)
 @OPERATIONS
-def test_a_tensor_that_is_not_strided_is_refused_by_name(operation, kind):
+def test_a_tensor_that_is_not_strided_is_refused_by_name(operation, kind, prose):
     first, *rest = arguments(operation)
-    with pytest.raises(ArgumentError, match="strided tensor"):
+    with prose.raises(ArgumentError):
         operation(STRIDELESS[kind](first), *rest)
 
 

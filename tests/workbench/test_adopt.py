@@ -95,17 +95,17 @@ def of_device(slug, name="Some GPU", **more):
 @pytest.mark.parametrize(
     "slug", ["../../up", "/tmp/abs", "a/b", "a..b", "..", "", "A", "x" * 81, "a\n", "a\\b", "~root", "\x1b[2J"]
 )
-def test_a_slug_that_could_leave_the_folder_is_refused_and_writes_nothing(folder, slug):
-    with pytest.raises(ResultMismatch, match="slug"):
+def test_a_slug_that_could_leave_the_folder_is_refused_and_writes_nothing(folder, slug, prose):
+    with prose.raises(ResultMismatch):
         adopt([of_device(slug)], folder / "here")
     assert list(folder.iterdir()) == []
 
 
-def test_the_users_folder_is_the_default_and_the_package_is_never_written(folder):
+def test_the_users_folder_is_the_default_and_the_package_is_never_written(folder, prose):
     assert adopt([of_device("some-gpu")]) == folder / "some-gpu.json"
     before = sorted(tables.TABLES.iterdir())
     for into in (tables.TABLES, tables.TABLES.parent, tables.TABLES / "below"):
-        with pytest.raises(TableFolderError, match="package"):
+        with prose.raises(TableFolderError):
             adopt([of_device("some-gpu")], into)
     assert sorted(tables.TABLES.iterdir()) == before
 

@@ -157,7 +157,7 @@ def test_runs_of_other_code_are_no_repeats(facts, prose):
     assert str(next(iter(facts.values()))).strip("{}")[-4:].strip("'") in str(refused.value)
     (wider,) = runs(10.0)
     wider = wider.model_copy(update={"study_digest": "0" * 64})
-    with pytest.raises(ResultMismatch, match="declaration"):
+    with prose.raises(ResultMismatch):
         compare([runs(10.0)[0], wider], runs(12.0)[0])
 
 
@@ -165,7 +165,7 @@ def test_one_run_given_twice_is_no_repeat(prose):
     (one,) = runs(10.0)
     with prose.raises(ResultMismatch):
         compare([one, one], runs(12.0)[0])
-    with pytest.raises(ResultMismatch, match="no result"):
+    with prose.raises(ResultMismatch):
         compare([], one)
 
 

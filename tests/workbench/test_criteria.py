@@ -197,8 +197,7 @@ def test_bytes_count_only_when_both_sides_were_counted(prose):
     for cells in ((ok_cell("three", 2.0), one), (three, ok_cell("one", 1.0)), (ok_cell("three", 2.0), ok_cell("one", 1.0))):
         found = outcome(traffic(1.5), *cells)
         assert found.status == "not_measured"
-        assert "no counted bytes" in found.evidence
-    prose(found.evidence)
+        prose(found.evidence)
     assert found.values == {}
 
 

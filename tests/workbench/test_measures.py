@@ -147,21 +147,21 @@ def test_a_measure_that_is_not_registered_is_refused(written, prose):
         Criterion(name="c", measure="operators", of="parallel", at_most=1)
 
 
-def test_a_name_is_registered_once(operators):
-    with pytest.raises(ValueError, match="already"):
+def test_a_name_is_registered_once(operators, prose):
+    with prose.raises(ValueError):
 
         @register
         class Again(Measure):
             name = "operators"
             alone = Alone("", "")
 
-    with pytest.raises(ValueError, match="small letters"):
+    with prose.raises(ValueError):
 
         @register
         class Loud(Measure):
             name = "OPERATORS"
 
-    with pytest.raises(ValueError, match="single variant"):
+    with prose.raises(ValueError):
 
         @register
         class Compared(Measure):

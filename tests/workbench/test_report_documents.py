@@ -118,9 +118,9 @@ def test_a_foreign_result_puts_nothing_into_a_page():
     assert "<b>" not in shown
 
 
-def test_the_overview_holds_the_mean_and_the_range_over_peers():
+def test_the_overview_holds_the_mean_and_the_range_over_peers(prose):
     heads, *rows = tables(docs_overview([stored("gla"), stored("projections")], lambda name: f"{name}.md"))[0]
-    assert heads[3:] == ["over the fastest peer", "over torch.compile"]
+    prose(heads[3:])
     assert rows[0][0] == "[`gla`](gla.md)"
     assert rows[0][3] == "2.82x (1.09x to 7.27x, 18 shapes)"
     assert rows[2][3] == "–"

@@ -140,7 +140,7 @@ def test_a_cpu_first_says_what_it_found_and_then_what_another_device_did(prose) 
         assert part in head.elsewhere[0]
     assert "declared differently" not in head.elsewhere[0]
     for form in (text_of(page.render(on_cpu())), markdown.render(on_cpu())):
-        assert form.index("On this CPU") < form.index("2 of 2 criteria ask") < form.index("On NVIDIA H200")
+        assert form.index(head.found[0][:20]) < form.index("2 of 2 criteria") < form.index("NVIDIA H200")
 
 
 def test_a_committed_result_of_another_declaration_says_so() -> None:

@@ -61,14 +61,12 @@ def test_other_versions_are_refused_with_those_that_can_be_read(tmp_path, versio
         Result.load(path)
 
 
-def test_a_newer_schema_asks_for_an_update_of_onelaunch(tmp_path):
+def test_a_newer_schema_asks_for_an_update_of_onelaunch(tmp_path, prose):
     path = tmp_path / "future.json"
     path.write_text(json.dumps({"schema_version": SCHEMA + 1, "anything": "else"}))
-    with pytest.raises(ResultTooNew, match="newer onelaunch") as told:
+    with prose.raises(ResultTooNew) as told:
         Result.load(path)
     assert (told.value.schema, told.value.newest) == (SCHEMA + 1, SCHEMA)
-    assert "pdate onelaunch" in str(told.value)
-    assert "not a result" not in str(told.value)
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path, prose):
@@ -132,16 +130,16 @@ def test_a_result_that_makes_no_sense_is_refused_with_the_place(tmp_path, kind):
         assert str(place[0]) in str(told.value)
 
 
-def test_a_measurement_that_stands_twice_is_refused(tmp_path):
+def test_a_measurement_that_stands_twice_is_refused(tmp_path, prose):
     """A reader would take one of the two, and another reader the other."""
     raw = json.loads(results.proceed_on_gpu().model_dump_json())
     path = tmp_path / "twice.json"
     path.write_text(json.dumps(raw | {"cells": [*raw["cells"], raw["cells"][0]]}), encoding="utf-8")
-    with pytest.raises(ResultCorrupt, match="twice"):
+    with prose.raises(ResultCorrupt):
         Result.load(path)
     again = raw["cells"][0] | {"timings": raw["cells"][0]["timings"] * 2}
     path.write_text(json.dumps(raw | {"cells": [again, *raw["cells"][1:]]}), encoding="utf-8")
-    with pytest.raises(ResultCorrupt, match="two times"):
+    with prose.raises(ResultCorrupt):
         Result.load(path)
 
 
@@ -178,12 +176,12 @@ def test_what_is_no_result_is_refused(tmp_path, content, prose):
         Result.load(path)
 
 
-def test_a_file_that_is_too_large_or_endless_is_not_read(tmp_path):
+def test_a_file_that_is_too_large_or_endless_is_not_read(tmp_path, prose):
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
         file.truncate(300 << 20)
     for each in (path, tmp_path, Path("/dev/zero")):
-        with pytest.raises(ResultCorrupt, match=r"bytes|regular file"):
+        with prose.raises(ResultCorrupt):
             Result.load(each)
 
 

@@ -283,8 +283,8 @@ def test_a_name_that_could_be_read_as_more_than_a_name_is_refused(written, name,
 
 
 @pytest.mark.parametrize(("old", "new"), [('kind = "odd"', 'kind = "\\u001b[2J"'), ("[1, 2]", '[1, "<script>"]')])
-def test_texts_of_options_and_selectors_follow_the_rule_of_names(written, old, new):
-    with pytest.raises(StudyError, match="letters") as told:
+def test_texts_of_options_and_selectors_follow_the_rule_of_names(written, old, new, prose):
+    with prose.raises(StudyError) as told:
         load_study(written(GOOD.replace(old, new)))
     assert not UNSAFE.search(str(told.value))
 
@@ -327,7 +327,7 @@ def test_what_is_no_study_file_is_refused_and_never_waited_for(tmp_path, prose):
     huge = tmp_path / "huge.toml"
     with huge.open("wb") as file:
         file.truncate(300 << 20)
-    with pytest.raises(StudyError, match="bytes"):
+    with prose.raises(StudyError):
         load_study(huge)
     for name in ("a\0b", "x" * 5000, "a\0b/c.toml"):
         with pytest.raises(UnknownStudy):
