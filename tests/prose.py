@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ class Snapshot:
 
     def pytest_sessionfinish(self) -> None:
         if self.update:
-            kept = {key: text for key, text in self.entries.items() if key not in self.stale | self.without_a_test()}
+            dropped = self.stale | self.without_a_test()
+            kept = {key: text for key, text in self.entries.items() if key not in dropped}
             self.path.write_text(written({**kept, **self.found}), encoding="utf-8")
 
 
@@ -151,10 +153,16 @@ def gone(key: str) -> bool:
     """Return whether the test that a key names is no longer in the tests, or the name that its text was given."""
     file, _, test = function(key).partition("::")
     name = key.partition(" # ")[2]
-    source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+    source = source_of(file)
     return re.search(rf"^\s*def {test.rpartition('::')[2]}\(", source, re.MULTILINE) is None or (
         bool(name) and not name.isdigit() and f'"{name}"' not in source
     )
+
+
+@lru_cache
+def source_of(file: str) -> str:
+    """Return the source of a test file, empty where there is none."""
+    return (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
 
 
 def difference(recorded: str, found: str) -> str:
