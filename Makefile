@@ -22,6 +22,8 @@ help: ## say what there is
 demo: $(VENV)/.runtime ## run the 040 study at the size that suits this machine (a first look without a GPU); the report goes to reports/
 	$(BIN)/onelaunch study run 040-linear-rnn $(QUICK) --out reports/040-linear-rnn/result.json --report-dir reports/040-linear-rnn --force
 
+# Tests start Python a hundred times: each start would compile our modules anew where no bytecode is kept.
+test quick: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.developer ## run the test-suite: once with kernels compiled, once with kernels interpreted; durations go to build/
 	$(PYTEST) -m "not interpret" --architectures=$(ARCHITECTURES) --durations-table=build/durations.txt \
 		$(if $(BUDGET),--cpu-budget=$(BUDGET))

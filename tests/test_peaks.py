@@ -6,6 +6,8 @@ import gc
 import json
 import math
 import os
+import re
+import warnings
 import weakref
 from dataclasses import asdict, replace
 
@@ -93,8 +95,6 @@ def entry(**changes):
         '{"entries": [3, null]}',
         '{"entries": [{"copy_bytes_per_second": 1}]}',
         json.dumps(asdict(FOUND)),
-        entry(software="torch 0.4"),
-        entry(matrix_flops_per_second={"float16": 1e12}),
         entry(matrix_flops_per_second=7),
         entry(copy_bytes_per_second=math.nan),
         entry(copy_bytes_per_second=0),
@@ -104,11 +104,26 @@ def entry(**changes):
         entry(more=1),
     ],
 )
-def test_a_cache_that_cannot_be_believed_is_measured_again(stored, measurements):
+def test_a_cache_that_cannot_be_believed_is_measured_again_with_one_notice(stored, measurements):
     path = peaks.cache_path("cpu")
     path.parent.mkdir(parents=True)
     path.write_text(stored)
+    with pytest.warns(CacheNotice, match=re.escape(path.name)) as said:
+        assert peaks.ceilings("cpu") == FOUND
+    assert len(said) == 1
+    assert measurements == ["cpu"]
     assert peaks.ceilings("cpu") == FOUND
+    assert measurements == ["cpu"]
+
+
+@pytest.mark.parametrize("stored", [entry(software="torch 0.4"), entry(matrix_flops_per_second={"float16": 1e12})])
+def test_peaks_of_other_software_or_other_dtypes_are_measured_again_without_a_notice(stored, measurements):
+    path = peaks.cache_path("cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text(stored)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert peaks.ceilings("cpu") == FOUND
     assert measurements == ["cpu"]
     assert peaks.ceilings("cpu") == FOUND
     assert measurements == ["cpu"]
@@ -119,7 +134,8 @@ def test_a_pipe_in_place_of_the_cache_is_measured_again_and_replaced(measurement
     path = peaks.cache_path("cpu")
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
-    assert peaks.ceilings("cpu") == FOUND
+    with pytest.warns(CacheNotice, match="no regular file"):
+        assert peaks.ceilings("cpu") == FOUND
     assert peaks.ceilings("cpu") == FOUND
     assert measurements == ["cpu"]
     assert path.is_file()

@@ -42,11 +42,16 @@ def tables_folder() -> Path:
 
 
 def kept(path: Path) -> bytes | None:
-    """Return what a file of the cache holds, or ``None`` where it cannot be read."""
+    """Return what a file of the cache holds, or ``None`` where there is none, or warn once where it cannot be read."""
     try:
         return read_bytes(path)
-    except (OSError, FileTooLarge):
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except FileTooLarge:
+        say_unusable(path, "is too large to be a file of the cache")
+    except OSError as problem:
+        say_unusable(path, f"cannot be read ({reason(problem)})")
+    return None
 
 
 def keep(path: Path, data: bytes) -> bool:
@@ -89,6 +94,17 @@ def alone(folder: Path, name: str) -> Iterator[None]:
     finally:
         if held:
             lock.release()
+
+
+@functools.cache
+def say_unusable(path: Path, problem: str) -> None:
+    """Warn, once for each file and problem, that a file of the cache is ignored and made again.
+
+    Args:
+        path: The file.
+        problem: Problem in words that complete "the file ...".
+    """
+    warnings.warn(CacheNotice(f"{path} {problem}; this is ignored, and made again where that is possible."), stacklevel=3)
 
 
 @functools.cache

@@ -24,7 +24,10 @@ SWEEPS = 20_000_000
 
 
 def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: tuple[str, str] | None = None) -> Path:
-    """A shared library of a plan's kernel, compiled once; it gets its name when it is whole, as other workers look for it.
+    """Return a shared library of a plan's kernel, compiled once; it gets its name when it is whole, as other workers look for it.
+
+    The kernel is compiled without optimization, for that takes longer than its launches do; the machine with it, but once.
+    A watched kernel is optimized, as variables that stay in registers are no accesses to memory.
 
     Args:
         plan: of the kernel.
@@ -34,27 +37,47 @@ def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: 
         change: what stands once in the kernel's source, and what is to stand there instead.
     """
     code = source(plan, tuning)
-    files = {**dict(code.headers), "step.cu": code.text}
-    files |= {name: (HERE / name).read_text() for name in ("machine.cuh", "races.cuh")}
+    files = {**dict(code.headers), "step.cu": code.text, "machine.cuh": (HERE / "machine.cuh").read_text()}
     if change:
         (name,) = (name for name, text in files.items() if change[0] in text)
         assert files[name].count(change[0]) == 1
         files[name] = files[name].replace(*change)
-    key = hashlib.sha256(repr((files, *map(Path.read_text, sorted(HERE.glob("*.cpp"))), watched)).encode()).hexdigest()[:24]
-    library = folder / f"decode-{key}.so"
+    files["run.cpp"] = (HERE / "run.cpp").read_text()
+    pieces = [machine(name, folder, watched=watched) for name in ("machine.cpp", "races.cpp")[: 1 + watched]]
+    told = ["-O1", "-g1", "-fsanitize=thread"] if watched else ["-O0"]
+    library = folder / f"decode-{key_of(files, [piece.name for piece in pieces], told)}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
             for name, text in files.items():
                 (Path(work) / name).write_text(text)
-            whole, piece = Path(work) / library.name, Path(work) / "run.o"
-            command = [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-fPIC", f"-I{work}"]
-            # with -fno-gnu-unique each library has a machine of its own
-            told = ["-g", "-DWATCHED", "-fsanitize=thread", "-fno-gnu-unique"] if watched else []
-            watch = [str(HERE / "races.cpp")] if watched else []
-            subprocess.run([*command, *told, "-c", str(HERE / "run.cpp"), "-o", str(piece)], check=True)
-            subprocess.run([*command, "-shared", str(piece), *watch, "-o", str(whole)], check=True)
+            piece, whole = Path(work) / "run.o", Path(work) / library.name
+            compile_to(piece, "-c", *told, f"-I{work}", Path(work) / "run.cpp")
+            compile_to(whole, "-shared", piece, *pieces)
             whole.replace(library)
     return library
+
+
+def machine(name: str, folder: Path, *, watched: bool) -> Path:
+    """Return the object file of a part of the machine, which every kernel's library has, compiled once."""
+    told = ["-c", "-O3", *(["-DWATCHED"] if watched else [])]
+    piece = folder / f"{name}-{key_of([path.read_text() for path in sorted(HERE.glob('*.c*'))], told)}.o"
+    if not piece.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            whole = Path(work) / piece.name
+            compile_to(whole, *told, HERE / name)
+            whole.replace(piece)
+    return piece
+
+
+def compile_to(file: Path, *arguments: object) -> None:
+    """Run the compiler; with hidden symbols each library has a machine of its own."""
+    command = [COMPILER, "-std=c++17", "-fno-strict-aliasing", "-fvisibility=hidden", "-w", "-fPIC", *arguments, "-o", file]
+    subprocess.run([str(each) for each in command], check=True)
+
+
+def key_of(*content: object) -> str:
+    """Return the digest of all that a file is made of, for its name."""
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:24]
 
 
 class HostKernel:

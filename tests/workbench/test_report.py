@@ -19,7 +19,7 @@ from onelaunch.workbench import quantities as q
 from onelaunch.workbench.report import docs_table, markdown, page, write_report
 from onelaunch.workbench.report.details import details
 from onelaunch.workbench.report.headline import headline
-from onelaunch.workbench.report.plots import STAND_INS, Plot, plots
+from onelaunch.workbench.report.plots import STAND_INS, Plot
 from onelaunch.workbench.report.summary import asked, summarize
 from onelaunch.workbench.report.tables import Table, columns, to_html, to_markdown, to_rich, words
 from onelaunch.workbench.report.terminal import show
@@ -79,7 +79,7 @@ def page_of(make: Maker) -> str:
 
 @functools.cache
 def plots_of(make: Maker) -> tuple[Plot, ...]:
-    return plots(make())
+    return page.plots(make())
 
 
 def read(make: Maker) -> Reader:
@@ -253,7 +253,7 @@ def test_missing_traffic_and_plan_are_no_error() -> None:
     bare = tuple(cell.model_copy(update={"traffic": None, "plan": None}) for cell in result.cells)
     stripped = result.model_copy(update={"cells": bare, "outcomes": (), "decision": None, "noise": ()})
     assert "not decided" in markdown.render(stripped)
-    assert not [plot for plot in plots(stripped) if "bytes" in plot.title]
+    assert not [plot for plot in page.plots(stripped) if "bytes" in plot.title]
     Reader(page.render(stripped))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 from pathlib import Path
@@ -26,8 +27,12 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[line.strip("| ").split(" | ") for i, line in enumerate(table.splitlines()) if i != 1] for table in found]
 
 
+load = functools.cache(Result.load)
+"""Read stored results once: nobody changes them."""
+
+
 def stored(operation: str) -> Result:
-    (found,) = (each for path in STORED if (each := Result.load(path)).study.operation == operation)
+    (found,) = (each for path in STORED if (each := load(path)).study.operation == operation)
     return found
 
 
@@ -55,7 +60,7 @@ def test_of_several_peers_the_fastest_is_named():
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_every_time_is_in_a_table_of_all_variants(path):
-    result = Result.load(path)
+    result = load(path)
     text = docs_section(result, "results/x.json")
     wide = [table for table in tables(text) if table[0][0] == "variant" and "status" not in table[0]]
     assert wide

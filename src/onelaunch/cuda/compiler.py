@@ -142,8 +142,11 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def _stored(path: Path) -> bytes | None:
-    """Return the code in a file of the cache, or ``None`` where it is not whole: its digest follows it."""
+    """Return the code in a file of the cache, or ``None`` where there is none or its digest, which follows it, differs."""
     if (data := folders.kept(path)) is None:
         return None
     cubin, digest = data[:-_DIGEST], data[-_DIGEST:]
-    return cubin if hashlib.sha256(cubin).digest() == digest else None
+    if hashlib.sha256(cubin).digest() == digest:
+        return cubin
+    folders.say_unusable(path, "is damaged")
+    return None

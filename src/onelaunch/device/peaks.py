@@ -409,14 +409,19 @@ def remember(device: str, found: Ceilings) -> Ceilings:
 
 
 def _entries(device: str) -> dict[str, Ceilings]:
-    """Return the believable entries of the device's file, by software. Entries that cannot be read are left out."""
-    try:
-        table = json.loads(folders.kept(cache_path(device)) or b"{}")
-        listed = table["entries"]
-        found = [entry for each in listed if (entry := _entry(each)) is not None]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    """Return the believable entries of the device's file, by software. Others are left out with a notice."""
+    path = cache_path(device)
+    if (data := folders.kept(path)) is None:
         return {}
-    return {entry.software: entry for entry in found}
+    try:
+        listed = list(json.loads(data)["entries"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        folders.say_unusable(path, "holds no table of peaks as this version writes it")
+        return {}
+    found = [_entry(each) for each in listed]
+    if None in found:
+        folders.say_unusable(path, "has an entry that this version does not believe")
+    return {entry.software: entry for entry in found if entry is not None}
 
 
 def _entry(value: Any) -> Ceilings | None:

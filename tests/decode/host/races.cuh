@@ -1,12 +1,11 @@
-// Whether threads of a block meet between their accesses to its shared memory, by vector clocks. A kernel compiled with WATCHED and
-// -fsanitize=thread tells of each load and store by the functions below, which are this file's and not the sanitizer's. Barriers,
+// Whether threads of a block meet between their accesses to its shared memory, by vector clocks. A kernel compiled with
+// -fsanitize=thread tells of each load and store by functions that are machine.cpp's and not the sanitizer's. Barriers,
 // meetings of a warp and copies order; products and exchanges between lanes do not, though the machine's lanes rarely part there.
-// What lies behind FULL_AT, barriers and words that are polled, is not looked at.
+// What lies behind `watched` bytes, barriers and words that are polled, is not looked at.
 #pragma once
 #include <cstdint>
-#include <cstdio>
+#include <cstddef>
 #include <vector>
-#include "plan.cuh"
 
 namespace races {
 typedef std::vector<uint32_t> Clock;
@@ -17,7 +16,8 @@ struct Access {
 };
 struct Cell {
   Access written = {-1, 0, nullptr};
-  std::vector<Access> reads;  // since
+  std::vector<Access> reads;  // since, one of a thread
+  size_t next = 0;  // of them, the one behind that which was found last: threads take turns in the same order
 };
 // Of a barrier: what those knew who have arrived in this phase, and in the one before.
 struct Known { Clock now, before; };
@@ -28,11 +28,12 @@ struct Race {
 constexpr int GRAIN = 2;  // bytes: the smallest number that is stored
 struct Watch {
   char* base;
+  size_t watched;
   std::vector<Clock> clocks;
   std::vector<Cell> cells;
   std::vector<Known> barriers;
 
-  Watch(char* base, int threads);
+  Watch(char* base, int watched, int barriers, int threads);
   void next(int thread);
   void meet(const std::vector<int>& threads);
   void arrive(const void* barrier, const Clock& knowing);
@@ -44,6 +45,4 @@ struct Watch {
   Known& of(const void* barrier);
   bool before(const Access& a, int thread) const;
 };
-int count();
-Race race(int which);
 }  // namespace races
