@@ -1,4 +1,4 @@
-"""What tests of the decode kernels on this machine share: libraries of their own source, and launches that PyTorch plays."""
+"""Fixtures shared by tests of decode kernels on the host: a folder of compiled libraries, and launches emulated in PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.decode.played import MODEL, Launch
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all workers of a run, so that what one of them compiled, the others load."""
+    """Return one folder of compiled libraries for all workers of a run, so that each library is compiled once."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "libraries"
     folder.mkdir(exist_ok=True)
@@ -25,12 +25,13 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights():
+    """Return random bfloat16 weights of the tests' model."""
     return random_weights(MODEL, 4)
 
 
 @pytest.fixture
 def played(weights, monkeypatch):
-    """The kernels of ``streaming`` on this machine; they are made anew for each test."""
+    """Emulate the launches of ``streaming`` in PyTorch. The session objects of the weights are made anew for each test."""
     played = Launch(weights)
     monkeypatch.setattr(kernels, "processors", lambda device: 5)
     monkeypatch.setattr("onelaunch.launch.launch.load", lambda *_, **__: played)

@@ -1,4 +1,7 @@
-"""The decode kernels' own source compiled for this machine: threads are fibers, copies arrive late, blocks fall behind."""
+"""The decode kernels' own source, compiled for the CPU.
+
+Threads are fibers, bulk copies complete late, and CTAs progress unevenly, so that missing synchronization shows.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,19 @@ SWEEPS = 20_000_000
 
 
 def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: tuple[str, str] | None = None) -> Path:
-    """Return a shared library of a plan's kernel, compiled once; it gets its name when it is whole, as other workers look for it.
+    """Compile a plan's kernel into a shared library, once per content, and return the library's path.
 
-    The kernel is compiled without optimization, for that takes longer than its launches do; the machine with it, but once.
-    A watched kernel is optimized, as variables that stay in registers are no accesses to memory.
+    The library is moved into place when it is complete, because other test workers look for it at the same time. The kernel
+    is compiled without optimization, because optimizing takes longer than its launches. The emulated machine is optimized, but
+    compiled only once. A watched kernel is optimized too: its local variables then stay in registers and do not count as memory
+    accesses.
 
     Args:
-        plan: of the kernel.
-        tuning: of its ring.
-        folder: for the library.
-        watched: whether it looks for races in shared memory.
-        change: what stands once in the kernel's source, and what is to stand there instead.
+        plan: Plan of the kernel.
+        tuning: Tuning of the kernel, such as the depth of its shared-memory ring.
+        folder: Folder of the library.
+        watched: Whether the library looks for races in shared memory.
+        change: A string that occurs exactly once in the kernel's source, and its replacement.
     """
     code = source(plan, tuning)
     files = {**dict(code.headers), "step.cu": code.text, "machine.cuh": (HERE / "machine.cuh").read_text()}
@@ -58,7 +63,7 @@ def build(plan, tuning: Tuning, folder: Path, *, watched: bool = False, change: 
 
 
 def machine(name: str, folder: Path, *, watched: bool) -> Path:
-    """Return the object file of a part of the machine, which every kernel's library has, compiled once."""
+    """Compile one part of the emulated machine, once, and return its object file, which every kernel's library links."""
     told = ["-c", "-O3", *(["-DWATCHED"] if watched else [])]
     piece = folder / f"{name}-{key_of([path.read_text() for path in sorted(HERE.glob('*.c*'))], told)}.o"
     if not piece.exists():
@@ -70,18 +75,18 @@ def machine(name: str, folder: Path, *, watched: bool) -> Path:
 
 
 def compile_to(file: Path, *arguments: object) -> None:
-    """Run the compiler; with hidden symbols each library has a machine of its own."""
+    """Run the compiler with hidden symbols, so that each loaded library has an emulated machine of its own."""
     command = [COMPILER, "-std=c++17", "-fno-strict-aliasing", "-fvisibility=hidden", "-w", "-fPIC", *arguments, "-o", file]
     subprocess.run([str(each) for each in command], check=True)
 
 
 def key_of(*content: object) -> str:
-    """Return the digest of all that a file is made of, for its name."""
+    """Return a digest of everything a file is compiled from, for use in the file's name."""
     return hashlib.sha256(repr(content).encode()).hexdigest()[:24]
 
 
 class HostKernel:
-    """Launches of a plan's kernel on this machine."""
+    """Launcher of a plan's kernel on the CPU."""
 
     def __init__(self, plan, folder: Path, tuning: Tuning | None = None, **options) -> None:
         self.plan, self.tuning = plan, tuning or Tuning(stages=3, flight=2, flight_apart=3)
@@ -91,7 +96,10 @@ class HostKernel:
         self.kernel.run.restype = ctypes.c_int
 
     def races(self) -> list[str]:
-        """Of a watched kernel: accesses to shared memory between which threads did not meet, as lines of its source."""
+        """Return the races that a watched kernel found: pairs of shared-memory accesses without a barrier between them.
+
+        Each race is one line: its kind, then the two source lines.
+        """
         self.kernel.race.restype = ctypes.c_char_p
         found = []
         for which in range(self.kernel.race_count()):
@@ -103,7 +111,7 @@ class HostKernel:
         return found
 
     def __call__(self, memory: Memory, cache, count=1, *, token=None, position=-1, seed=0, sampler=None):
-        """Logits of the last token."""
+        """Run the kernel for ``count`` tokens and return the logits of the last one, ``[V]`` float32."""
         logits = torch.full((self.plan.config.vocab_size,), torch.nan)
         if not self.plan.separate:
             self.launch(memory, cache, logits, token, (count, position, 0, 0, self.plan.ctas), seed, sampler)
@@ -115,6 +123,7 @@ class HostKernel:
         return logits
 
     def launch(self, memory, cache, logits, token, numbers, seed, sampler=None):
+        """Run one launch with the kernel's raw arguments, and require that it ends."""
         tensors = memory.arguments(cache, logits, token, sampler)
         assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
         pointers = (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
@@ -122,7 +131,7 @@ class HostKernel:
         assert finished, "the launch did not come to its end"
 
 
-def place(memory: Memory, position: int, token: int) -> None:
-    """Where a text stands."""
+def set_position(memory: Memory, position: int, token: int) -> None:
+    """Put a sequence at a position: store the position in the kernel's state, and the token there."""
     memory.state[0] = position
     memory.tokens[position] = token

@@ -1,7 +1,8 @@
-"""A plan run in PyTorch, CTA by CTA, in any order that its edges permit: what the kernels do, without a GPU.
+"""Interpreter of a decode plan in PyTorch: it runs CTA by CTA, in any order that the plan's synchronization edges permit.
 
-Words that no phase has written are NaN, and a CTA sees only the words that its share says it reads: a plan that orders too
-little, or says too little, gives other numbers than the model. Weights are taken from the stream as the kernel takes them.
+It shows without a GPU whether a plan orders enough. Buffer words that no phase has written are NaN, and a CTA sees only the
+words that its work assignment (``Share``) declares as read. A plan that orders or declares too little therefore gives other
+numbers than the model. Weights are read from the packed stream in the kernel's own order.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from onelaunch.decode.plan.phases import (
 from onelaunch.errors import PlanError
 
 AHEAD = 6
-"""Phases that a CTA goes on for at most while all others stand still."""
+"""Largest number of phases that one CTA runs before another CTA is chosen."""
 
 
 DIGIT = BINS.bit_length() - 1
 
 NEAREST, FARTHEST = 100 << 23, 0x41FFFFFF
-"""Bits of the float32 numbers between which keys tell how far a logit lies below the largest."""
+"""Bit patterns of the float32 range that a sort key can hold: distance of a logit below the largest, times 1 / temperature."""
 
 
 @dataclass(slots=True)
 class Search:
-    """How far a CTA is with the limits of a token that is drawn."""
+    """Radix-select state of one CTA: the key limit of tokens that may still be drawn, and the digits found so far."""
 
     largest: float = math.nan
     limit: int = 1 << 60
@@ -59,24 +60,25 @@ class Search:
 
 
 def digits(sampling: Sampling) -> list[tuple[bool, int]]:
-    """Of each round: whether probabilities are added up, not tokens, and where in the key its digit is.
+    """Return for each radix-select pass whether it sums probabilities (top-p) or counts tokens (top-k), and its digit's bit.
 
-    All that there can be: the kernel ends sooner where nothing is left to decide. So a plan has as many rounds.
+    These are all passes that can be needed, and a plan needs as many ``rounds``. The kernel ends sooner where nothing is left
+    to decide.
     """
     counted = [(False, at) for at in (50, 40, 30)] if sampling.top_k else []
     return counted + ([(True, at) for at in (50, 40, 30, 20, 10, 0)] if sampling.top_p < 1 else [])
 
 
 class Interpreter:
-    """One text, token by token.
+    """Interpreter of one sequence, token by token.
 
     Args:
-        plan: any rung's; for tokens that are drawn, with as many rounds as :func:`digits` says.
-        weights: in float64, on the CPU.
-        stream: the same weights, packed for the plan.
-        cache: in float64; the rows of new positions are written.
-        seed: of the order.
-        sampler: how tokens are chosen, and the text so far; by default the likeliest.
+        plan: Plan of any variant. For drawn tokens it has as many radix-select passes as :func:`digits` returns.
+        weights: Weights in float64, on the CPU.
+        stream: The same weights, packed for the plan.
+        cache: KV cache in float64. Rows of new positions are written.
+        seed: Seed of the order in which CTAs run.
+        sampler: Sampler with the sequence so far. By default the likeliest token is taken.
     """
 
     def __init__(
@@ -91,31 +93,31 @@ class Interpreter:
             for copy in range(buffer.copies)
         }
         self.tags = {key: torch.zeros(len(words), dtype=torch.int64) for key, words in self.words.items()}
-        """Of words; of sums that count, how often was added to them."""
+        """Tag of each word. For accumulators that count, the number of additions so far."""
         for buffer in plan.buffers:
             if buffer.counts:
                 self.words[buffer.name, 0].zero_()
         self.counters: dict[int, int] = {}
         self.own: dict[int, torch.Tensor] = {}
         self.tokens: dict[int, int] = {}
-        """By position; each CTA must come to the same."""
+        """Token by position. Every CTA must arrive at the same one."""
         self.logits = torch.full((plan.config.vocab_size,), torch.nan, dtype=torch.float64)
         self.penalised = self.logits.clone()
         self.scores: dict[tuple[str, int, int], float] = {}
-        """Of candidates, by buffer, position and token."""
+        """Score of each candidate, by buffer, position and token."""
         self.searches: dict[int, Search] = {}
         self.places: dict[tuple[int, int], tuple[int, int]] = {}
-        """Where each round has put the limit, by position and round; each CTA must come to the same."""
+        """Digit prefix and remaining target by position and radix-select pass. Every CTA must arrive at the same pair."""
         self.tallies = torch.zeros(ROUNDS, BINS, dtype=torch.int64)
 
     def run(self, token: int, count: int = 1) -> torch.Tensor:
-        """Makes so many tokens from one at position ``cache.length``.
+        """Make ``count`` tokens, beginning with ``token`` at position ``cache.length``.
 
         Returns:
-            logits ``[V]`` of the last one.
+            Logits ``[V]`` of the last token.
 
         Raises:
-            PlanError: all CTAs wait, or two disagree.
+            PlanError: All CTAs wait, or two CTAs disagree.
         """
         self.tokens[self.cache.length] = token
         steps = [(number, layer, phase) for number in range(count) for layer, phase in self.plan.instances()]
@@ -132,7 +134,7 @@ class Interpreter:
                     break
         return self.logits
 
-    # Edges
+    # Synchronization edges
 
     def _ready(self, cta: int, at: list[int], step: tuple[int, int, Phase]) -> bool:
         number, layer, phase = step
@@ -155,7 +157,10 @@ class Interpreter:
         return bool((self.tags[self._key(piece.buffer, number)][piece.begin : piece.end] == tag).all())
 
     def _tag(self, buffer: str, number: int, layer: int) -> int:
-        """What tells a use from those before, as the kernel has it: two bits, eight of the best candidates."""
+        """Return the tag that tells a use of a word from earlier uses.
+
+        As in the kernel it has 2 bits, or 8 for best candidates.
+        """
         if buffer == "best":
             return (number + 1) % 256
         return (number + 1 if buffer == "final" else number * self.plan.config.num_hidden_layers + layer + 1) % 4
@@ -179,7 +184,7 @@ class Interpreter:
             self.counters[counter] = self.counters.get(counter, 0) + 1
 
     def _seen(self, share: Share, number: int) -> dict[str, torch.Tensor]:
-        """Of each buffer the words that a share reads, among NaN."""
+        """Return for each buffer the words that a CTA's share reads. All other words are NaN."""
         seen: dict[str, torch.Tensor] = {}
         for piece in share.reads:
             source = self.words[self._key(piece.buffer, number)]
@@ -188,12 +193,12 @@ class Interpreter:
         return seen
 
     def _keep(self, share: Share, found: dict[str, torch.Tensor], number: int, layer: int) -> None:
-        """What a share adds and writes, of words that were found."""
+        """Store the results of a share: add the words that it accumulates, and write the words that it owns."""
         for place, piece in enumerate(share.adds):
             if piece.buffer in found:
                 at = slice(piece.begin, piece.end)
                 self.tags[piece.buffer, 0][at] += 1
-                if place == 0:  # of several units, each adds to all rows: what is found is their sum
+                if place == 0:  # each unit adds to all rows, and ``found`` is already the sum over units
                     self.words[piece.buffer, 0][at] += found[piece.buffer][at]
         for piece in share.writes:
             at, key = slice(piece.begin, piece.end), self._key(piece.buffer, number)
@@ -211,7 +216,7 @@ class Interpreter:
     def _compute(
         self, op: Op, cta: int, share: Share, layer: int, position: int, seen: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The words that a CTA writes, among others that it does not."""
+        """Return what a CTA computes in a phase, by buffer. Words that the CTA does not write are NaN or unused."""
         if op == "next":
             return self._choose(cta, seen, position)
         if op == "lm_head":
@@ -269,7 +274,10 @@ class Interpreter:
         return room
 
     def _weights(self, op: Op, cta: int, layer: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """A CTA's tiles of a phase, in the order of the stream: where each group begins, its weights ``[tiles, 8, columns]``."""
+        """Yield the CTA's weights of a phase, in stream order.
+
+        Each group is the index of its first tile, and its tiles ``[tiles, 8, columns]``.
+        """
         plan = self.plan
         layers = sum(granules(plan, each, cta) for each in PRODUCTS[:-1])
         before = sum(granules(plan, each, cta) for each in PRODUCTS[: PRODUCTS.index(op)]) if op != "lm_head" else 0
@@ -278,23 +286,24 @@ class Interpreter:
         for begin, end in passes_of(plan, op, cta):
             size = (end - begin) * TILE * columns
             part = self.stream.data[at : at + size].view(-1, end - begin, deep, WARPS, TILE, WARP_COLUMNS)
-            yield (
-                begin,
-                as_operands(part.permute(1, 4, 0, 2, 3, 5).reshape(end - begin, TILE, columns)).double(),
-            )  # twice is as before
+            # ``as_operands`` is its own inverse
+            yield begin, as_operands(part.permute(1, 4, 0, 2, 3, 5).reshape(end - begin, TILE, columns)).double()
             at += size
 
     def _multiply(self, op: Op, cta: int, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """A CTA's rows of a matrix times a vector."""
+        """Multiply a CTA's rows of a matrix by a vector."""
         found = [(part[..., : len(x)] @ x).flatten() for _, part in self._weights(op, cta, layer)]
         return torch.cat(found) if found else x.new_zeros(0)
 
     def _by_heads(self, cta: int, share: Share, layer: int, position: int, partial: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-        """What a CTA adds to each row of the residual stream: its heads' part of the output projection; first the embedding."""
+        """Return what a CTA adds to each row of the residual stream in the output projection (split over its heads).
+
+        The CTA of the first layer's first unit adds the embedding as well.
+        """
         rows = torch.zeros(blocks.count * blocks.rows, dtype=torch.float64)
         plan = self.plan
         slots = partial.view(plan.adders * plan.splits, -1)
-        own = plan.phase("rope_attention").shares[cta].begin  # its first unit of attention
+        own = plan.phase("rope_attention").shares[cta].begin  # index of the CTA's first unit of attention
         for begin, part in self._weights("o", cta, layer):
             unit, block = divmod(share.begin + begin, blocks.count)
             if plan.apart:
@@ -313,26 +322,26 @@ class Interpreter:
         return rows[: self.plan.config.hidden_size]
 
     def _heads(self, words: torch.Tensor) -> torch.Tensor:
-        """Of each key head its queries, key and value ``[K, G + 2, D]``."""
+        """Return queries, key and value of each key head, ``[K, G + 2, D]``."""
         config = self.plan.config
         return from_pairs(words.view(config.num_key_value_heads, config.queries_per_key + 2, config.head_dim))
 
     def _rotated(self, raw: torch.Tensor, layer: int, position: int) -> torch.Tensor:
-        """Words of heads, of which a CTA has a part, with queries and keys turned, but not divided by their norms."""
+        """Return a CTA's QKV words with queries and keys rotated (RoPE) but not yet divided by their RMS."""
         weights, heads = self.weights.layers[layer], self._heads(raw)
         cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
         q, k = rotate(heads[:, :-2] * weights.q_norm, cosine, sine), rotate(heads[:, -2:-1] * weights.k_norm, cosine, sine)
         return in_pairs(torch.cat([q, k, heads[:, -1:]], 1)).flatten()
 
     def _normed(self, seen: dict[str, torch.Tensor], head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[G, D]``, key and value ``[D]`` of a key head, which are turned already."""
+        """Return queries ``[G, D]``, key ``[D]`` and value ``[D]`` of a key head from words that are rotated already."""
         heads, size = self._heads(seen["qkv"])[head], self.plan.config.head_dim
         squares = seen["squares"].view(self.plan.config.num_key_value_heads, -1, size // 2)[head].sum(-1, keepdim=True)
         *q, k = heads[:-1] * (squares[:-1] / size + self.plan.config.rms_norm_eps).rsqrt()
         return torch.stack(q), k, heads[-1]
 
     def _turned(self, raw: torch.Tensor, head: int, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[G, D]``, key and value ``[D]`` of a key head, normalised and turned."""
+        """Normalise and rotate a key head's queries ``[G, D]`` and key ``[D]``; return them with its value ``[D]``."""
         weights, eps, heads = self.weights.layers[layer], self.plan.config.rms_norm_eps, self._heads(raw)[head]
         cosine, sine = rotation(self.plan.config, torch.tensor([position]), torch.float64)
         q = rotate(rms_norm(heads[None, :-2], weights.q_norm, eps), cosine, sine)[0]
@@ -381,14 +390,14 @@ class Interpreter:
         return {"partial": partial, "cache": torch.zeros(plan.buffer("cache").words, dtype=torch.float64)}
 
     def _combined(self, partial: torch.Tensor) -> torch.Tensor:
-        """Attention over all positions ``[Q * D]``: parts weighted by their sums."""
+        """Combine the KV splits' partial outputs into attention over all positions, ``[Q * D]``, weighted by their LSE."""
         config = self.plan.config
         return self._weighted(
             partial.view(config.num_key_value_heads * self.plan.sharers, self.plan.splits, -1)[:, : self.plan.used]
         )
 
     def _weighted(self, slots: torch.Tensor, own: int = 0) -> torch.Tensor:
-        """Of slots ``[units, parts, words]``, the queries of one of those who are joined."""
+        """Combine slots ``[units, splits, words]`` by their LSE, for the queries of joined unit ``own``."""
         queries, size = self.plan.config.queries_per_key // self.plan.sharers, self.plan.config.head_dim
         at = slice(own * queries, (own + 1) * queries)
         values = slots[..., : self.plan.joined * queries * size].unflatten(-1, (-1, size))[..., at, :]
@@ -396,7 +405,7 @@ class Interpreter:
         return (values * shares[..., None]).sum(1).flatten()
 
     def _head(self, cta: int, share: Share, hidden: torch.Tensor, position: int) -> dict[str, torch.Tensor]:
-        """The candidate of a CTA among its tokens, after a penalty; the logits that are told have none."""
+        """Return a CTA's candidate among its tokens, after the repetition penalty. Reported logits have no penalty."""
         config = self.plan.config
         normed = rms_norm(hidden, self.weights.norm, config.rms_norm_eps)
         rows = self._multiply("lm_head", cta, config.num_hidden_layers, normed)
@@ -414,7 +423,7 @@ class Interpreter:
         return slice(min(share.begin * TILE, most), min(share.end * TILE, most))
 
     def _candidate(self, buffer: str, cta: int, position: int, scores: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The best of a CTA's tokens, or -1, which none is."""
+        """Return the best of a CTA's tokens, or -1 if the CTA has no token."""
         found = torch.full((self.plan.ctas,), torch.nan, dtype=torch.float64)
         found[cta] = token = self._own_tokens(cta).start + int(scores.argmax()) if len(scores) else -1
         self.scores[buffer, position, token] = float(scores.max()) if len(scores) else -math.inf
@@ -426,7 +435,7 @@ class Interpreter:
         return max(map(int, seen[buffer]), key=lambda token: self.scores.get((buffer, position, token), -math.inf))
 
     def _choose(self, cta: int, seen: dict[str, torch.Tensor], position: int) -> dict[str, torch.Tensor]:
-        """The best of all candidates."""
+        """Choose the best of all CTAs' candidates as the next token."""
         token = self._best("drawn" if "drawn" in seen else "best", seen, position)
         if self.tokens.setdefault(position + 1, token) != token:
             raise PlanError(self.plan.rung, f"CTAs disagree about the token at position {position + 1}")
@@ -436,7 +445,10 @@ class Interpreter:
         return {}
 
     def _draw(self, cta: int, share: Share, position: int, seen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the round before has found; then a CTA's part of the next, or its candidate after the last."""
+        """Add to the next radix-select pass, or draw the CTA's candidate after the last pass.
+
+        The result of the pass before is applied first.
+        """
         sampling, rounds = self.sampler.sampling, digits(self.sampler.sampling)
         if "best" in seen:
             likeliest = self._best("best", seen, position)

@@ -1,4 +1,4 @@
-"""Models and files that the tests of decoding share."""
+"""Models and checkpoint files shared by the decoding tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KINDS = {LinearScaling: "linear", YarnScaling: "yarn", Llama3Scaling: "llama3"}
 
 
 def as_dict(config: ModelConfig) -> dict[str, Any]:
-    """What ``config.json`` says of it."""
+    """Return the content of ``config.json`` for a configuration."""
     named = {name: value for name, value in vars(config).items() if name not in ("dtype", "eos_token_ids", "rope_scaling")}
     named |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": str(config.dtype).removeprefix("torch.")}
     named["eos_token_id"] = list(config.eos_token_ids)
@@ -54,7 +54,7 @@ def as_dict(config: ModelConfig) -> dict[str, Any]:
 
 
 def write(folder: Path, weights: Weights, shards: int = 1) -> Path:
-    """A folder as Hugging Face writes it."""
+    """Write weights and configuration as a Hugging Face folder."""
     config = weights.config
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(as_dict(config)))

@@ -1,4 +1,4 @@
-"""Models that the tests of plans share, small enough for one core."""
+"""Models shared by tests of plans, small enough for one core."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ MODELS = {
 
 
 WIDE = ModelConfig(100, 1024, 1024, 2, 16, 2, 128, max_position_embeddings=512, tie_word_embeddings=True)
-"""Wider in attention than elsewhere, in whole chunks."""
+"""Model whose attention is wider than its hidden size, in whole chunks of a product."""
 
 DEEP = replace(TINY, num_attention_heads=8, num_key_value_heads=8, head_dim=8, num_hidden_layers=30, hidden_size=64)
-"""More additions to a word of the residual stream than it can count: they are carried into the sum."""
+"""Model with more additions to a word of the residual stream than its counter holds: the counter carries into the sum."""
 
 SHARED = {"two queries a key": (16, 2), "whole chunks": (9, 2), "five queries a key": (12, 2), "untied, a key head": (24, 8)}
-"""CTAs, and shares of a key head's positions, that leave several CTAs for its queries."""
+"""Number of CTAs and of KV splits with which several CTAs divide the queries of one key head."""
 
 
 def plan_with(config: ModelConfig, rung: str, ctas: int, splits: int, used: int | None = None, **facts):
-    """The plan of a rung whose CTAs share positions by other numbers."""
+    """Return the plan of a variant with another number of KV splits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RUNGS, rung, replace(RUNGS[rung], splits=splits, **facts))
         return plan_for(config, rung, ctas, used)
 
 
 def text(config: ModelConfig, length: int, seed: int = 0):
-    """Weights and a cache of so many positions, in bfloat16 and, the same numbers, in float64."""
+    """Return weights and a KV cache with ``length`` positions, in bfloat16 and, with equal values, in float64."""
     weights = random_weights(config, seed)
     generator = torch.Generator().manual_seed(seed)
     cache = KVCache.empty(config, length + 40)
@@ -52,5 +52,6 @@ def text(config: ModelConfig, length: int, seed: int = 0):
 
 
 def packed(weights, plan, *, double: bool = False):
+    """Pack the weights for a plan, optionally in float64."""
     stream = pack(weights, plan)
     return replace(stream, data=stream.data.double()) if double else stream

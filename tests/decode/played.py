@@ -1,4 +1,4 @@
-"""Launches of the decode kernels played by PyTorch, and the texts that tests make with them on any machine."""
+"""Launches of the decode kernels emulated in PyTorch, and requests that tests run with them on any machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHOICES = {
 
 
 def chosen(words) -> Sampling:
-    """What the kernel makes of a text's choices."""
+    """Decode the kernel's packed sampling parameters."""
     if words is None:
         return Sampling()
     packed = struct.pack("<7i", *words.tolist())
@@ -36,7 +36,10 @@ def chosen(words) -> Sampling:
 
 
 class Launch:
-    """What a launch of one kernel does to its arguments, in PyTorch; the one whose number is ``stalls`` gives up."""
+    """Emulation of one kernel's launches in PyTorch, including their effect on its arguments.
+
+    Launch number ``stalls`` reports ``error``, as a kernel does that waited too long.
+    """
 
     def __init__(self, weights) -> None:
         self.weights, self.launches, self.stalls, self.error = weights, 0, -1, 1
@@ -64,4 +67,5 @@ class Launch:
 
 
 def alone(weights, request):
+    """Generate a request's tokens with the eager PyTorch engine, as the reference."""
     return list(TorchEngine(weights, "eager").run(request))

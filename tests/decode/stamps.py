@@ -1,7 +1,7 @@
-"""Where a token's time goes: what a kernel made with ``Tuning(stamps=True)`` has noted, in microseconds a phase.
+"""Timeline of one token, from the profile markers of a kernel made with ``Tuning(stamps=True)``: microseconds per phase.
 
-Each CTA notes its processor's clock, in every phase of the last token, once the vector is there that the phase multiplies
-(or the heads it attends to) and once its results are handed on; and beside the clock the time, at both ends of the token.
+In every phase of the last token, each CTA records its SM's clock twice: when the phase's input vector (or heads) has arrived,
+and when its results are published. At both ends of the token it also records the global time, which calibrates the clock.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from onelaunch.decode.plan.phases import Plan
 
 
 class PhaseTime(NamedTuple):
-    """A phase as its CTAs saw it: medians over them and over layers, in microseconds."""
+    """Times of one phase in microseconds: medians over its CTAs and layers."""
 
     waits: float
-    """Since the CTA's mark before: edges, reading and laying out."""
+    """Time since the CTA's previous marker: waiting at edges, reading and laying out the input."""
     works: float
+    """Time from the arrival of the phase's input until its results are published."""
 
 
 def phase_times(plan: Plan, state: torch.Tensor) -> dict[str, PhaseTime]:
-    """Phases of the last token, in the order of the plan.
+    """Return the times of the last token's phases, in the order of the plan.
 
     Args:
-        plan: of one launch, not of a launch for each phase.
-        state: int32, as the launch left it: ``Kernels(..., Tuning(stamps=True)).memory.state``.
+        plan: Plan of a single launch. A plan with a launch for each phase has no markers.
+        state: The kernel's state after the launch, int32: ``Kernels(..., Tuning(stamps=True)).memory.state``.
 
     Raises:
-        ValueError: the plan has a launch for each phase, or ``state`` has no stamps.
+        ValueError: The plan has a launch for each phase, or ``state`` has no markers.
     """
     words = marker_words(plan)
     if plan.separate:
@@ -43,7 +44,9 @@ def phase_times(plan: Plan, state: torch.Tensor) -> dict[str, PhaseTime]:
     span, nanoseconds = (end - begin) % 2**32, (time_end - time_begin) % 2**32
     microseconds = 1e-3 * float(nanoseconds.double().sum() / span.double().sum().clamp(min=1))
     marks = ((table[:, MARKER_HEADER:] - begin[:, None]) % 2**32).view(plan.ctas, -1, len(MARKER_ROWS), 2)
-    seen = (table[:, MARKER_HEADER:] != 0).view_as(marks) & (marks <= span[:, None, None, None])  # else of an earlier token
+    seen = (table[:, MARKER_HEADER:] != 0).view_as(marks) & (
+        marks <= span[:, None, None, None]
+    )  # other markers are left from an earlier token
     waits: dict[str, list[int]] = {}
     works: dict[str, list[int]] = {}
     order = [(layer, phase.name, _row(phase.op)) for layer, phase in plan.instances() if phase.op != "norm"]
@@ -51,7 +54,7 @@ def phase_times(plan: Plan, state: torch.Tensor) -> dict[str, PhaseTime]:
         before = 0
         for layer, name, row in order:
             if not bool(seen[cta, layer, row].all()):
-                continue  # no share in it
+                continue  # this CTA has no work in this phase
             ready, done = marks[cta, layer, row].tolist()
             waits.setdefault(name, []).append(ready - before)
             works.setdefault(name, []).append(done - ready)

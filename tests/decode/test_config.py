@@ -1,4 +1,4 @@
-"""Configurations: what is read, what is refused and how that is said."""
+"""Tests of model configurations: which files are read, which are refused, and with which message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QWEN3 = {
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
-"""The smallest of the family, in the older layout."""
+"""Configuration of the smallest Qwen3 model, in the older layout of ``config.json``."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -31,7 +31,7 @@ def test_a_configuration_survives_its_file(name, tmp_path):
     assert hash(ModelConfig.from_pretrained(tmp_path)) == hash(CONFIGS[name])
 
 
-def test_the_older_layout():
+def test_config_json_in_the_older_layout_is_read():
     config = ModelConfig.from_dict(QWEN3)
     assert (config.dtype, config.rope_theta, config.rope_scaling) == (torch.bfloat16, 1e6, None)
     assert (config.query_size, config.key_value_size, config.queries_per_key) == (2048, 1024, 2)
@@ -43,7 +43,7 @@ def test_the_older_layout():
     assert linear.rope_scaling == LinearScaling(2.0)
 
 
-def test_the_newer_layout():
+def test_config_json_in_the_newer_layout_is_read():
     newer = {key: value for key, value in QWEN3.items() if key not in ("rope_theta", "torch_dtype")}
     newer |= {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
@@ -54,7 +54,7 @@ def test_the_newer_layout():
     assert (config.rope_theta, config.rope_scaling, config.dtype) == (5e5, None, torch.float16)
 
 
-def test_the_ends_of_a_text_come_from_the_generation_configuration_first(tmp_path):
+def test_end_tokens_come_from_the_generation_configuration_first(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643], "temperature": 0.6}))
     assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (151645, 151643)
@@ -102,7 +102,7 @@ def test_the_ends_of_a_text_come_from_the_generation_configuration_first(tmp_pat
         ({"layer_types": ["sliding_attention"] * 28}, UnsupportedModel, ""),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(change, error, message, prose):
+def test_errors_name_the_wrong_key(change, error, message, prose):
     with prose.raises(error, match=message):
         ModelConfig.from_dict(QWEN3 | change)
 
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_named(change, error, message, prose):
     ],
     ids=["none", "open", "deep", "list", "twice", "twice inside", "nan", "infinity", "digits", "huge"],
 )
-def test_a_folder_without_a_readable_configuration(tmp_path, content, prose):
+def test_a_folder_without_a_readable_configuration_is_refused(tmp_path, content, prose):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with prose.raises(CheckpointError, match=r"config\.json", mask={"Exceeds the limit.*": "<reason>"}):

@@ -1,4 +1,4 @@
-"""The operation ``decode_step``: its variants against the oracle, its cost, and what it refuses."""
+"""Tests of the operation ``decode_step``: its variants against the oracle, its cost, and the arguments it refuses."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ def case_of(name: str):
 
 
 def made(length: int = 5):
+    """Return random weights and a cache of ``length`` positions."""
     weights = random_weights(SMALL)
     _, cache = prefill(weights, torch.arange(1, length + 1), KVCache.empty(SMALL))
     return {"token": torch.tensor([7]), "weights": weights, "cache": cache}
 
 
-def test_it_is_in_the_registry():
+def test_decode_step_is_in_the_registry():
     assert find_operation("decode_step") is decode_step
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_eager(name):
+def test_eager_variant_matches_the_oracle(name):
     judge = Judge()
     verdict = judge.judge(decode_step, case_of(name), variant="eager")
     assert verdict.ok, verdict.problems
@@ -56,7 +57,7 @@ def test_eager(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["untied_with_biases", "beyond_a_window"])
-def test_compiled(name):
+def test_compiled_variant_matches_the_oracle(name):
     case = case_of(name)
     if reason := compiler_missing(decode_step.query(case, "cpu")):
         pytest.skip(reason)
@@ -101,10 +102,10 @@ def test_a_step_appends_to_the_cache_and_changes_nothing_else():
     rest = [at for at in range(cache.capacity) if at != 5]
     assert torch.equal(cache.keys[:, :, rest], before[:, :, rest])
     whole, _ = prefill(given["weights"], torch.tensor([1, 2, 3, 4, 5, 7]), KVCache.empty(SMALL))
-    assert (logits - whole).norm() <= 1e-6 * whole.norm()  # other sums of float32: one row instead of six
+    assert (logits - whole).norm() <= 1e-6 * whole.norm()  # float32 sums in another order: one row instead of six
 
 
-def test_windows():
+def test_window_sizes():
     assert [window_of(position, 4096) for position in (0, 255, 256, 511, 512, 3000)] == [256, 256, 512, 512, 1024, 4096]
     assert window_of(2100, 2304) == 2304
 
@@ -123,7 +124,7 @@ def test_the_cost_is_the_weights_the_cache_and_the_logits():
     assert (tied.launches, decode_step.cost(case, decode_step.get("eager")).launches) == (1, None)
 
 
-def test_the_smallest_of_the_family_reads_what_its_size_says():
+def test_the_cost_of_qwen3_0_6b_matches_its_size():
     sizes = {
         "layers": 28,
         "hidden": 1024,
@@ -161,6 +162,6 @@ def test_dispatch_on_a_cpu_is_eager(prose):
         ({"cache": KVCache.empty(SMALL).map(lambda t: t.mT.contiguous().mT)}, ArgumentError, "cache.keys"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(change, error, message, prose):
+def test_errors_name_the_wrong_argument(change, error, message, prose):
     with prose.raises(error, match=message):
         decode_step(**made() | change)

@@ -1,4 +1,4 @@
-"""Generation: what ends a text, how it is handed out, and that it is the text that other software makes."""
+"""Tests of generation: when a sequence ends, how tokens are returned, and that they equal other software's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.decode.models import CONFIGS, SMALL, write
 
 
 class Letters:
-    """A tokenizer of letters: 1 is a, 2 is b; 0 ends a text."""
+    """Tokenizer of letters: 1 is a, 2 is b, and 0 ends a sequence."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(ord(letter) - 96 for letter in text)
@@ -55,7 +55,7 @@ class Letters:
 
 
 class Script:
-    """An engine that says what it was told to, and whether it was closed."""
+    """Engine that yields prescribed tokens and records whether it was closed."""
 
     def __init__(self, text: str, then: BaseException | None = None) -> None:
         self.config = replace(SMALL, max_position_embeddings=20)
@@ -82,7 +82,7 @@ def model_of(text: str, then: BaseException | None = None) -> Model:
     return Model(Script(text, then), Letters())  # pyrefly: ignore[bad-argument-type]
 
 
-# What ends a text
+# When a sequence ends
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def model_of(text: str, then: BaseException | None = None) -> Model:
         ({"stop": "cab", "max_new_tokens": 4}, "abca", 4, "length"),
     ],
 )  # fmt: skip
-def test_what_ends_a_text(options, text, tokens, finish):
+def test_a_sequence_ends_for_each_reason(options, text, tokens, finish):
     model = model_of("abcabc.xyzxyzxyzxyzxyz")
     found = model.generate("hi", **options)
     assert (found.text, len(found.tokens), found.finish) == (text, tokens, finish)
@@ -114,7 +114,7 @@ def test_sequences_are_prompt_and_new_tokens():
     assert found.sequences.tolist() == [[8, 9, 1, 2, 0]]
 
 
-def test_whoever_stops_reading_ends_it():
+def test_closing_the_stream_closes_the_engine():
     model = model_of("abcdef")
     with model.stream("hi") as stream:
         assert next(stream) == "a"
@@ -124,7 +124,7 @@ def test_whoever_stops_reading_ends_it():
 
 
 @pytest.mark.parametrize("then", [KeyboardInterrupt(), RuntimeError("lost the device")])
-def test_what_came_before_an_interruption_stays(then):
+def test_tokens_before_an_interruption_are_kept(then):
     model = model_of("ab", then)
     stream = model.stream("hi")
     with pytest.raises(type(then)):
@@ -149,17 +149,17 @@ def test_a_streamer_gets_the_prompt_and_every_token_and_is_always_ended():
     assert interrupted == [[[8, 9]], [1], "end"]
 
 
-# Awaited
+# Asynchronous streams
 
 
-def test_awaited_pieces_are_the_same():
+def test_astream_yields_the_same_pieces_as_stream():
     async def read() -> list[str]:
         return [piece async for piece in model_of("abc.").astream("hi", stop="c")]
 
     assert asyncio.run(read()) == ["a", "b"]
 
 
-def test_an_awaited_text_ends_when_its_reader_does():
+def test_closing_an_asynchronous_stream_closes_the_engine():
     model = model_of("abcdefgh")
 
     async def read_one() -> str:
@@ -173,7 +173,7 @@ def test_an_awaited_text_ends_when_its_reader_does():
 
 
 class Slow(Script):
-    """Makes each token only once it may."""
+    """Engine that makes each token only once the test allows it."""
 
     def __init__(self, *text) -> None:
         super().__init__(*text)
@@ -187,7 +187,7 @@ class Slow(Script):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_awaited_text_can_be_cancelled_in_the_middle_of_a_token(times):
+def test_an_asynchronous_stream_can_be_cancelled_during_a_token(times):
     engine = Slow("abcdefgh")
 
     async def read() -> None:
@@ -208,7 +208,7 @@ def test_an_awaited_text_can_be_cancelled_in_the_middle_of_a_token(times):
     assert not engine.running
 
 
-def test_another_thread_ends_a_text_behind_the_token_that_is_being_made():
+def test_closing_from_another_thread_waits_for_the_current_token():
     engine = Slow("abcdefgh")
     stream = Model(engine, Letters()).stream("hi")  # pyrefly: ignore[bad-argument-type]
     with ThreadPoolExecutor(2) as pool:
@@ -223,11 +223,11 @@ def test_another_thread_ends_a_text_behind_the_token_that_is_being_made():
     assert (stream.finish, stream.text, stream.step(), engine.running) == ("closed", "", None, False)
 
 
-# PyTorch's engine
+# The PyTorch engine
 
 
 @pytest.mark.parametrize("name", ["tied", "untied_with_biases"])
-def test_greedy_text_is_that_of_transformers(name, tmp_path):
+def test_greedy_tokens_match_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     config = CONFIGS[name]
     folder = write(tmp_path, random_weights(config, seed=4))
@@ -241,7 +241,7 @@ def test_greedy_text_is_that_of_transformers(name, tmp_path):
         assert torch.equal(found.sequences, expected)
 
 
-def test_a_text_longer_than_the_first_cache_is_the_text_without_one():
+def test_growing_the_cache_does_not_change_the_tokens():
     weights = random_weights(replace(SMALL, num_hidden_layers=1), seed=4)
     engine = TorchEngine(weights)
     found = list(engine.run(Request((1, 2, 3), 300)))
@@ -257,7 +257,7 @@ def test_a_text_longer_than_the_first_cache_is_the_text_without_one():
     assert sum(close) < 10
 
 
-def test_an_engine_can_be_left_and_used_again():
+def test_an_engine_can_be_closed_early_and_used_again():
     engine = TorchEngine(random_weights(SMALL))
     request = Request((1, 2), 10)
     made = engine.run(request)
@@ -274,7 +274,7 @@ def test_seeds_decide_and_greedy_has_none():
     assert model.generate([3], max_new_tokens=9).tokens == model.generate([3], max_new_tokens=9, seed=5).tokens
 
 
-def test_what_a_call_does_not_say_the_model_does():
+def test_defaults_of_a_call_come_from_the_model():
     weights = random_weights(SMALL)
     model = Model(TorchEngine(weights), None, {"temperature": 5.0, "top_p": 0.9})
     drawn = model.generate([3], max_new_tokens=20).tokens
@@ -283,7 +283,7 @@ def test_what_a_call_does_not_say_the_model_does():
     assert drawn != greedy == model.generate([3], max_new_tokens=20, temperature=0.0).tokens
 
 
-def test_a_variant_may_bring_its_engine(monkeypatch, prose):
+def test_a_variant_may_provide_its_own_engine(monkeypatch, prose):
     monkeypatch.setattr(decode_step, "variants", dict(decode_step.variants))
     decode_step.variant("scripted", engine=lambda weights: Script("abc"))(lambda call: None)
     weights = random_weights(SMALL)
@@ -296,7 +296,7 @@ def test_a_variant_may_bring_its_engine(monkeypatch, prose):
     dispatch.choose.cache_clear()
 
 
-def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch, prose):
+def test_on_a_gpu_a_notice_says_why_a_faster_engine_is_not_used(monkeypatch, prose):
     without = {name: variant for name, variant in decode_step.variants.items() if variant.capabilities.engine is None}
     monkeypatch.setattr(decode_step, "variants", without)
     faster = decode_step.variant("faster", engine=Script)(lambda call: None)
@@ -312,15 +312,15 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch, prose)
     monkeypatch.setattr(dispatch, "pick", lambda variant, query: decode_step.get("eager"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_engine(weights)  # what ranks behind the chosen one is not missed
+        make_engine(weights)  # no notice about variants slower than the chosen one
     monkeypatch.setattr(decode_step, "_preference", lambda query: ("faster",))
     with prose.warns(FallbackNotice, match="GPU"):
         assert isinstance(make_engine(weights), TorchEngine)
     dispatch.choose.cache_clear()
 
 
-def test_where_the_fastest_has_no_room_the_next_runs(monkeypatch, prose):
-    """What it keeps beside the weights decides; what was named is not replaced."""
+def test_the_next_engine_runs_if_the_fastest_lacks_memory(monkeypatch, prose):
+    """The memory that a variant needs in addition to the weights decides. A variant named by the caller is not replaced."""
     cpu, fastest = torch.device("cpu"), decode_step.get("eager")
     monkeypatch.setattr(fastest, "capabilities", replace(fastest.capabilities, engine_bytes=lambda config: 7_000_000_000))
     assert engine_file.engine_that_fits(SMALL, cpu, 7_000_000_000) == AUTO
@@ -336,11 +336,11 @@ def test_where_the_fastest_has_no_room_the_next_runs(monkeypatch, prose):
 def test_a_device_with_too_little_memory(monkeypatch, tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL))
     monkeypatch.setattr(generate_file, "resolve", lambda device: torch.device("cuda:0"))
-    # 80 free at the driver; PyTorch holds 100, of which it uses 40
+    # The driver reports 80 bytes free; PyTorch's allocator has reserved 100, of which 40 are in use.
     for name, number in {"mem_get_info": (80, 10**9), "memory_reserved": 100, "memory_allocated": 40}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
     taken, weights = [], random_weights(SMALL)
-    stream = pack(weights, plan_for(SMALL, "streaming", 5)).data.numel() * 2  # there, words of 16 bits
+    stream = pack(weights, plan_for(SMALL, "streaming", 5)).data.numel() * 2  # bfloat16 on a GPU
     for variant in ("eager", "streaming"):
         monkeypatch.setattr(dispatch, "pick", lambda name, query: decode_step.get(name))
         with prose.raises(DeviceMemoryError) as caught:
@@ -358,7 +358,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path, prose):
         TorchEngine(random_weights(SMALL))._grown(KVCache.empty(SMALL), 300)
 
 
-# What is refused
+# Calls that are refused
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path, prose):
         ("hi", {"temprature": 1}, UnknownKeyword, "'temprature'"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_before_anything_runs(prompt, options, error, message, prose):
+def test_wrong_arguments_are_named_before_anything_runs(prompt, options, error, message, prose):
     model = model_of("abc")
     for ask in (model.generate, model.stream):
         with prose.raises(error, match=message):
@@ -408,7 +408,7 @@ def test_a_prompt_that_just_fits():
     assert (found.text, found.finish) == ("a", "context")
 
 
-def test_an_empty_prompt_begins_a_text_where_the_model_knows_how_texts_begin():
+def test_an_empty_prompt_starts_with_the_models_bos_token():
     model = model_of("ab")
     model.engine.config = replace(model.engine.config, bos_token_id=7)
     assert model.generate("").prompt == (7,)
@@ -425,7 +425,7 @@ def test_without_a_tokenizer_there_are_tokens_but_no_text(prose):
 
 @pytest.mark.parametrize("variant", ["eager", "auto"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_said_and_end_no_text(variant, value, prose):
+def test_logits_that_are_not_finite_raise_an_error(variant, value, prose):
     tensors = random_weights(SMALL, 1).tensors()
     tensors["norm"] = tensors["norm"].index_fill(0, torch.tensor([3]), value)
     stream = Model(make_engine(from_tensors(SMALL, tensors), variant)).stream([1, 2])
@@ -434,7 +434,7 @@ def test_logits_that_are_no_numbers_are_said_and_end_no_text(variant, value, pro
     assert (stream.tokens, stream.finish) == ([], "closed")
 
 
-def test_what_a_folder_recommends_is_looked_at_before_its_weights(tmp_path, prose):
+def test_generation_settings_of_a_folder_are_checked_before_its_weights(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL))
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnknownVariant):
@@ -444,10 +444,10 @@ def test_what_a_folder_recommends_is_looked_at_before_its_weights(tmp_path, pros
         Model.from_pretrained(folder, device="cpu")
 
 
-# Where models are
+# Names and folders of models
 
 
-def test_the_bundled_model_is_meant_by_its_name_beside_a_folder_of_that_name(tmp_path, monkeypatch):
+def test_the_bundled_model_takes_precedence_over_a_folder_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / hub_file.BUNDLED).mkdir()
     assert (find_model(hub_file.BUNDLED) / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""The decode kernels on a GPU: every rung against the float64 oracle, again and again the same, many tokens in a launch."""
+"""Tests of the decode kernels on a GPU: every variant against the float64 oracle, repeatability, and many tokens per launch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POSITIONS = (0, 1, 2, 63, 64, 65, 1000)
 GENERATED = ModelConfig(2000, 256, 768, 4, 8, 4, 64, tie_word_embeddings=True, max_position_embeddings=2048)
 
 LADDER = {"eight_barriers": (8, 2), "redundant_norm": (6, 2), "head_local": (4, 2), "fused_phases": (4, 2)}
-"""Barriers over the grid of a layer, and of what comes behind the last one; the other rungs have none."""
+"""Grid barriers per layer and after the last layer, by variant. The other variants have none."""
 
 each_rung = pytest.mark.parametrize("rung", RUNGS)
 
@@ -64,7 +64,7 @@ def test_logits_keys_and_values(rung, model, device):
 
 @each_rung
 @pytest.mark.parametrize(("model", "position"), [("0.6B", 700), ("1.7B", 1), ("1.7B", 1000)])
-def test_the_same_again(rung, model, position, device):
+def test_results_are_repeatable(rung, model, position, device):
     case = decode_step.case("bfloat16", **MODELS[model], position=position)
     reading = decode_step.make_inputs(case, device, 3)
     first = [each.clone() for each in decode_step(**reading.arguments, variant=rung)]
@@ -74,8 +74,11 @@ def test_the_same_again(rung, model, position, device):
 
 
 @each_rung
-def test_a_captured_step_outlives_new_contents_of_the_weights(rung, device):
-    """And those of other rungs, whose kernels are made of the same weights; it gives what the new ones ask for."""
+def test_a_captured_step_follows_new_contents_of_the_weights(rung, device):
+    """A CUDA graph stays valid when the weights are written to, and then gives the new weights' results.
+
+    It also stays valid beside other variants, whose kernels are packed from the same weights.
+    """
     case = decode_step.case("bfloat16", **MODELS["untied"], position=70, tied=False)
     arguments = decode_step.make_inputs(case, device, 3).arguments
     other = decode_step.make_inputs(case, device, 4).arguments["weights"]
@@ -95,7 +98,7 @@ def test_a_captured_step_outlives_new_contents_of_the_weights(rung, device):
 
 
 @each_rung
-def test_barriers_are_those_of_the_ladder(rung, device):
+def test_barriers_per_token_of_each_variant(rung, device):
     from onelaunch.decode.runtime.kernels import session_for
 
     weights = random_weights(GENERATED, 1, device)
@@ -105,8 +108,8 @@ def test_barriers_are_those_of_the_ladder(rung, device):
         assert session.barriers(torch.tensor([3], device=device), cache) == layers * GENERATED.num_hidden_layers + tail
 
 
-def run_in_turns(sequence, count, each):
-    """So many tokens, some in each launch; none is waited for before all are under way."""
+def run_launches_back_to_back(sequence, count, each):
+    """Make ``count`` tokens, ``each`` per launch, and wait for none before all launches are queued."""
     pending = []
     for _ in range(count // each):
         with sequence:
@@ -116,7 +119,7 @@ def run_in_turns(sequence, count, each):
 
 
 @each_rung
-def test_many_tokens_of_a_launch_are_those_of_single_steps(rung, device):
+def test_tokens_of_one_launch_are_those_of_single_steps(rung, device):
     from onelaunch.decode.runtime.kernels import session_for
 
     weights = random_weights(GENERATED, 1, device)
@@ -124,7 +127,7 @@ def test_many_tokens_of_a_launch_are_those_of_single_steps(rung, device):
     logits, cache = prefill(weights, prompt, KVCache.empty(GENERATED, 512, device))
     token = logits.argmax()[None]
     count, session = 300, session_for(weights, rung)
-    made = run_in_turns(session.sequence(cache, token), count, 30)
+    made = run_launches_back_to_back(session.sequence(cache, token), count, 30)
     session.check()
     fresh = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
     for expected in made:
@@ -147,9 +150,10 @@ IN_ONE_LAUNCH = [rung for rung, facts in RUNGS.items() if not facts.separate]
 
 @pytest.mark.parametrize("rung", IN_ONE_LAUNCH)
 @pytest.mark.parametrize("name", CHOICES)
-def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
-    """On a host, which divides as the kernels do; PyTorch multiplies on a GPU. Scores, or a sum and top-p, that agree to six
-    digits could change places; seeds are fixed.
+def test_drawn_tokens_are_the_samplers_on_the_same_logits(rung, name, device):
+    """The sampler runs on the CPU, which divides as the kernels do; on a GPU, PyTorch multiplies instead.
+
+    Two scores, or a sum and top-p, that agree to six digits could change places. The seeds are fixed, so that none does.
     """
     from onelaunch.decode.runtime.kernels import session_for
 
@@ -161,7 +165,7 @@ def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
         sampler = Sampler(sampling, prompt, GENERATED.vocab_size)
         token = sampler(logits, cache.length)
         sequence = session.sequence(cache, token, sampler)
-        texts.append(run_in_turns(sequence, count - 25, 25))
+        texts.append(run_launches_back_to_back(sequence, count - 25, 25))
         with sequence:
             last = sequence.step(25)
             texts[-1] += sequence.copy_tokens().wait()
@@ -180,7 +184,7 @@ def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
 
 @pytest.mark.parametrize("rung", IN_ONE_LAUNCH)
 def test_tokens_are_drawn_as_often_as_they_are_likely(rung, device):
-    """Chi squared of 4000 draws after the same token at one position, by as many seeds; five standard deviations are too many."""
+    """Compare 4000 draws after one token, with as many seeds, by chi squared: five standard deviations off would be wrong."""
     from onelaunch.decode.runtime.kernels import session_for
 
     config = replace(GENERATED, vocab_size=64, num_hidden_layers=1)
@@ -203,7 +207,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(rung, device):
 
 @each_rung
 @pytest.mark.parametrize("name", ["temperature", "all"])
-def test_engines_draw_the_texts_that_come_step_by_step(rung, name, device):
+def test_engines_draw_the_tokens_of_single_steps(rung, name, device):
     weights, request = random_weights(GENERATED, 3, device), Request(tuple(range(1, 20)), 60, CHOICES[name])
     assert list(make_engine(weights, rung).run(request)) == list(TorchEngine(weights, rung).run(request))
 
@@ -216,5 +220,5 @@ def test_streaming_does_not_hang(device):
     cache, token = KVCache.empty(GENERATED, 2048, device), torch.tensor([1], device=device)
     samplers = [None] * 5 + [Sampler(sampling, token, GENERATED.vocab_size) for sampling in CHOICES.values()]
     for sampler in samplers:
-        assert len(run_in_turns(session.sequence(cache, token, sampler), 2000, 100)) == 2000
+        assert len(run_launches_back_to_back(session.sequence(cache, token, sampler), 2000, 100)) == 2000
         session.check()

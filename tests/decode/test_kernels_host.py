@@ -1,4 +1,7 @@
-"""The decode kernels' own source, run on this machine: ring, edges, repacked weights, products, attention, the next token."""
+"""Tests of the decode kernels' own source, run on the CPU.
+
+They cover the shared-memory ring, synchronization, packed weights, products, attention and the choice of the next token.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from onelaunch.decode.codegen.layout import Tuning, marker_words
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.plan.rungs import RUNGS, plan_for
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE, Constants, Memory
-from tests.decode.host_machine import HostKernel, needs_compiler, needs_watch, place
+from tests.decode.host_machine import HostKernel, needs_compiler, needs_watch, set_position
 from tests.decode.plans import DEEP, MODELS, SHARED, TINY, WIDE, packed, plan_with, text
 from tests.decode.stamps import phase_times
 
@@ -27,8 +30,11 @@ def kernel_and_memory(weights, plan, libraries, tuning=None):
     return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, stamps=kernel.tuning.stamps)
 
 
-def assert_the_oracles(weights, plan, libraries, given, positions):
-    """Logits, and what comes to the cache, at these positions of a text whose cache is given twice, rounded and exact."""
+def assert_matches_oracle(weights, plan, libraries, given, positions):
+    """Compare the logits and the new cache rows at several positions with the float64 oracle.
+
+    ``given`` holds the bfloat16 KV cache, and weights and KV cache in float64.
+    """
     kernel, memory = kernel_and_memory(weights, plan, libraries)
     cache, exact, reference = given
     for seed, position in enumerate(positions, 1):
@@ -52,18 +58,18 @@ def assert_the_oracles(weights, plan, libraries, given, positions):
 @pytest.mark.parametrize(("rung", "model", "ctas"), CASES)
 def test_logits_keys_and_values_are_the_oracles(rung, model, ctas, libraries):
     weights, *given = text(MODELS[model], 129)
-    # from long to short: what a longer text left must not be taken for new
-    assert_the_oracles(weights, plan_for(MODELS[model], rung, ctas), libraries, given, (129, 0))
+    # From long to short: words left by the longer context must not be taken for new ones.
+    assert_matches_oracle(weights, plan_for(MODELS[model], rung, ctas), libraries, given, (129, 0))
 
 
 @pytest.mark.parametrize(("rung", "model"), [*(("tagged_words", model) for model in SHARED), ("graph", "five queries a key")])
-def test_so_are_those_of_queries_that_ctas_share(rung, model, libraries):
-    """And of keys that come by two chunks a round: rows of one, of both, of a round more, with and without the newest."""
+def test_ctas_that_share_queries_match_the_oracle(rung, model, libraries):
+    """Several CTAs divide one key head's queries. Keys come by two chunks a round: rows of one, both and a further round."""
     plan = plan_with(MODELS[model], rung, *SHARED[model])
     assert plan.sharers > 1
     positions = (129, 0, 32, 63) if model == "two queries a key" else (129, 0)
     weights, *given = text(MODELS[model], 129)
-    assert_the_oracles(weights, plan, libraries, given, positions)
+    assert_matches_oracle(weights, plan, libraries, given, positions)
 
 
 JOINED = {
@@ -75,21 +81,21 @@ JOINED = {
 
 
 @pytest.mark.parametrize("model", JOINED)
-def test_so_are_those_of_units_that_take_each_others_queries(model, libraries):
-    """In long texts; in others each takes its own queries, at a part of the positions, or in short ones all."""
+def test_joined_attention_units_match_the_oracle(model, libraries):
+    """Joined units take each other's queries in long contexts. In shorter ones each takes its own, at some or all positions."""
     config, ctas, splits = JOINED[model]
     plan = plan_with(config, "streaming", ctas, splits, joined_from=100)
     assert plan.joined > 1
     assert plan.positions == 64
     weights, *given = text(config, 129)
-    assert_the_oracles(weights, plan, libraries, given, (129, 1, 63, 64))
+    assert_matches_oracle(weights, plan, libraries, given, (129, 1, 63, 64))
 
 
-def test_so_are_those_of_more_additions_than_a_word_counts(libraries):
+def test_residual_additions_beyond_the_counter_match_the_oracle(libraries):
     plan = plan_for(DEEP, "streaming", 5)
     assert plan.additions(DEEP.num_hidden_layers - 1) > 256
     weights, *given = text(DEEP, 70)
-    assert_the_oracles(weights, plan, libraries, given, (70, 0))
+    assert_matches_oracle(weights, plan, libraries, given, (70, 0))
 
 
 WATCHED = [
@@ -103,7 +109,7 @@ WATCHED = [
 
 @needs_watch
 @pytest.mark.parametrize(("rung", "model", "ctas", "positions"), WATCHED)
-def test_threads_meet_between_accesses_to_shared_memory(rung, model, ctas, positions, libraries):
+def test_shared_memory_accesses_are_separated_by_barriers(rung, model, ctas, positions, libraries):
     plan = plan_for(model, rung, ctas)
     weights, cache, *_ = text(model, max(positions))
     kernel = HostKernel(plan, libraries, Tuning(stages=12), watched=True)
@@ -122,7 +128,7 @@ def test_threads_meet_between_accesses_to_shared_memory(rung, model, ctas, posit
         ("    warp_meets();\n#pragma unroll 1\n    for (; held > 0; --held)", "#pragma unroll 1\n    for (; held > 0; --held)"),
     ],
 )
-def test_where_they_do_not_it_is_seen(change, libraries):
+def test_race_detector_finds_a_missing_barrier(change, libraries):
     kernel = HostKernel(plan := plan_for(TINY, "tagged_words", 3), libraries, watched=True, change=change)
     weights, cache, *_ = text(TINY, 5)
     kernel(Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512), cache, token=torch.tensor([3]), position=5)
@@ -132,7 +138,7 @@ def test_where_they_do_not_it_is_seen(change, libraries):
 
 
 @pytest.mark.parametrize("lost", [torch.inf, torch.nan, 1e30])
-def test_a_sum_that_its_words_cannot_hold_is_said(lost, libraries):
+def test_a_residual_sum_out_of_range_is_reported(lost, libraries):
     weights, cache, _, _ = text(TINY, 3)
     kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 2), libraries)
     weights.embed_tokens[1, 5] = lost
@@ -153,12 +159,12 @@ def test_a_sum_that_its_words_cannot_hold_is_said(lost, libraries):
         ("streaming", "odd sizes", 8),
     ],
 )
-def test_parts_of_a_long_text_are_put_together(rung, model, ctas, libraries):
-    """Eight at a time, or three; two, three and one of them where there are no more."""
+def test_kv_splits_of_a_long_context_are_combined(rung, model, ctas, libraries):
+    """The splits are combined eight or three at a time; where fewer are left, in groups of two, three and one."""
     weights, *given = text(MODELS[model], 470)
     plan = plan_for(MODELS[model], rung, ctas)
     assert plan.splits == (8 if ctas == 9 else 4)
-    assert_the_oracles(weights, plan, libraries, given, (470, 64) if rung == "graph" else (470, 129, 64, 63))
+    assert_matches_oracle(weights, plan, libraries, given, (470, 64) if rung == "graph" else (470, 129, 64, 63))
 
 
 ROWS = [
@@ -178,7 +184,7 @@ def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, rung, ctas,
         logits = kernel(memory, single, token=torch.tensor(steps[-1:]), position=position, seed=position)
         steps.append(int(logits.argmax()))
     for seed in (1, 2):
-        place(memory, 62, 9)
+        set_position(memory, 62, 9)
         at_once = kernel(memory, cache.map(torch.clone), count, seed=seed)
         assert memory.tokens[62 : 63 + count].tolist() == steps
         assert torch.equal(at_once, logits)
@@ -186,19 +192,19 @@ def test_tokens_of_one_launch_are_those_of_many_in_any_timing(model, rung, ctas,
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-def test_the_kernel_meets_at_the_barriers_of_its_plan(rung, libraries):
+def test_the_kernel_executes_the_barriers_of_its_plan(rung, libraries):
     weights, cache, _, _ = text(TINY, 10)
     plan = plan_for(TINY, rung, 5)
     kernel, memory = kernel_and_memory(weights, plan, libraries)
     for count in (1, 3):
         before = int(memory.counters[0])
-        place(memory, 10, 9)
+        set_position(memory, 10, 9)
         kernel(memory, cache.map(torch.clone), count)
         assert int(memory.counters[0]) - before == plan.ctas * count * plan.barriers()
 
 
 @pytest.mark.parametrize("tuning", [Tuning(stages=1, flight=1), Tuning(stages=2, flight=2), Tuning(stages=5, flight=2)], ids=str)
-def test_rings_of_any_depth_bring_the_same(tuning, libraries):
+def test_ring_depth_does_not_change_results(tuning, libraries):
     weights, cache, _, _ = text(TINY, 20)
     plan = plan_for(TINY, "streaming", 3)
     found = []
@@ -208,12 +214,14 @@ def test_rings_of_any_depth_bring_the_same(tuning, libraries):
     assert torch.equal(*found)
 
 
-def test_a_wait_without_end_is_given_up_and_said(libraries):
+def test_a_wait_that_never_ends_is_abandoned_and_reported(libraries):
     weights, cache, _, _ = text(TINY, 3)
     kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 2), libraries)
     whole = kernel.plan.ctas
     logits = torch.zeros(TINY.vocab_size)
-    kernel.launch(memory, cache, logits, torch.tensor([1]), (1, 3, 0, 0, whole - 1), 0)  # a CTA is missing
+    kernel.launch(
+        memory, cache, logits, torch.tensor([1]), (1, 3, 0, 0, whole - 1), 0
+    )  # one CTA is missing, so the others wait in vain
     assert int(memory.state[ERROR]) == 1
     assert logits.isnan().any()
     memory.reset()
@@ -221,12 +229,12 @@ def test_a_wait_without_end_is_given_up_and_said(libraries):
 
 
 @pytest.mark.parametrize("rung", ["redundant_norm", "streaming"])
-def test_stamps_say_where_a_token_waits_and_change_nothing_else(rung, libraries, prose):
+def test_profile_markers_time_phases_and_do_not_change_results(rung, libraries, prose):
     weights, cache, _, _ = text(TINY, 20)
     plan, found = plan_for(TINY, rung, 4), []
     for stamps in (False, True):
         kernel, memory = kernel_and_memory(weights, plan, libraries, Tuning(stages=3, flight=2, stamps=stamps))
-        place(memory, 20, 5)
+        set_position(memory, 20, 5)
         found.append(kernel(memory, cache.map(torch.clone), 3))
     assert torch.equal(*found)
     times = phase_times(plan, memory.state)

@@ -1,4 +1,7 @@
-"""Tokens in a row by PyTorch's variants: how many, from where, and that they are the text that the public loop makes."""
+"""Tests of the token loops that studies time in PyTorch's variants.
+
+They check the number of tokens, the first position, and that the tokens equal those of the public loop.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def arguments(config, prompt):
     return {"token": logits.argmax(keepdim=True), "weights": weights, "cache": cache}
 
 
-def test_steps_in_a_row_make_the_text_that_an_engine_makes():
+def test_consecutive_steps_make_the_tokens_of_an_engine():
     given = arguments(SMALL, [3, 4, 5])
     running = Running(EAGER, given)
     assert running.seconds() > 0
@@ -35,7 +38,7 @@ def test_steps_in_a_row_make_the_text_that_an_engine_makes():
 
 
 @pytest.mark.parametrize("position", [0, 1, 40])
-def test_what_is_served_begins_at_the_position_and_is_read_to_its_end(position):
+def test_a_served_run_begins_at_the_position_and_is_read_to_its_end(position):
     cache = KVCache.empty(SMALL).with_length(position)
     served = Served(EAGER, {"token": torch.tensor([1]), "weights": random_weights(SMALL), "cache": cache})
     assert len(served.prompt) == max(position, 1)
@@ -44,7 +47,7 @@ def test_what_is_served_begins_at_the_position_and_is_read_to_its_end(position):
     assert served.problem() is None
 
 
-def test_the_context_bounds_a_run():
+def test_the_context_length_bounds_a_run():
     short = replace(SMALL, max_position_embeddings=20)
     running = Running(EAGER, arguments(short, list(range(12))))
     assert running.count == 8
@@ -62,6 +65,6 @@ def test_runs_are_long_enough_to_be_timed(seconds, room, count):
     assert enough(seconds, room) == count
 
 
-def test_where_texts_differ(prose):
+def test_the_first_differing_token_is_reported(prose):
     assert first_difference((1, 2, 3), [1, 2, 3]) is None
     prose(first_difference((1, 2, 3), [1, 5, 4]))

@@ -1,4 +1,4 @@
-"""The model in plain PyTorch: against Hugging Face's where that is installed, and by what must hold of any such model."""
+"""Tests of the model in plain PyTorch: against Hugging Face's where that is installed, and for general properties."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def all_logits(weights, tokens: torch.Tensor) -> torch.Tensor:
     return logits_of(weights, forward(weights, tokens, cache))
 
 
-# Against Hugging Face's
+# Comparison with Hugging Face
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_transformers(name, tmp_path):
+def test_logits_match_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     config, tokens = CONFIGS[name], tokens_of(CONFIGS[name], 200)
     folder = write(tmp_path, random_weights(config, seed=2))
@@ -48,17 +48,17 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 
 
 def test_28_layers_in_bfloat16_stay_within_the_gate():
-    """With the residual stream in bfloat16 they did not: 4.7e-2 off, where 4.0e-2 is allowed."""
+    """The residual stream is float32. In bfloat16 the error was 4.7e-2, where 4.0e-2 is allowed."""
     sizes = {"layers": 28, "hidden": 256, "intermediate": 768, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocabulary": 3000}
     verdict = judge(decode_step, decode_step.case("bfloat16", **sizes, position=70), variant="eager")
     assert verdict.ok, verdict.problems
 
 
-# In any case
+# General properties
 
 
 @pytest.mark.parametrize("name", ["tied", "untied_with_biases", "yarn"])
-def test_pieces_and_steps_give_what_the_whole_text_gives(name, monkeypatch):
+def test_chunks_and_single_steps_give_the_logits_of_the_whole_sequence(name, monkeypatch):
     monkeypatch.setattr(model_file, "PIECE", 7)
     weights = random_weights(CONFIGS[name], seed=3).map(torch.Tensor.double)
     tokens = tokens_of(weights.config, 40)
@@ -72,7 +72,7 @@ def test_pieces_and_steps_give_what_the_whole_text_gives(name, monkeypatch):
     assert cache.length == 40
 
 
-def test_a_token_sees_no_later_one():
+def test_attention_is_causal():
     weights = random_weights(SMALL)
     tokens = tokens_of(SMALL, 30)
     changed = tokens.clone()
@@ -93,7 +93,7 @@ def test_the_cache_grows_without_losing_anything_up_to_the_context(prose):
     assert torch.equal(cache.keys[:, :, :250], before)
     whole = torch.cat([tokens_of(SMALL, 250), tokens_of(SMALL, 100, seed=1)])
     true = all_logits(weights, whole)[-1]
-    assert (logits - true).norm() <= 1e-6 * true.norm()  # other sums of float32
+    assert (logits - true).norm() <= 1e-6 * true.norm()  # float32 sums in another order
     logits, cache = prefill(weights, tokens_of(SMALL, 162), cache)
     assert cache.length == SMALL.max_position_embeddings
     with prose.raises(ContextExceeded, match="513"):
@@ -112,7 +112,7 @@ def test_a_cache_is_never_larger_than_the_context():
 
 
 @pytest.mark.parametrize("name", ["tied", "linear", "yarn", "llama3"])
-def test_products_depend_on_the_distance_alone(name):
+def test_rotated_products_depend_only_on_the_distance(name):
     config = CONFIGS[name]
     q, k = torch.randn(2, 1, 1, config.head_dim, dtype=torch.float64)
 
@@ -124,7 +124,7 @@ def test_products_depend_on_the_distance_alone(name):
     assert not torch.allclose(product(17, 5), product(17, 6), rtol=1e-3)
 
 
-def test_linear_scaling_is_a_shorter_distance():
+def test_linear_scaling_divides_the_distance():
     scaled = replace(SMALL, rope_scaling=LinearScaling(4.0))
     assert torch.allclose(
         rotation(scaled, torch.tensor([12]), torch.float64)[0], rotation(SMALL, torch.tensor([3]), torch.float64)[0]

@@ -1,4 +1,4 @@
-"""Plans: sound ones are accepted, run in any order and give the model's logits; whatever is taken from them is noticed."""
+"""Tests of plans: sound plans are accepted and give the model's logits in any order; every missing dependency is detected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ in_streams = pytest.mark.parametrize("rung", STREAMS)
 
 
 def tokens_of(config, rung, ctas):
-    """Plans of tokens at lengths that use few and many CTAs."""
+    """Return plans of successive tokens, at context lengths that use few and many KV splits."""
     short, long = plan_for(config, rung, ctas, 1), plan_for(config, rung, ctas)
     return short, long, plan_for(config, rung, ctas, long.splits), long, short
 
@@ -61,7 +61,7 @@ def test_plans_for_an_h200_are_sound(rung):
 
 
 @in_streams
-def test_so_is_that_of_a_model_of_4B(rung):
+def test_plans_for_a_4B_model_are_sound(rung):
     plan = plan_for(LARGER, rung, 132)
     check(plan, plan, room=Room(THREADS, 168, layout_of(plan, Tuning()).bytes, 132))
 
@@ -89,7 +89,7 @@ def test_no_edge_can_be_left_out(rung, name, prose):
 
 
 def without_edge(plan, name):
-    """The same without what a phase waits for."""
+    """Return the plan with one phase's waits removed."""
 
     def bare(phase):
         if phase.name != name:
@@ -100,8 +100,11 @@ def without_edge(plan, name):
 
 
 @pytest.mark.parametrize("rung", ["eight_barriers", "redundant_norm", "head_local"])
-def test_keys_that_are_fetched_ahead_must_be_of_earlier_tokens(rung, prose):
-    """Where a phase of its own writes the newest key, a later one may read it, but not who fetched before the token began."""
+def test_prefetched_keys_must_be_of_earlier_tokens(rung, prose):
+    """With a RoPE phase that writes the newest key, only a later phase may read it.
+
+    A prefetch at the token's start is too early.
+    """
     plan = plan_for(TINY, rung, 5)
     check(plan)
     with prose.raises(PlanError, match="CTA"):
@@ -111,7 +114,7 @@ def test_keys_that_are_fetched_ahead_must_be_of_earlier_tokens(rung, prose):
         assert plan_for(MODELS["whole chunks"], rung, 9).keys_stream
 
 
-def test_words_that_count_must_get_as_many_additions_as_are_waited_for(prose):
+def test_accumulators_receive_as_many_additions_as_readers_wait_for(prose):
     plan = plan_for(TINY, "streaming", 5)
     for op in ("o", "down"):
         phase = next(phase for phase in plan.layer if phase.op == op)
@@ -121,7 +124,7 @@ def test_words_that_count_must_get_as_many_additions_as_are_waited_for(prose):
                 check(changed_share(plan, phase, cta, replace(phase.shares[cta], adds=adds)))
 
 
-def test_words_that_count_are_cleared_for_the_next_token(prose):
+def test_accumulators_are_cleared_for_the_next_token(prose):
     plan = plan_for(TINY, "streaming", 5)
     share = plan.closing.shares[0]
     kept = replace(share, writes=tuple(piece for piece in share.writes if piece.buffer != "mid"))
@@ -129,7 +132,7 @@ def test_words_that_count_are_cleared_for_the_next_token(prose):
         check(changed_share(plan, plan.closing, 0, kept))
 
 
-def test_each_word_that_is_read_is_waited_for(prose):
+def test_every_word_that_is_read_must_be_waited_for(prose):
     plan = plan_for(TINY, "streaming", 5)
     phase = plan.phase("down")
     polls = tuple(piece for piece in phase.shares[1].polls if piece.buffer != "mid")
@@ -138,8 +141,8 @@ def test_each_word_that_is_read_is_waited_for(prose):
 
 
 @in_streams
-def test_a_layer_between_two_others_is_followed(rung, prose):
-    """A CTA without a part in the layers reads the residual stream, and nobody waits for it until the head."""
+def test_a_read_in_a_middle_layer_is_checked(rung, prose):
+    """A CTA without work in the layers reads the residual stream there, but no CTA waits for that read before the LM head."""
     ctas = 7
     plan = plan_for(replace(TINY, num_hidden_layers=3), rung, ctas)
     assert layer_ctas(TINY, ctas) < ctas
@@ -152,7 +155,7 @@ def test_a_layer_between_two_others_is_followed(rung, prose):
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), rung=st.sampled_from([name for name, facts in RUNGS.items() if "data" in (facts.heads, facts.others)]))
 def test_no_writer_can_go_without_being_waited_for(data, rung):
-    """The words of one CTA, among those that another polls."""
+    """Remove from one CTA's polls all words that one other CTA writes. The check must reject the plan."""
     plan = plan_for(TINY, rung, data.draw(st.integers(2, 9)))
     phase = data.draw(st.sampled_from([phase for phase in plan.phases() if any(share.polls for share in phase.shares)]))
     cta = data.draw(st.sampled_from([cta for cta, share in enumerate(phase.shares) if share.polls]))
@@ -169,7 +172,7 @@ def test_no_writer_can_go_without_being_waited_for(data, rung):
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), rung=st.sampled_from(["head_local", "fused_phases"]), change=st.sampled_from(["count", "wait", "arrival"]))
-def test_no_flag_can_be_left_out_or_counted_short(data, rung, change):
+def test_no_semaphore_arrival_or_wait_can_be_left_out(data, rung, change):
     plan = plan_for(TINY, rung, data.draw(st.integers(2, 9)))
     wanted = (lambda share: share.arrives) if change == "arrival" else (lambda share: share.awaits)
     phase = data.draw(st.sampled_from([phase for phase in plan.layer if any(map(wanted, phase.shares))]))
@@ -190,6 +193,7 @@ def test_no_flag_can_be_left_out_or_counted_short(data, rung, change):
 
 
 def changed_share(plan, phase, cta, share):
+    """Return the plan with the work assignment of one CTA in one phase replaced."""
     shares = (*phase.shares[:cta], share, *phase.shares[cta + 1 :])
 
     def changed(each):
@@ -201,14 +205,17 @@ def changed_share(plan, phase, cta, share):
 
 
 def writer_pieces(plan, cta):
+    """Return the slices of buffers that a CTA writes in any phase."""
     return [piece for phase in plan.phases() for piece in phase.shares[cta].writes]
 
 
 def overlap(a, b):
+    """Return whether two slices share words of a buffer."""
     return a.buffer == b.buffer and a.begin < b.end and b.begin < a.end
 
 
 def without(piece, taken):
+    """Return what is left of a slice without the words of another one."""
     if not overlap(piece, taken):
         return [piece]
     ends = [(piece.begin, max(piece.begin, taken.begin)), (min(piece.end, taken.end), piece.end)]
@@ -230,15 +237,15 @@ def test_ctas_that_cannot_all_be_resident_are_refused(room, reason, prose):
         check(plan, room=Room(**facts))
 
 
-def test_what_the_kernels_do_not_take_is_said():
+def test_unsupported_models_are_refused_with_the_reason():
     assert unsupported(QWEN) is None
     assert "biases" in unsupported(replace(QWEN, attention_bias=True))
     assert "float16" in unsupported(replace(QWEN, dtype=torch.float16))
     assert "heads of" in unsupported(replace(QWEN, head_dim=80))
 
 
-def test_barriers_are_those_of_the_ladder():
-    """Two more for a token: before the head, and before the next token is known."""
+def test_barriers_per_token_of_each_variant():
+    """Each token has two more barriers than its layers: before the LM head, and before the next token is known."""
     counted = {rung: plan_for(QWEN, rung, 132).barriers() for rung in RUNGS}
     assert counted == {
         "eight_barriers": 226, "redundant_norm": 170, "head_local": 114, "fused_phases": 114, "tagged_words": 0, "streaming": 0,
@@ -246,7 +253,7 @@ def test_barriers_are_those_of_the_ladder():
     }  # fmt: skip
 
 
-# The stream
+# The packed stream of weights
 
 
 @in_streams
@@ -260,13 +267,15 @@ def test_every_weight_is_in_the_stream_once(rung, model):
     work = [(layer, op) for layer in layers for op in ("qkv", "o", "gate_up", "down")] + [(None, "lm_head")]
     wanted = torch.cat([in_tiles(*in_order(weights, *each, plan)).flatten() for each in work])
     assert torch.equal(counts(stream.data), counts(wanted))
-    for layer, op in work:  # and none is lost on the way to the tiles
+    for layer, op in work:  # and no weight is lost on the way to the tiles
         if op == "o" and plan.blocks:
             tiles, values = in_tiles(*in_order(weights, layer, op, plan)), matrix(weights, layer, op)
             assert torch.equal(counts(tiles[tiles != 0]), counts(values[values != 0])), "tiles are filled up with zeros"
             continue
         tiles, values = in_tiles(matrix(weights, layer, op), row_order(config, op)), matrix(weights, layer, op)
-        rows = as_operands(tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op))))  # twice is as before
+        rows = as_operands(
+            tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op)))
+        )  # as_operands is its own inverse
         kept = row_order(config, op).flatten()
         assert torch.equal(rows[kept >= 0][:, : values.shape[1]], values[kept[kept >= 0]])
 
@@ -275,7 +284,7 @@ def test_a_stream_is_the_same_however_many_tiles_are_packed_at_once(monkeypatch)
     weights, _, _, _ = text(MODELS["odd sizes"], 1)
     plan = plan_for(weights.config, "streaming", 7)
     stream, pieces, of = pack(weights, plan), [], packing.in_tiles
-    monkeypatch.setattr(packing, "MOMENTARY", 3 * 8 * 2 * 512)  # three tiles of the hidden size, filled up
+    monkeypatch.setattr(packing, "MOMENTARY", 3 * 8 * 2 * 512)  # bytes of three padded tiles of the hidden size
     monkeypatch.setattr(packing, "in_tiles", lambda values, rows: pieces.append(len(rows)) or of(values, rows))
     assert torch.equal(pack(weights, plan).data, stream.data)
     assert max(pieces) <= 6
@@ -317,7 +326,7 @@ def test_in_any_order_the_logits_are_the_models(rung, model):
 
 
 @pytest.mark.parametrize("model", ["five queries a key", "untied, a key head"])
-def test_so_are_those_of_queries_that_ctas_share(model):
+def test_in_any_order_ctas_that_share_queries_give_the_models_logits(model):
     for used in (1, 2):
         plan = plan_with(MODELS[model], "tagged_words", *SHARED[model], used)
         assert plan.sharers > 1
@@ -325,7 +334,7 @@ def test_so_are_those_of_queries_that_ctas_share(model):
 
 
 def assert_in_any_order(config, plan):
-    """Two tokens of a text by the interpreter, and by the model."""
+    """Compare two tokens by the interpreter, in two random orders, with those by the model."""
     weights, _, exact, cache = text(config, 70)
     check(plan)
     stream = packed(weights, plan, double=True)
@@ -349,8 +358,8 @@ DRAWN = {
 }
 
 
-def drawn_text(plan, sampling, count, seed):
-    """Tokens by a plan, or by PyTorch's sampler on the model's own logits, and the last logits."""
+def drawn_tokens(plan, sampling, count, seed):
+    """Return the tokens and the last logits, by a plan, or without one by PyTorch's sampler on the model's own logits."""
     _, _, exact, cache = text(TINY, 70)
     sampler, tokens = Sampler(sampling, torch.tensor([1, 7, 7]), TINY.vocab_size), [7]
     if plan is not None:
@@ -366,27 +375,27 @@ def drawn_text(plan, sampling, count, seed):
 
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("rung", ["fused_phases", *STREAMS])
-def test_in_any_order_tokens_are_drawn_as_the_sampler_does(rung, name):
+def test_in_any_order_drawn_tokens_are_the_samplers(rung, name):
     plan = plan_for(TINY, rung, 5, rounds=len(digits(DRAWN[name])))
     check(plan)
-    expected, logits = drawn_text(None, DRAWN[name], 4, 0)
+    expected, logits = drawn_tokens(None, DRAWN[name], 4, 0)
     for seed in range(2):
-        tokens, found = drawn_text(plan, DRAWN[name], 4, seed)
+        tokens, found = drawn_tokens(plan, DRAWN[name], 4, seed)
         assert tokens == expected
         torch.testing.assert_close(found, logits, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["tally 0", "tally 1", "tally 4", "draw", "next"])
-def test_without_an_edge_some_order_draws_others(name):
+def test_without_an_edge_some_order_draws_other_tokens(name):
     plan = plan_for(TINY, "streaming", 5, rounds=ROUNDS)
     bare = without_edge(plan, name)
     with pytest.raises(PlanError):
         check(bare)
-    expected, _ = drawn_text(None, DRAWN["all"], 2, 0)
+    expected, _ = drawn_tokens(None, DRAWN["all"], 2, 0)
 
     def wrong(seed):
         try:
-            return drawn_text(bare, DRAWN["all"], 2, seed)[0] != expected
+            return drawn_tokens(bare, DRAWN["all"], 2, seed)[0] != expected
         except PlanError:
             return True
 
@@ -409,15 +418,15 @@ def test_plans_of_drawn_tokens_are_sound(rung):
         lambda share: replace(share, adds=(Piece("drawn", 0, 1),)),
     ],
 )
-def test_sums_are_cleared_by_one_before_anybody_adds_again(change, prose):
+def test_histograms_are_cleared_by_one_cta_before_new_additions(change, prose):
     plan = plan_for(TINY, "streaming", 3, rounds=4)
     closing = plan.tail[-1]
     with prose.raises(PlanError):
         check(changed_share(plan, closing, 0, change(closing.shares[0])))
 
 
-def test_sums_are_not_cleared_while_others_read_them(prose):
-    """By the phase that reads the last of them."""
+def test_histograms_are_not_cleared_while_others_read_them(prose):
+    """The phase that reads the last histogram must not clear it, because other CTAs may still be reading."""
     plan = plan_for(TINY, "streaming", 3, rounds=2)
     draw = plan.phase("draw")
     early = replace(draw.shares[0], writes=(*draw.shares[0].writes, Piece("tallies", 0, 2)))

@@ -1,4 +1,4 @@
-"""The runtime beyond sessions: what is kept for a model, proofs of plans, memory, graphs, and weights that are written to."""
+"""Tests of the runtime apart from sessions: caches per model, proofs of plans, memory, CUDA graphs, writes to weights."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from onelaunch.errors import (
 from tests.decode.models import SMALL
 from tests.decode.played import GREEDY, MODEL, SAMPLED, alone
 
-# What is kept for a model
+# Objects cached for a model
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_one_text_keeps_serves_the_next_in_and_out_of_inference_mode(first, played):
-    weights = random_weights(MODEL, 4)  # of its own: they are written to
+def test_cached_buffers_serve_the_next_sequence_in_and_out_of_inference_mode(first, played):
+    weights = random_weights(MODEL, 4)  # weights of this test alone: it writes to them
     played.weights = weights
     for inference in (first, not first):
         with torch.inference_mode(inference):
@@ -45,7 +45,7 @@ def test_what_one_text_keeps_serves_the_next_in_and_out_of_inference_mode(first,
     assert list(KernelEngine(weights, "streaming").run(SAMPLED)) == alone(weights, SAMPLED)
 
 
-def test_a_text_may_be_read_on_outside_of_inference_mode(weights, played):
+def test_a_generation_can_be_continued_outside_of_inference_mode(weights, played):
     for engine in (KernelEngine(weights, "streaming"), TorchEngine(weights, "eager")):
         with torch.inference_mode():
             text = engine.run(GREEDY["second"])
@@ -54,7 +54,7 @@ def test_a_text_may_be_read_on_outside_of_inference_mode(weights, played):
 
 
 @pytest.mark.parametrize("variant", ["eager", "streaming"])
-def test_weights_that_can_be_trained_decode_without_a_graph(variant, weights, played):
+def test_trainable_weights_decode_without_an_autograd_graph(variant, weights, played):
     trainable = weights.map(lambda tensor: torch.nn.Parameter(tensor.clone()))
     played.weights = trainable
     given = {"token": torch.tensor([5]), "weights": trainable}
@@ -84,7 +84,7 @@ def test_weights_that_kernels_would_misread_are_refused(name, change, error, mes
         decode_step(torch.tensor([5]), other, KVCache.empty(other.config), variant="streaming")
 
 
-def test_a_proof_is_of_the_room_that_there_is(weights, played, monkeypatch, tmp_path):
+def test_a_proof_is_valid_for_its_devices_resources_only(weights, played, monkeypatch, tmp_path):
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(room))
@@ -99,7 +99,7 @@ def test_a_proof_is_of_the_room_that_there_is(weights, played, monkeypatch, tmp_
 # Memory
 
 
-def test_no_room_for_the_weights_a_second_time_or_for_a_prompt(weights, played, monkeypatch, prose):
+def test_out_of_memory_while_packing_weights_or_reading_a_prompt(weights, played, monkeypatch, prose):
     def exhausted(*_, **__):
         raise torch.OutOfMemoryError("no more")
 
@@ -115,12 +115,12 @@ def test_no_room_for_the_weights_a_second_time_or_for_a_prompt(weights, played, 
                     list(engine.run(GREEDY["second"]))
 
 
-# Graphs
+# CUDA graphs
 
 
 @pytest.mark.parametrize("captures", ["rung", "captured"])
-def test_graphs_are_captured_on_the_weights_device_beside_other_threads(captures, weights, played, monkeypatch):
-    """With what PyTorch does for a GPU played: a second one has streams of its own."""
+def test_graphs_are_captured_on_the_weights_device_while_other_threads_work(captures, weights, played, monkeypatch):
+    """Emulate PyTorch's CUDA calls. A second GPU has streams of its own."""
     seen = []
 
     @contextmanager
@@ -153,7 +153,7 @@ def test_graphs_are_captured_on_the_weights_device_beside_other_threads(captures
 
 
 @pytest.mark.parametrize("capacity", [4, 16])
-def test_a_graph_cache_keeps_those_that_were_used_last(capacity):
+def test_a_graph_cache_keeps_the_most_recently_used(capacity):
     made = []
     cache = GraphCache(capacity)
     for key in range(capacity):
@@ -166,14 +166,14 @@ def test_a_graph_cache_keeps_those_that_were_used_last(capacity):
     assert made == [*range(capacity), 1], "the least recently used one was dropped"
 
 
-# What a start costs, and needs
+# Cost and requirements of a start
 
 
 def query_of(config, device="cuda:0"):
     return key_of(replace(config, dtype=torch.bfloat16, attention_bias=False), 100, device)
 
 
-def test_only_the_rung_that_is_asked_for_is_checked_and_once_with_these_files(weights, played, monkeypatch, tmp_path):
+def test_only_the_requested_variant_is_proved_and_once_per_set_of_files(weights, played, monkeypatch, tmp_path):
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     proofs._check.cache_clear()
@@ -185,14 +185,14 @@ def test_only_the_rung_that_is_asked_for_is_checked_and_once_with_these_files(we
     for config in (weights.config, replace(weights.config, rope_theta=5e5, max_position_embeddings=64)):
         make_session(random_weights(config), "streaming")
     assert checked == ["streaming"]
-    proofs._check.cache_clear()  # as another process
+    proofs._check.cache_clear()  # forget in-process caches, as a new process would
     make_session(random_weights(weights.config), "streaming")
     assert checked == ["streaming"]
     proofs._check.cache_clear()
 
 
 def proofs_with(changes, monkeypatch, tmp_path):
-    """How many proofs run when the sources are as they are, then with changes by module name, then so again."""
+    """Count the proofs that run with the sources as they are, then with changes by module name, then unchanged again."""
     real, proved = proofs.source_of, []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     monkeypatch.setattr(proofs, "check", lambda *plans, room: proved.append(plans[0].rung))
@@ -208,7 +208,7 @@ PROVED_BY = ("plan.check", "plan.builder", "plan.rungs", "plan.phases", "codegen
 
 
 @pytest.mark.parametrize("module", PROVED_BY)
-def test_a_change_of_a_module_that_a_proof_depends_on_makes_it_anew(module, monkeypatch, tmp_path):
+def test_a_change_of_a_module_that_a_proof_depends_on_repeats_the_proof(module, monkeypatch, tmp_path):
     name = f"onelaunch.decode.{module}"
     assert proofs_with({name: proofs.source_of(name) + "# changed"}, monkeypatch, tmp_path) == 2
 
@@ -224,8 +224,8 @@ def test_a_change_elsewhere_keeps_the_proof(monkeypatch, tmp_path):
         "import onelaunch.decode.plan.helper", "from onelaunch.decode.plan import helper",
     ],
 )  # fmt: skip
-def test_a_new_helper_is_part_of_the_proof(line, monkeypatch, tmp_path):
-    """A module that a proof's module imports, wherever and however."""
+def test_a_newly_imported_module_is_part_of_the_proof(line, monkeypatch, tmp_path):
+    """A module counts that a proof's module imports, wherever and however the import is written."""
     builder, helper, real = "onelaunch.decode.plan.builder", "onelaunch.decode.plan.helper", proofs.source_of
     (tmp_path / "helper.py").write_text("part = 1\n")
     folders = importlib.import_module("onelaunch.decode.plan").__path__
@@ -238,7 +238,7 @@ def test_a_new_helper_is_part_of_the_proof(line, monkeypatch, tmp_path):
         folders.remove(str(tmp_path))
 
 
-def test_a_package_brings_all_of_its_modules(prose):
+def test_importing_a_package_counts_all_of_its_modules(prose):
     assert "onelaunch.decode.step.variants.pytorch" in proofs._modules("onelaunch.decode.step")
     assert proofs._modules("onelaunch.decode.plan") >= {"onelaunch.decode.plan", "onelaunch.decode.plan.check"}
     assert proofs.source_of("onelaunch.decode.plan.check").startswith('"""')
@@ -246,7 +246,7 @@ def test_a_package_brings_all_of_its_modules(prose):
         proofs.source_of("onelaunch.no_such")
 
 
-def test_a_plan_that_is_not_sound_is_refused_every_time(weights, played, monkeypatch, tmp_path, prose):
+def test_an_unsound_plan_is_refused_every_time(weights, played, monkeypatch, tmp_path, prose):
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
 
     def refuse(*plans, room):
@@ -260,15 +260,15 @@ def test_a_plan_that_is_not_sound_is_refused_every_time(weights, played, monkeyp
     proofs._check.cache_clear()
 
 
-def test_ctas_that_cannot_all_be_resident_are_a_reason(monkeypatch, prose):
+def test_variants_whose_ctas_cannot_all_be_resident_are_unsupported(monkeypatch, prose):
     monkeypatch.setattr(megakernel, "processors", lambda device: 132)
     wide = replace(SMALL, intermediate_size=200_000)
     prose(megakernel.has_a_plan("streaming", query_of(wide)) or "")
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-def test_without_numpy_kernels_say_so(rung, monkeypatch, prose):
-    """In a process that has not loaded what imports it."""
+def test_without_numpy_kernels_are_unsupported(rung, monkeypatch, prose):
+    """Hide NumPy from a process that has not loaded the modules that import it."""
     monkeypatch.setattr(decode_step.get(rung), "_supports", decode_step.get(rung)._supports[1:])  # as on a Hopper GPU
     for name in ("numpy", "onelaunch.decode.plan.check", "onelaunch.decode.runtime.proofs", "onelaunch.decode.runtime.kernels"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -280,15 +280,15 @@ def test_without_numpy_kernels_say_so(rung, monkeypatch, prose):
 
 
 def addresses(session):
-    """All that a launch is given of a model, as a CUDA graph would hold it."""
+    """Return the addresses of all model buffers that a launch is given and that a CUDA graph would hold."""
     memory, cache = session.memory, KVCache.empty(MODEL)
     return [tensor is not None and tensor.data_ptr() for tensor in memory.arguments(cache, torch.empty(1))[:7]]
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "layers.1.q_norm", "layers.0.o_proj", "norm"])
-def test_what_was_made_of_weights_is_made_anew_where_it_lies_once_they_are_written_to(name, played):
+def test_buffers_made_from_weights_are_refreshed_in_place_after_a_write(name, played):
     weights = random_weights(MODEL, 5)
-    rungs = ("streaming", "tagged_words", "eight_barriers")  # the last two share a stream
+    rungs = ("streaming", "tagged_words", "eight_barriers")  # the last two variants share one packed stream
     before = {rung: session_for(weights, rung) for rung in rungs}
     held = {rung: addresses(session) for rung, session in before.items()}
     weights.tensors()[name].mul_(2)
@@ -302,7 +302,7 @@ def test_what_was_made_of_weights_is_made_anew_where_it_lies_once_they_are_writt
         assert torch.equal(mine.weights.embed_tokens, other.weights.embed_tokens)
 
 
-def test_other_weights_have_their_own():
+def test_each_set_of_weights_has_its_own_buffers():
     first, second = (random_weights(SMALL, 0, "cpu") for _ in range(2))
     assert MODELS.kernels(first) is not MODELS.kernels(second)
     assert MODELS.kernels(first) is MODELS.kernels(first)

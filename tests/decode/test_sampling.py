@@ -1,4 +1,4 @@
-"""Sampling: against plain definitions and ``transformers``' own, and the draws against their probabilities."""
+"""Tests of sampling: against plain definitions and ``transformers``, and draws against their probabilities."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def drawn_logits(seed: int, count: int = 100) -> torch.Tensor:
 
 
 def plainly_warped(logits: list[float], sampling: Sampling) -> list[float]:
-    """The definition, one token after another; ``-inf`` for what is left out."""
+    """Apply the definition, one token after another. Excluded tokens get ``-inf``."""
     logits = [value / sampling.temperature for value in logits]
     if sampling.top_k:
         least = sorted(logits, reverse=True)[: sampling.top_k][-1]
@@ -51,7 +51,7 @@ def plainly_warped(logits: list[float], sampling: Sampling) -> list[float]:
 
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_stays_is_what_the_definition_says(name, seed):
+def test_kept_tokens_match_the_definition(name, seed):
     logits = drawn_logits(seed)
     expected = torch.tensor(plainly_warped(logits.tolist(), CHOICES[name]))
     found = warp(logits, CHOICES[name])
@@ -61,7 +61,7 @@ def test_what_stays_is_what_the_definition_says(name, seed):
 
 @pytest.mark.parametrize("name", [name for name in CHOICES if name != "hardly_any"])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_stays_is_what_stays_in_transformers(name, seed):
+def test_kept_tokens_match_transformers(name, seed):
     theirs = pytest.importorskip("transformers", reason="needs the extra decode")
     sampling, logits = CHOICES[name], drawn_logits(seed)[None]
     warpers = [theirs.TemperatureLogitsWarper(sampling.temperature)]
@@ -75,14 +75,14 @@ def test_what_stays_is_what_stays_in_transformers(name, seed):
 
 
 @pytest.mark.parametrize("temperature", [1e-20, 1e-40, 1e-300])
-def test_however_low_the_temperature_is_the_likeliest_is_drawn(temperature):
+def test_at_the_lowest_temperatures_the_likeliest_token_is_drawn(temperature):
     logits = drawn_logits(1) - 50
     for kept in ({}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}):
         drawn = Sampler(Sampling(temperature=temperature, seed=3, **kept), torch.tensor([0]), 100)(logits, 7)
         assert drawn.tolist() == [int(logits.argmax())]
 
 
-def test_the_penalty_is_that_of_transformers():
+def test_the_repetition_penalty_matches_transformers():
     theirs = pytest.importorskip("transformers", reason="needs the extra decode")
     logits, tokens = drawn_logits(1), torch.tensor([[3, 50, 50, 7]])
     seen = torch.zeros(100, dtype=torch.bool).index_fill(0, tokens[0], 1)
@@ -90,7 +90,7 @@ def test_the_penalty_is_that_of_transformers():
     assert torch.allclose(penalise(logits, seen, 1.3), expected)
 
 
-def test_the_likeliest_stays_whatever_is_asked():
+def test_the_likeliest_token_is_never_excluded():
     logits = torch.tensor([0.0, 5.0, 5.0, -2.0])
     for sampling in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=0.0), Sampling(1.0, min_p=1.0), Sampling(1e-4)):
         assert not warp(logits, sampling)[1].isinf()
@@ -104,7 +104,7 @@ def test_greedy_takes_the_largest_and_the_first_of_equals():
     assert token.dtype == torch.int64
 
 
-def test_a_text_is_penalised_for_its_prompt_and_for_what_came_since():
+def test_the_repetition_penalty_covers_prompt_and_new_tokens():
     sampler = Sampler(Sampling(repetition_penalty=10.0), torch.tensor([1]), 4)
     logits = torch.tensor([3.0, 5.0, 4.0, -1.0])
     assert [sampler(logits, at).item() for at in range(4)] == [2, 0, 1, 1]
@@ -113,7 +113,7 @@ def test_a_text_is_penalised_for_its_prompt_and_for_what_came_since():
 
 @pytest.mark.parametrize("name", ["temperature", "all_of_them"])
 def test_tokens_are_drawn_as_often_as_they_are_likely(name):
-    """Chi squared over 20,000 positions; beyond 5 standard deviations would be a wrong distribution. The seed is fixed."""
+    """Compare 20,000 draws by chi squared: more than 5 standard deviations would be a wrong distribution. The seed is fixed."""
     sampling, logits, draws = CHOICES[name], drawn_logits(5, 40), 20_000
     warped = warp(logits, sampling)
     a, b = keys(11, torch.arange(draws))
@@ -129,7 +129,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name):
     assert abs(chi_squared - degrees) < 5 * math.sqrt(2 * degrees)
 
 
-def test_noise_is_gumbel_and_independent_from_place_to_place():
+def test_noise_is_gumbel_and_independent_between_positions_and_tokens():
     noise = gumbel(3, torch.arange(200)[:, None], 1000, "cpu").double()
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
@@ -143,8 +143,8 @@ def test_noise_is_gumbel_and_independent_from_place_to_place():
         assert abs(correlation) < 0.012  # five standard deviations of 200,000 independent pairs
 
 
-def test_noise_follows_the_documented_words():
-    """As a kernel in another language computes it, in plain integers."""
+def test_noise_follows_the_documented_hash():
+    """Compute the noise in plain integers, as a kernel in another language does."""
 
     def mix(word: int) -> int:
         word ^= word >> 16
@@ -161,7 +161,7 @@ def test_noise_follows_the_documented_words():
     assert gumbel(seed, position, 600, "cpu")[token].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_kernel_is_told_all_there_is():
+def test_packed_parameters_hold_every_choice():
     sampling = Sampling(0.5, top_k=7, top_p=0.25, min_p=0.1, repetition_penalty=2.0, seed=2**62 + 2**31 + 9)
     packed = struct.pack("<7i", *sampling.words(100))
     temperature, top_k, top_p, farthest, penalty, low, high = struct.unpack("<fIfffII", packed)
@@ -207,12 +207,12 @@ def test_the_seed_decides():
         ({"repetition_penalty": 0}, "repetition_penalty"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(choice, message, prose):
+def test_errors_name_the_wrong_choice(choice, message, prose):
     with prose.raises(ArgumentError, match=message):
         Sampling(**choice)
 
 
-def test_what_a_model_recommends():
+def test_recommended_settings_of_a_model():
     qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "pad_token_id": 1}
     assert recommended(qwen3) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert recommended({"do_sample": True, "min_p": None, "top_k": None}) == {"temperature": 1.0, "top_k": 50}
@@ -221,7 +221,7 @@ def test_what_a_model_recommends():
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_what_a_cpu_draws_without_waiting():
+def test_a_gpu_draws_the_tokens_of_a_cpu_without_synchronizing():
     logits, sampling = drawn_logits(2, 5000), Sampling(0.9, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=7)
     on_gpu, on_cpu = logits.cuda(), Sampler(sampling, torch.tensor([1, 2]), 5000)
     sampler = Sampler(sampling, torch.tensor([1, 2], device="cuda"), 5000)

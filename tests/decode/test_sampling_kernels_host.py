@@ -1,7 +1,8 @@
-"""Tokens drawn within the decode kernels, their own source run on this machine, against PyTorch's Sampler on the kernels' logits.
+"""Tests of token sampling in the decode kernels: their source on the CPU against PyTorch's Sampler on the kernels' logits.
 
-Both do the same float32 operations but for the last bit of exponentials and logarithms, and top-p's sums, which the kernels make
-in fixed point. So tokens are equal unless two scores, or a sum and top-p, agree to six digits; seeds are fixed, and none does.
+Both do the same float32 operations, except for the last bit of exponentials and logarithms and for top-p's sums, which the
+kernels make in fixed point. Tokens are therefore equal unless two scores, or a sum and top-p, agree to six digits. The seeds
+are fixed, and none is such a case.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.plan.rungs import RUNGS, plan_for
 from onelaunch.decode.runtime.memory import ERROR, Constants, Memory
-from tests.decode.host_machine import HostKernel, needs_compiler, place
+from tests.decode.host_machine import HostKernel, needs_compiler, set_position
 from tests.decode.plans import MODELS, TINY, packed, text
 
 pytestmark = needs_compiler
@@ -45,12 +46,12 @@ def kernel_and_memory(weights, plan, libraries):
 
 
 def sampler_of(sampling, config):
-    """Of a text with some tokens twice."""
+    """Return the sampler of a sequence that holds some tokens twice."""
     return Sampler(sampling, torch.tensor([1, FIRST, 70, 70, FIRST]), config.vocab_size)
 
 
 def step_by_step(kernel, memory, cache, sampling, count):
-    """Tokens by PyTorch from the logits of single steps, and the last logits."""
+    """Return the tokens that PyTorch draws from the logits of single steps, and the last logits."""
     sampler, cache, tokens = sampler_of(sampling, kernel.plan.config), cache.map(torch.clone), [FIRST]
     for position in range(POSITION, POSITION + count):
         logits = kernel(memory, cache.with_length(position), token=torch.tensor(tokens[-1:]), position=position, seed=position)
@@ -59,8 +60,9 @@ def step_by_step(kernel, memory, cache, sampling, count):
 
 
 def at_once(kernel, memory, cache, sampling, count, seed=0):
+    """Return the tokens that one launch draws, and its last logits."""
     sampler = sampler_of(sampling, kernel.plan.config)
-    place(memory, POSITION, FIRST)
+    set_position(memory, POSITION, FIRST)
     logits = kernel(memory, cache.map(torch.clone), count, seed=seed, sampler=sampler)
     assert int(memory.state[ERROR]) == 0
     assert not memory.tallies.any(), "what was added up is cleared"
@@ -80,8 +82,11 @@ def test_tokens_of_one_launch_are_the_samplers(name, libraries):
 
 
 @pytest.mark.parametrize("rung", [rung for rung, facts in RUNGS.items() if not facts.separate])
-def test_every_rung_draws_the_same_in_any_timing_and_however_many_tokens_a_launch_makes(rung, libraries):
-    """Drawn and other tokens by turns: what one text left must not disturb the next."""
+def test_all_variants_draw_the_same_tokens_in_any_timing(rung, libraries):
+    """The number of tokens per launch does not matter either.
+
+    Drawn and greedy tokens alternate, because state left by one sequence must not disturb the next.
+    """
     weights, cache, _, _ = text(MODEL, POSITION)
     kernel, memory = kernel_and_memory(weights, plan_for(MODEL, rung, 4), libraries)
     expected, _, _ = step_by_step(kernel, memory, cache, CHOICES["all"], 4)
@@ -91,14 +96,14 @@ def test_every_rung_draws_the_same_in_any_timing_and_however_many_tokens_a_launc
         assert at_once(kernel, memory, cache, CHOICES["all"], 4, seed)[0] == expected
         assert at_once(kernel, memory, cache, Sampling(), 2, seed)[0] == likeliest
     sampler, mine = sampler_of(CHOICES["all"], MODEL), cache.map(torch.clone)
-    place(memory, POSITION, FIRST)
+    set_position(memory, POSITION, FIRST)
     for at, count in ((0, 1), (1, 3)):
         kernel(memory, mine.with_length(POSITION + at), count, seed=at, sampler=sampler)
     assert memory.tokens[POSITION : POSITION + 5].tolist() == expected
 
 
 @pytest.mark.parametrize(("model", "ctas"), [("odd sizes", 3), ("untied, a key head", 9), ("tied", 1), ("few tokens", 20)])
-def test_so_do_other_models_and_more_ctas_than_have_tokens(model, ctas, libraries):
+def test_other_models_and_ctas_without_tokens_draw_the_samplers_tokens(model, ctas, libraries):
     config = MODELS[model] if model in MODELS else replace(MODELS["tied"], vocab_size=100)
     weights, cache, _, _ = text(config, POSITION)
     kernel, memory = kernel_and_memory(weights, plan_for(config, "streaming", ctas), libraries)
@@ -118,8 +123,8 @@ TIES = {
 
 
 @pytest.mark.parametrize("name", TIES)
-def test_equals_stay_together_for_top_k_and_the_first_of_them_for_top_p(name, libraries):
-    """Twelve tokens, or two, of each logit, over all CTAs. Top-p ends in their midst, far from where one of them ends."""
+def test_of_equal_logits_top_k_keeps_all_and_top_p_the_first(name, libraries):
+    """Twelve tokens, or two, have equal logits and lie in all CTAs. Top-p ends in the middle of a group, far from its ends."""
     weights, cache, _, _ = text(MODEL, POSITION)
     table, different = weights.embed_tokens, 150 if name == "the first of two" else 25
     table.copy_(table[torch.arange(len(table)) % different])
@@ -129,11 +134,11 @@ def test_equals_stay_together_for_top_k_and_the_first_of_them_for_top_p(name, li
     assert at_once(kernel, memory, cache, TIES[name], 6)[0] == expected
 
 
-def test_a_draw_that_waits_without_end_is_given_up_and_the_next_is_whole(libraries):
+def test_a_draw_that_waits_forever_is_abandoned_and_the_next_succeeds(libraries):
     weights, cache, _, _ = text(MODEL, POSITION)
     kernel, memory = kernel_and_memory(weights, plan_for(MODEL, "streaming", 2), libraries)
     expected = at_once(kernel, memory, cache, CHOICES["all"], 2)
-    place(memory, POSITION, FIRST)
+    set_position(memory, POSITION, FIRST)
     logits = torch.zeros(MODEL.vocab_size)
     sampler = sampler_of(CHOICES["all"], MODEL)
     kernel.launch(memory, cache.map(torch.clone), logits, None, (2, -1, 0, 0, kernel.plan.ctas - 1), 0, sampler)

@@ -1,4 +1,4 @@
-"""Sessions whose launches PyTorch plays: how prompts are read, sequences that take turns, what studies time, errors."""
+"""Tests of sessions whose launches PyTorch emulates: prompts, sequences that take turns, timed loops, and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from tests.decode.played import CHOICES, GREEDY, MODEL, SAMPLED, Launch, alone
 
 
 def test_the_kernel_reads_shorter_prompts_of_larger_models():
-    """PyTorch reads a prompt's weights once, the kernel once a token: 0.6B, 1.7B and 4B are even at some 60, 25 and 12 tokens."""
+    """PyTorch reads the weights once per prompt, the kernel once per token.
+
+    They are equally fast at some 60 tokens for 0.6B, 25 for 1.7B and 12 for 4B.
+    """
     sizes = ((28, 1024, 3072, 16), (28, 2048, 6144, 16), (36, 2560, 9728, 32))
     configs = [
         ModelConfig(151_936, hidden, intermediate, layers, heads, 8, 128, tie_word_embeddings=True)
@@ -49,7 +52,7 @@ def test_the_kernel_reads_shorter_prompts_of_larger_models():
 
 
 @pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
-def test_a_prompt_goes_through_the_kernel_up_to_so_many_tokens(make, weights, played, monkeypatch):
+def test_the_kernel_reads_prompts_up_to_its_limit(make, weights, played, monkeypatch):
     most, prefilled = megakernel.prompt_steps("streaming", MODEL), []
     monkeypatch.setattr("onelaunch.decode.runtime.engines.prefill", lambda *given: prefilled.append(given) or prefill(*given))
     for tokens, launches in ((most, most), (most + 1, 0)):
@@ -61,8 +64,8 @@ def test_a_prompt_goes_through_the_kernel_up_to_so_many_tokens(make, weights, pl
 
 
 @pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
-def test_pytorchs_default_dtype_and_device_change_nothing(make, weights, played):
-    """Else a kernel would write logits beyond their memory."""
+def test_pytorchs_default_dtype_and_device_do_not_matter(make, weights, played):
+    """With buffers of the default dtype, a kernel would write logits beyond their memory."""
     expected = [alone(weights, request) for request in GREEDY.values()]
     for default, usual, other in (
         (torch.set_default_dtype, torch.float32, torch.bfloat16), (torch.set_default_dtype, torch.float32, torch.float64),
@@ -76,10 +79,10 @@ def test_pytorchs_default_dtype_and_device_change_nothing(make, weights, played)
             default(usual)
 
 
-# Texts that take turns
+# Sequences that take turns
 
 
-def test_texts_that_take_turns_are_those_that_come_alone(weights, played):
+def test_interleaved_sequences_equal_those_generated_alone(weights, played):
     engine = KernelEngine(weights, "streaming")
     texts = [engine.run(request) for request in GREEDY.values()]
     found = [[], []]
@@ -90,7 +93,7 @@ def test_texts_that_take_turns_are_those_that_come_alone(weights, played):
 
 
 @pytest.mark.parametrize("every", [1, 5])
-def test_a_step_of_another_text_disturbs_none(every, weights, played):
+def test_a_step_of_another_sequence_changes_nothing(every, weights, played):
     other, tokens = KVCache.empty(MODEL, 300).with_length(200), []
     for number, token in enumerate(KernelEngine(weights, "streaming").run(GREEDY["first"])):
         tokens.append(token)
@@ -100,7 +103,7 @@ def test_a_step_of_another_text_disturbs_none(every, weights, played):
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name, weights, played):
+def test_sampled_sequences_take_turns_with_many_tokens_per_launch(name, weights, played):
     requests = [replace(GREEDY["first"], sampling=CHOICES[name]), replace(GREEDY["second"], sampling=CHOICES[name])]
     engine = KernelEngine(weights, "streaming")
     texts = [engine.run(request) for request in requests]
@@ -115,7 +118,7 @@ def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name,
     assert played.launches == short + sum(-(-(request.max_new_tokens - 1) // BATCH) for request in requests)
 
 
-def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch, tmp_path):
+def test_the_plan_of_the_first_sampled_sequence_is_proved(weights, played, monkeypatch, tmp_path):
     checked = []
     proofs._check_sampling.cache_clear()
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
@@ -129,8 +132,8 @@ def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monk
     proofs._check_sampling.cache_clear()
 
 
-def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monkeypatch, prose):
-    """Else it goes step by step, with the same tokens."""
+def test_one_launch_per_phase_supports_only_greedy_decoding(weights, played, monkeypatch, prose):
+    """Sampled sequences then run step by step in PyTorch, with the same tokens."""
     monkeypatch.setattr(decode_step.get("graph"), "_supports", [])
     steps = []
     monkeypatch.setattr(decode_step.get("graph"), "run", lambda call: steps.append(call) or torch_variants.eager(call))
@@ -143,7 +146,7 @@ def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monke
         sequence.step(1)
 
 
-def test_a_sequence_that_nobody_disturbs_is_bound_once(weights, played, monkeypatch):
+def test_an_undisturbed_sequence_is_bound_once(weights, played, monkeypatch):
     session, bound = session_for(weights, "streaming"), []
     bind = session.bind
     monkeypatch.setattr(session, "bind", lambda *given: bound.append(given) or bind(*given))
@@ -151,7 +154,7 @@ def test_a_sequence_that_nobody_disturbs_is_bound_once(weights, played, monkeypa
     assert len(bound) == 1
 
 
-def test_texts_that_threads_read_at_once_are_whole(weights, played, monkeypatch):
+def test_sequences_read_by_several_threads_are_correct(weights, played, monkeypatch):
     pack, packed = kernels_file.pack, []
     monkeypatch.setattr(kernels_file, "pack", lambda *given: time.sleep(0.02) or packed.append(given) or pack(*given))
     engine = KernelEngine(weights, "streaming")
@@ -178,7 +181,7 @@ def test_streams_take_turns(monkeypatch):
 
 @pytest.fixture
 def watched(weights, played, monkeypatch):
-    """A session, and the order of what it does to its device."""
+    """Return a session, and the recorded order of its operations on the device."""
     MODELS.discard(weights)
     session, done = session_for(weights, "streaming"), []
 
@@ -191,8 +194,8 @@ def watched(weights, played, monkeypatch):
     return session, done
 
 
-def test_streams_are_joined_before_the_buffers_are_touched(watched):
-    """Else a launch on one stream would read what one on another stream still writes."""
+def test_streams_are_synchronized_before_the_buffers_are_touched(watched):
+    """Without that, a launch on one stream would read words that a launch on another stream is still writing."""
     session, done = watched
     first, second = (session.sequence(KVCache.empty(MODEL, 8), torch.tensor([token])) for token in (1, 2))
     for sequence in (first, first, second):
@@ -210,8 +213,8 @@ def test_streams_are_joined_before_the_buffers_are_touched(watched):
     assert done == ["join", "reset"]
 
 
-def test_a_session_goes_with_its_model_before_garbage_is_collected(played):
-    """A reference circle would keep gigabytes of buffers, and CUDA graphs that a collection then destroys during a capture."""
+def test_a_session_is_freed_with_its_model_without_garbage_collection(played):
+    """A reference cycle would keep gigabytes of buffers, and CUDA graphs that a collection could destroy during a capture."""
     weights = random_weights(MODEL)
     step = {"token": torch.tensor([1]), "weights": weights, "cache": KVCache.empty(MODEL, 8)}
     gc.collect()
@@ -236,7 +239,7 @@ def test_the_error_of_a_step_outlives_its_session(played):
         pending.wait()
 
 
-def test_a_sequence_that_ended_leaves_no_cache(weights, played):
+def test_a_finished_sequence_frees_its_cache(weights, played):
     """A session outlives its sequences, whose caches may take gigabytes."""
     cache = KVCache.empty(MODEL, 8)
     keys = weakref.ref(cache.keys)
@@ -249,8 +252,8 @@ def test_a_sequence_that_ended_leaves_no_cache(weights, played):
     assert len(pending.wait()) == 2
 
 
-def test_a_turn_ends_however_it_ends(watched):
-    """A turn that failed must not keep the session from other threads."""
+def test_a_failed_turn_releases_the_session(watched):
+    """A turn that failed must not lock other threads out of the session."""
     session, _ = watched
     sequence = session.sequence(KVCache.empty(MODEL, 8), torch.tensor([1]))
     with pytest.raises(ZeroDivisionError), sequence:
@@ -262,8 +265,8 @@ def test_a_turn_ends_however_it_ends(watched):
         assert pool.submit(session.lock.acquire, timeout=5).result(10)
 
 
-def test_a_turn_keeps_other_threads_out(watched):
-    """Between a look at whose the buffers are and the launch, nobody else may bind them."""
+def test_a_turn_excludes_other_threads(watched):
+    """Between the check of the buffers' owner and the launch, no other sequence may bind them."""
     session, done = watched
     first, second = (session.sequence(KVCache.empty(MODEL, 8), torch.tensor([token])) for token in (1, 2))
 
@@ -283,11 +286,11 @@ def test_a_turn_keeps_other_threads_out(watched):
     assert len(pending.wait()) == 2
 
 
-# What studies count and time
+# Barriers and loops that studies measure
 
 
 @pytest.mark.parametrize("before", [0, 2**31 - 20, -7])
-def test_barriers_are_the_bumps_of_all_ctas_also_around(before, step, weights, played, monkeypatch):
+def test_barriers_are_counted_across_a_wraparound_of_the_counter(before, step, weights, played, monkeypatch):
     session, run = session_for(weights, "streaming"), Launch.__call__
 
     def bumping(self, grid, *arguments):
@@ -311,7 +314,7 @@ def step(weights):
 
 
 @pytest.mark.parametrize("loop", ["running", "served"])
-def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, monkeypatch, prose):
+def test_consecutive_tokens_are_those_of_single_steps(loop, step, weights, played, monkeypatch, prose):
     made = decode_step.loops[loop](decode_step.get("streaming"), step)
     assert 0 < made.seconds() < 1
     assert made.count % 16 == 0
@@ -328,7 +331,7 @@ def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, 
     prose(made.problem())
 
 
-def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(step, played):
+def test_consecutive_steps_keep_their_inputs_and_share_a_launch(step, played):
     before = step["cache"].keys.clone()
     running = decode_step.loops["running"](decode_step.get("streaming"), step)
     launches = played.launches
@@ -337,7 +340,7 @@ def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(ste
     assert torch.equal(step["cache"].keys, before)
 
 
-def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch, prose):
+def test_other_logits_after_the_same_tokens_are_reported(step, played, monkeypatch, prose):
     running = decode_step.loops["running"](decode_step.get("streaming"), step)
     launch = Session.launch
     monkeypatch.setattr(Session, "launch", lambda *given: 1.01 * launch(*given))
@@ -349,8 +352,9 @@ def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch, 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_launch_that_gave_up_is_said_and_the_next_text_is_whole(temperature, weights, played, monkeypatch, prose):
-    monkeypatch.setattr(Pending, "arrived", lambda _: False)  # the host is ahead: no step finds the news of the one before
+def test_a_stalled_launch_is_reported_and_the_next_sequence_succeeds(temperature, weights, played, monkeypatch, prose):
+    # The host runs ahead, so that no step sees the error of the step before.
+    monkeypatch.setattr(Pending, "arrived", lambda _: False)
     request = replace(GREEDY["first"], sampling=replace(GREEDY["first"].sampling, temperature=temperature))
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, request)
     assert list(engine.run(request)) == expected
@@ -362,7 +366,7 @@ def test_a_launch_that_gave_up_is_said_and_the_next_text_is_whole(temperature, w
     assert list(engine.run(request)) == expected
 
 
-def test_a_step_that_gave_up_is_said_by_the_next_and_cleared(weights, played):
+def test_a_stalled_step_is_reported_by_the_next_and_cleared(weights, played):
     cache = prefill(weights, torch.tensor([1, 2, 3]), KVCache.empty(MODEL))[1]
     step = {"token": torch.tensor([5]), "weights": weights, "cache": cache}
     played.stalls = 1
@@ -372,7 +376,7 @@ def test_a_step_that_gave_up_is_said_by_the_next_and_cleared(weights, played):
     assert torch.allclose(decode_step(**step, variant="streaming")[0], decode_step(**step, variant="eager")[0])
 
 
-def test_a_prompt_that_gave_up_makes_no_token(weights, played, monkeypatch):
+def test_a_stalled_prompt_makes_no_token(weights, played, monkeypatch):
     monkeypatch.setattr(Pending, "arrived", lambda _: False)
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, SAMPLED)
     played.stalls = len(SAMPLED.prompt)
@@ -381,8 +385,8 @@ def test_a_prompt_that_gave_up_makes_no_token(weights, played, monkeypatch):
     assert list(engine.run(SAMPLED)) == expected
 
 
-def test_an_error_amid_a_prompt_is_not_cleared_by_another_text(weights, played, monkeypatch):
-    """Else later steps would read rows of the cache that earlier ones never wrote."""
+def test_an_error_within_a_prompt_is_not_cleared_by_another_sequence(weights, played, monkeypatch):
+    """If it were, later steps would read rows of the cache that earlier steps never wrote."""
     session, step, others, pool = session_for(weights, "streaming"), Session.step, [], ThreadPoolExecutor(1)
 
     def beside_another(self, *given):
@@ -402,7 +406,7 @@ def test_an_error_amid_a_prompt_is_not_cleared_by_another_text(weights, played, 
     assert list(KernelEngine(weights, "streaming").run(GREEDY["first"])) == alone(weights, GREEDY["first"])
 
 
-def test_a_text_whose_prompt_pytorch_reads_is_not_blamed_for_the_one_before(weights, played, monkeypatch):
+def test_a_sequence_with_a_pytorch_prompt_does_not_report_an_earlier_error(weights, played, monkeypatch):
     monkeypatch.setattr(Pending, "arrived", lambda _: False)
     left = KernelEngine(weights, "streaming").run(GREEDY["first"])
     next(left)
@@ -412,7 +416,7 @@ def test_a_text_whose_prompt_pytorch_reads_is_not_blamed_for_the_one_before(weig
     assert next(KernelEngine(weights, "streaming").run(GREEDY["second"])) == alone(weights, GREEDY["second"])[0]
 
 
-def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played, prose):
+def test_a_sum_out_of_range_is_reported_and_the_next_sequence_succeeds(weights, played, prose):
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, GREEDY["first"])
     played.stalls, played.error = 2, OUT_OF_RANGE
     with prose.raises(DecodeOverflow, match="'streaming'"):
@@ -420,7 +424,7 @@ def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played, 
     assert list(engine.run(GREEDY["first"])) == expected
 
 
-def test_logits_that_are_no_numbers_end_a_text_wherever_they_come(weights, played, monkeypatch):
+def test_logits_that_are_not_finite_end_a_sequence_at_any_step(weights, played, monkeypatch):
     launch = Session.launch
     monkeypatch.setattr(Session, "launch", lambda *given: launch(*given).index_fill(0, torch.tensor([5]), torch.nan))
     made = KernelEngine(weights, "streaming").run(GREEDY["second"])

@@ -1,4 +1,7 @@
-"""How long ``onelaunch generate`` takes to its first tokens in a process of its own, imports counted: at first, and later."""
+"""Tests of the time until ``onelaunch generate`` writes its first tokens in a new process, at a first and at later starts.
+
+The time includes imports.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ pytest.importorskip("tokenizers", reason="needs the extra decode")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 FIRST, LATER = 20.0, 2.0
-"""Seconds: with nothing compiled yet; then, besides reading the weights."""
+"""Limits in seconds: of the first start, with nothing compiled yet, and of later ones, without reading the weights."""
 
 RUNS = 3
 
@@ -38,7 +41,7 @@ def hopper(device):
 
 @pytest.fixture(scope="module", params=[BUNDLED, "0.6B"])
 def folder(request, device, tmp_path_factory) -> Path:
-    """A model's folder: the bundled one, or random weights of Qwen3-0.6B's shape with the bundled tokenizer."""
+    """Return a model's folder: the bundled model, or random weights of Qwen3-0.6B's shape with the bundled tokenizer."""
     bundled = find_model(BUNDLED)
     if request.param == BUNDLED:
         return bundled
@@ -62,7 +65,10 @@ def test_a_start_is_short(folder, device, tmp_path):
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """With Python's bytecode kept, as pip does when it installs: without it each start compiles PyTorch's thousand modules."""
+    """Return the environment of a process, with Python's bytecode cached.
+
+    Pip compiles bytecode when it installs. Without it each start would compile PyTorch's thousand modules.
+    """
     return os.environ | {
         "ONELAUNCH_CACHE": str(cache),
         "PYTHONPYCACHEPREFIX": str(cache / "bytecode"),
@@ -71,7 +77,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def start(folder: Path, cache: Path) -> tuple[float, str]:
-    """Seconds until two tokens are written, of which the kernel made the second, and what the command said of it."""
+    """Return the seconds until two tokens are written, of which the kernel makes the second, and the command's messages."""
     command = ["generate", "def main(", "-n", "2", "-t", "0", "--ignore-end", "--model", str(folder), "--variant", "streaming"]
     begin = last = time.perf_counter()
     with subprocess.Popen(
@@ -86,14 +92,14 @@ def start(folder: Path, cache: Path) -> tuple[float, str]:
 
 
 def seconds_of(cache: Path, *arguments: str) -> float:
-    """Of a Python process."""
+    """Return the seconds that a Python process takes to run some code."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, *arguments], check=True, env=environment(cache))
     return time.perf_counter() - begin
 
 
 def seconds_to_read(folder: Path, device: torch.device) -> float:
-    """The weights, in a process that has CUDA."""
+    """Return the seconds that a process with CUDA takes to read the weights."""
     torch.cuda.synchronize(device)
     begin = time.perf_counter()
     load_weights(folder, ModelConfig.from_pretrained(folder), device)

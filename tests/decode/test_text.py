@@ -1,4 +1,4 @@
-"""Text while its tokens come: characters and stop strings that several tokens share."""
+"""Tests of streaming text: characters and stop strings that span several tokens, prompts, and chat templates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("tokenizers", reason="needs the extra decode")
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory) -> TextCodec:
-    """A token for every byte, and the special token ``<end>``."""
+    """Return a tokenizer with a token for every byte and the special token ``<end>``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -46,7 +46,7 @@ def test_a_character_comes_with_its_last_byte(codec):
     assert found == ["n", "", "é", " ", "", "", "€", "", "", "", "😀", "\n", ""]
 
 
-def test_bytes_that_are_no_character_do_not_hold_up_what_follows(codec):
+def test_invalid_bytes_do_not_delay_later_text(codec):
     euro = codec.encode("€")
     assert pieces(codec, (*codec.encode("a"), *euro[:2], *codec.encode("bc"))) == ["a", "", "", "\ufffdb", "c", ""]
     assert pieces(codec, euro[:2]) == ["", "", "\ufffd"]
@@ -76,11 +76,11 @@ def held(stops, *texts) -> tuple[list[str], str | None]:
         (["cd", "bcd"], ["abcd"], ["a", ""], "bcd"),
     ],
 )  # fmt: skip
-def test_stop_strings_across_pieces(stops, texts, expected, found):
+def test_stop_strings_that_span_pieces(stops, texts, expected, found):
     assert held(stops, *texts) == (expected, found)
 
 
-def test_however_a_text_is_cut_it_stops_in_the_same_place():
+def test_stop_strings_do_not_depend_on_how_text_is_cut():
     text, stops = "one two three STOP four", ["STOP", "three!", "e t"]
     whole, _ = held(stops, text)
     for width in range(1, len(text)):
@@ -88,7 +88,7 @@ def test_however_a_text_is_cut_it_stops_in_the_same_place():
         assert "".join(held(stops, *cut)[0]) == "".join(whole) == "on"
 
 
-def test_prompts_are_whole_and_nothing_else_whatever_training_left(codec, tmp_path):
+def test_prompts_are_not_truncated_or_padded_by_tokenizer_settings(codec, tmp_path):
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(codec.folder / "tokenizer.json"))
@@ -99,7 +99,7 @@ def test_prompts_are_whole_and_nothing_else_whatever_training_left(codec, tmp_pa
         assert TextCodec(tmp_path).encode(text) == codec.encode(text)
 
 
-def test_text_that_is_none_is_refused(codec, prose):
+def test_invalid_unicode_is_refused(codec, prose):
     with prose.raises(ArgumentError, match="'.udce9'"):
         codec.encode("caf\udce9")
 
@@ -111,7 +111,7 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 @pytest.fixture
 def talking(codec, tmp_path) -> Path:
-    """The folder of a tokenizer that begins every text with ``<end>``, and whose template does so too."""
+    """Return the folder of a tokenizer that begins every text with ``<end>`` and whose chat template does so too."""
     from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_file(str(codec.folder / "tokenizer.json"))
@@ -123,7 +123,7 @@ def talking(codec, tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_conversation_has_its_special_tokens_once(talking):
+def test_special_tokens_of_a_conversation_are_not_doubled(talking):
     transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     messages = [{"role": "user", "content": "hi"}]
     codec = TextCodec(talking)
@@ -148,7 +148,7 @@ def test_a_conversation_has_its_special_tokens_once(talking):
         ("chat_template.jinja", "\udcff", "UTF"),
     ],
 )  # fmt: skip
-def test_a_conversation_that_cannot_be_put_into_words(file, content, message, talking, prose):
+def test_a_failing_chat_template_is_reported(file, content, message, talking, prose):
     pytest.importorskip("transformers", reason="needs the extra decode")
     (talking / file).write_text(content, errors="surrogateescape")
     with prose.raises(CheckpointError, match=message, foreign=not message) as caught:
@@ -161,7 +161,7 @@ NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "templat
 
 
 def describe(folder: Path, template: object) -> TextCodec:
-    """The folder with a chat template as ``tokenizer_config.json`` holds it."""
+    """Write a chat template into a folder's ``tokenizer_config.json`` and return the folder."""
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
@@ -169,7 +169,7 @@ def describe(folder: Path, template: object) -> TextCodec:
 
 
 @pytest.mark.parametrize("template", [NAMED, NAMED[::-1], NAMED[1]["template"]], ids=["last", "first", "text"])
-def test_of_several_chat_templates_the_default_is_taken(talking, template):
+def test_the_default_of_several_chat_templates_is_used(talking, template):
     pytest.importorskip("transformers", reason="needs the extra decode")
     assert describe(talking, template).chat(MESSAGES) == "hi!"
 
@@ -186,25 +186,25 @@ def test_of_several_chat_templates_the_default_is_taken(talking, template):
         (NAMED[:1], ""),
     ],
 )
-def test_a_chat_template_of_another_type(talking, template, message, prose):
+def test_a_chat_template_of_a_wrong_type_is_refused(talking, template, message, prose):
     with prose.raises(CheckpointError, match=message):
         describe(talking, template).chat(MESSAGES)
 
 
 @pytest.mark.parametrize("template", [None, "", []])
-def test_no_chat_template(talking, template, prose):
+def test_a_missing_chat_template_is_reported(talking, template, prose):
     pytest.importorskip("transformers", reason="needs the extra decode")
     with prose.raises(CheckpointError):
         describe(talking, template).chat(MESSAGES)
 
 
-def test_a_folder_brings_no_code_and_no_files_of_others(talking, tmp_path_factory, prose):
+def test_a_folder_cannot_bring_code_or_refer_to_other_files(talking, tmp_path_factory, prose):
     pytest.importorskip("transformers", reason="needs the extra decode")
     marker = tmp_path_factory.mktemp("marker") / "ran"
     (talking / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
     described = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
     (talking / "tokenizer_config.json").write_text(json.dumps(described))
-    with contextlib.suppress(CheckpointError):  # transformers may take its own class instead
+    with contextlib.suppress(CheckpointError):  # transformers may use its own class instead of the folder's
         TextCodec(talking).chat(MESSAGES)
     assert not marker.exists()
     secret = marker.parent / "secret"
@@ -216,7 +216,7 @@ def test_a_folder_brings_no_code_and_no_files_of_others(talking, tmp_path_factor
 
 
 @pytest.mark.parametrize("name", ["tokenize", "return_dict", "add_generation_prompt", "conversation"])
-def test_choices_that_are_not_the_callers(talking, name, prose):
+def test_template_options_that_callers_may_not_set(talking, name, prose):
     with prose.raises(ArgumentError, match=name):
         TextCodec(talking).chat(MESSAGES, **{name: True})
 
@@ -224,7 +224,7 @@ def test_choices_that_are_not_the_callers(talking, name, prose):
 @pytest.mark.parametrize(
     "messages", ["hello", [], ["hello"], None, [{"content": "x"}], [{"role": 3, "content": "x"}], {"role": "user"}]
 )
-def test_messages_that_are_none(messages, talking, prose):
+def test_invalid_messages_are_refused(messages, talking, prose):
     with prose.raises(ArgumentError, match="messages"):
         TextCodec(talking).chat(messages)
 
@@ -242,8 +242,8 @@ def test_a_folder_without_a_tokenizer(tmp_path, prose):
         TextCodec(tmp_path)
 
 
-def test_a_tokenizer_that_belongs_to_another_model(codec, prose):
-    """The fault is the tokenizer's, and not the prompt's, which has no numbers in it."""
+def test_a_tokenizer_of_another_model_is_named(codec, prose):
+    """The fault lies with the tokenizer, not with the prompt, which holds no token ids."""
     config = replace(SMALL, vocab_size=200)
     with prose.raises(CheckpointError, match="220") as caught:
         tokens_of("a \u00ff", replace(config, eos_token_ids=()), lambda what: codec)

@@ -1,4 +1,4 @@
-"""Texts by the decode kernels on a GPU, through the public API: those of transformers and the oracle, and the same on and on."""
+"""Tests of sequences that the decode kernels generate on a GPU through the public API, against transformers and the oracle."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ def hopper(device):
 # The bundled model
 
 CLEAR = ("def main(", "    def __init__(self")
-"""Prompts behind which, for 512 tokens, the two largest logits are 0.07 apart or more: three times what rounding keys and values
-to bfloat16 changes. In PyTorch's bfloat16 the second becomes another text after 24 tokens."""
+"""Prompts after which the two largest logits differ by at least 0.07 at each of 512 tokens.
+
+That is three times the change from rounding keys and values to bfloat16. With PyTorch's own bfloat16, the second prompt gives
+other tokens after 24.
+"""
 
 
 @pytest.fixture(scope="module")
 def theirs():
-    """Texts of the bundled model by transformers, in float32 with the same weights."""
+    """Return the sequences of the bundled model by transformers, in float32 with the same weights."""
     transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     model = transformers.Qwen3ForCausalLM.from_pretrained(find_model(BUNDLED), dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))
@@ -52,7 +55,7 @@ def theirs():
 
 
 @each_rung
-def test_512_greedy_tokens_are_those_of_transformers(rung, theirs):
+def test_512_greedy_tokens_match_transformers(rung, theirs):
     model = Model.from_pretrained(BUNDLED, device="cuda", dtype="bfloat16", variant=rung)
     for prompt, expected in theirs.items():
         found = model.generate(prompt, max_new_tokens=512, ignore_end=True, temperature=0)
@@ -72,13 +75,16 @@ STEP = decode_step.case(
 )
 
 TOLERANCE = 0.04
-"""Of two logits, over the root mean square of all: the gate's cap."""
+"""Largest difference of two logits that count as equal, relative to the root mean square of all: the gate's limit."""
 
 
 @each_rung
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_are_the_oracles(rung, name, device):
-    """Wherever its two largest logits differ by more than the tolerance; elsewhere one of those that are as near."""
+def test_greedy_tokens_match_the_oracle(rung, name, device):
+    """Each token is the oracle's wherever its two largest logits differ by more than the tolerance.
+
+    Elsewhere it is one of the tokens whose logits are within the tolerance.
+    """
     weights = random_weights(MODELS[name], 6, device)
     prompt = torch.randint(MODELS[name].vocab_size, (40,))
     found = Model(make_engine(weights, rung)).generate(prompt, max_new_tokens=300, ignore_end=True)
@@ -93,7 +99,7 @@ def test_greedy_tokens_are_the_oracles(rung, name, device):
 
 
 def oracle(weights, text: torch.Tensor, first: int) -> torch.Tensor:
-    """Logits ``[N, V]`` float64 of which each token from ``first`` on was to be the largest."""
+    """Return logits ``[N, V]`` float64 at the positions that chose the tokens from ``first`` on."""
     exact, device = weights.map(torch.Tensor.double), weights.device
     cache = KVCache.empty(weights.config, len(text), device, torch.float64)
     with torch.no_grad():
@@ -101,7 +107,7 @@ def oracle(weights, text: torch.Tensor, first: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", ["streaming", "graph", "captured"])
-def test_texts_of_threads_with_streams_of_their_own_are_those_alone(variant, device):
+def test_sequences_on_streams_of_several_threads_equal_those_alone(variant, device):
     model = Model(make_engine(random_weights(MODELS["0.6B"], 3, device), variant))
     prompts = [[number, *range(7 * number)] for number in range(1, 5)]
 
@@ -114,12 +120,12 @@ def test_texts_of_threads_with_streams_of_their_own_are_those_alone(variant, dev
         assert list(pool.map(read, prompts)) == expected
 
 
-# What studies time
+# Loops that studies time
 
 
 @each_rung
 @pytest.mark.parametrize("loop", ["running", "served"])
-def test_tokens_in_a_row_are_those_of_single_steps(rung, loop, device):
+def test_consecutive_tokens_are_those_of_single_steps(rung, loop, device):
     reading = decode_step.make_inputs(STEP, device, 5)
     made = decode_step.loops[loop](decode_step.get(rung), reading.arguments)
     for _ in range(3):
@@ -133,14 +139,17 @@ def test_barriers_are_counted_for_a_study(rung, device):
     assert found == plan_for(config_of(STEP), rung, processors(device)).barriers()
 
 
-# On and on
+# Endurance
 
 ENDLESS = ModelConfig(2000, 256, 768, 4, 8, 4, 64, tie_word_embeddings=True, max_position_embeddings=2048)
 TOKENS = 100_000
 
 
-def test_100_000_tokens_in_a_row_are_the_same_text_again_and_again(device):
-    """From an empty context to a full one, 49 times: what one text left in the kernel's memory must not be seen by the next."""
+def test_100_000_tokens_repeat_the_same_sequence(device):
+    """Generate from an empty context to a full one, 49 times.
+
+    Words that one sequence leaves in the kernel's memory must not be read by the next.
+    """
     model = Model(make_engine(random_weights(ENDLESS, 2, device), "streaming"))
     texts = [model.generate([1], max_new_tokens=TOKENS, ignore_end=True)]
     assert (len(texts[0].tokens), texts[0].finish) == (ENDLESS.max_position_embeddings - 1, "context")

@@ -1,4 +1,4 @@
-"""The bundled model: a real, trained one, small enough for every machine."""
+"""Tests of the bundled model: a real, trained model that is small enough for every machine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def model() -> Model:
     return Model.from_pretrained(BUNDLED, device="cpu")
 
 
-def test_it_is_small_and_whole():
+def test_the_bundled_model_is_small_and_complete():
     folder = find_model(BUNDLED)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= sizes.keys()
     assert sum(sizes.values()) < 3.2e6
 
 
-def test_it_has_learnt_python(model):
-    """It expects this file better than a text of letters; 7.6 nats a token would be nothing learnt."""
+def test_the_bundled_model_has_learnt_python(model):
+    """It predicts this file better than random letters. An untrained model would lose 7.6 nats per token."""
     from onelaunch.decode import KVCache
     from onelaunch.decode.model.forward import forward, logits_of
 
@@ -41,13 +41,13 @@ def test_it_has_learnt_python(model):
     assert len(tokens) < len(text) / 2
 
 
-def test_any_text_survives_its_tokens(model):
+def test_encoding_and_decoding_restores_any_text(model):
     for text in ("def f(x):\n\treturn x  # é€😀\r\n", " leading", ""):
         assert model.codec.decode(model.codec.encode(text)) == text
 
 
-def test_512_greedy_tokens_are_those_of_transformers(model):
-    """In float32: in bfloat16 two logits are sometimes the same, and either token is right."""
+def test_512_greedy_tokens_match_transformers(model):
+    """The comparison is in float32. In bfloat16 two logits are sometimes equal, and either token is right."""
     transformers = pytest.importorskip("transformers", reason="needs the extra decode")
     theirs = transformers.Qwen3ForCausalLM.from_pretrained(find_model(BUNDLED), dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(BUNDLED))
@@ -64,7 +64,7 @@ def test_512_greedy_tokens_are_those_of_transformers(model):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["eager", "captured"])
-def test_a_gpu_writes_what_a_cpu_writes(variant):
+def test_a_gpu_generates_the_tokens_of_a_cpu(variant):
     texts = [
         Model.from_pretrained(BUNDLED, device=device, dtype="float32", variant=chosen).generate(
             PROMPT, max_new_tokens=400, seed=5

@@ -1,4 +1,4 @@
-"""The bundled model's card states what its files and the training script hold, and ships with the notice of the training text."""
+"""Tests that the bundled model's card agrees with its files and training script, and ships with the training text's notice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def table(heading: str) -> dict[str, str]:
-    """The facts below a heading of the card."""
+    """Return the facts in the table below a heading of the card."""
     section = re.split(r"^## ", CARD.split(f"\n## {heading}\n")[1], flags=re.MULTILINE)[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, flags=re.MULTILINE)
     return {fact: value.strip("`").replace("\\|", "|") for fact, value in rows if fact != "fact"}
@@ -42,13 +42,13 @@ def digest(name: str) -> str:
 
 
 def said(value: object) -> str:
-    """A value as the card writes it."""
+    """Return a value as the card writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:,}" if isinstance(value, int) else f"{value:,g}" if isinstance(value, float) else str(value)
 
 
-def test_the_models_facts_are_those_of_its_files():
+def test_the_cards_model_facts_match_the_files():
     config, generation, tokenizer = read("config.json"), read("generation_config.json"), read("tokenizer.json")
     tensors = load_weights(FOLDER, ModelConfig.from_pretrained(FOLDER)).tensors()
     assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16"}
@@ -86,7 +86,7 @@ def test_the_models_facts_are_those_of_its_files():
 
 
 def constants(path: Path) -> dict[str, Any]:
-    """The literals that a script assigns, without importing what it needs."""
+    """Return the literals that a script assigns, without importing its dependencies."""
     found: dict[str, Any] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Tuple):
@@ -98,7 +98,7 @@ def constants(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_trainings_facts_are_those_of_the_script():
+def test_the_cards_training_facts_match_the_script():
     script = constants(ROOT / "tools" / "train_tiny_qwen3.py")
     assert table("The training") == {
         "steps": said(script["STEPS"]),
@@ -116,7 +116,7 @@ def test_the_trainings_facts_are_those_of_the_script():
         assert f"`{folder}`" in CARD
 
 
-def test_the_licenses_of_weights_and_of_text_are_kept():
+def test_the_licenses_of_weights_and_training_text_are_stated():
     notice = (FOLDER / "NOTICE").read_text(encoding="utf-8")
     assert CARD.startswith("---\nlicense: apache-2.0\n")
     assert "PSF-2.0" in CARD
@@ -132,7 +132,7 @@ def test_the_licenses_of_weights_and_of_text_are_kept():
 
 
 @pytest.mark.parametrize("name", ["README.md", "NOTICE"])
-def test_card_and_notice_are_part_of_what_is_distributed(name):
+def test_card_and_notice_are_distributed(name):
     built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     targets = built["tool"]["hatch"]["build"]["targets"]
     path = f"src/onelaunch/decode/{BUNDLED}/{name}"

@@ -1,4 +1,4 @@
-"""Checkpoints: every tensor is read once and checked; what is missing or damaged is named."""
+"""Tests of checkpoints: every tensor is read once and checked; errors name what is missing or damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("name", ["tied", "untied_with_biases"])
-def test_what_was_written_is_read(name, shards, tmp_path):
+def test_written_checkpoints_are_read_back(name, shards, tmp_path):
     weights = random_weights(CONFIGS[name], seed=1)
     folder = write(tmp_path, weights, shards)
     config = ModelConfig.from_pretrained(folder)
@@ -37,7 +37,7 @@ def test_weights_are_read_in_the_dtype_of_the_configuration(tmp_path):
     assert torch.equal(found.norm, weights.norm.bfloat16())
 
 
-def test_a_tied_head_is_the_embedding_and_stays_so():
+def test_a_tied_lm_head_stays_the_embedding():
     weights = random_weights(SMALL)
     assert weights.lm_head is weights.embed_tokens
     copy = weights.map(torch.clone)
@@ -46,7 +46,7 @@ def test_a_tied_head_is_the_embedding_and_stays_so():
     assert copy.nbytes == weights.nbytes == sum(tensor.nbytes for tensor in weights.tensors().values())
 
 
-def test_a_head_of_its_own():
+def test_an_untied_lm_head():
     weights = random_weights(CONFIGS["untied_with_biases"])
     assert weights.lm_head is weights.untied_head
     assert weights.layers[0].o_bias is not None
@@ -73,7 +73,7 @@ def test_a_truncated_file(tmp_path, shards, prose):
         load_weights(folder, SMALL)
 
 
-def test_a_file_of_several_is_missing(tmp_path, prose):
+def test_a_missing_shard_is_named(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL), shards=2)
     (folder / "model-0.safetensors").unlink()
     with prose.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
@@ -90,13 +90,13 @@ def test_a_file_of_several_is_missing(tmp_path, prose):
         ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "'a'"),
     ],
 )
-def test_an_index_that_is_none(tmp_path, content, message, prose):
+def test_an_invalid_index_is_refused(tmp_path, content, message, prose):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with prose.raises(CheckpointError, match=message):
         load_weights(tmp_path, SMALL)
 
 
-def test_an_index_that_lacks_a_tensor(tmp_path, prose):
+def test_an_index_without_a_tensor_is_refused(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL), shards=2)
     index = folder / "model.safetensors.index.json"
     table = json.loads(index.read_text())
@@ -107,7 +107,7 @@ def test_an_index_that_lacks_a_tensor(tmp_path, prose):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
-def test_a_tensor_that_is_quantized(dtype, tmp_path, prose):
+def test_quantized_tensors_are_refused(dtype, tmp_path, prose):
     path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {DOWN: tensors[DOWN].to(dtype)}, path)
@@ -115,8 +115,8 @@ def test_a_tensor_that_is_quantized(dtype, tmp_path, prose):
         load_weights(tmp_path, SMALL)
 
 
-def test_tensors_that_no_configuration_knows(tmp_path, prose):
-    """Else a text would be made by another model than the file's."""
+def test_unknown_tensors_are_refused(tmp_path, prose):
+    """If they were ignored, another model than the file's would generate."""
     path = write(tmp_path, random_weights(replace(SMALL, num_hidden_layers=4))) / "model.safetensors"
     with prose.raises(CheckpointError, match="21"):
         load_weights(tmp_path, SMALL)
@@ -134,7 +134,7 @@ def test_tensors_that_no_configuration_knows(tmp_path, prose):
         load_weights(tmp_path, SMALL)
 
 
-def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path, prose):
+def test_missing_tensors_and_wrong_shapes_are_named(tmp_path, prose):
     path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
     tensors = load_file(path)
     save_file({name: tensor for name, tensor in tensors.items() if name != DOWN}, path)
@@ -149,7 +149,7 @@ def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path, prose):
         load_weights(tmp_path, replace(SMALL, tie_word_embeddings=False))
 
 
-# Files that are not the folder's own
+# Files outside of the folder
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path, prose):
         "model\x1b[2J.safetensors", "x" * 300 + ".safetensors", 3, None, ["model-0.safetensors"], {"a": 1}, True,
     ],
 )  # fmt: skip
-def test_an_index_names_files_of_its_own_folder_only(tmp_path, name, prose):
-    """The file that the entry leads to is there, so that only its name can be what is refused."""
+def test_an_index_may_only_name_files_of_its_own_folder(tmp_path, name, prose):
+    """The file that the entry leads to exists, so that only the entry's name can be the reason."""
     folder = write(tmp_path / "sub", random_weights(SMALL), shards=2)
     for there in (tmp_path, folder / "sub"):
         there.mkdir(exist_ok=True)
@@ -186,7 +186,7 @@ def test_an_absolute_path_is_refused_though_it_leads_to_the_right_file(tmp_path,
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path, name, prose):
+def test_a_symlink_out_of_the_folder_is_not_followed(tmp_path, name, prose):
     folder = write(tmp_path / "model", random_weights(SMALL))
     secret = tmp_path / "elsewhere"
     (folder / name).rename(secret)
@@ -202,8 +202,8 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path, name, prose):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_links_of_the_hubs_cache_are_followed(tmp_path, shared, prose):
-    """Its entries lead to blobs of the same model, and these may lead to blobs that several models share."""
+def test_symlinks_of_the_hubs_cache_are_followed(tmp_path, shared, prose):
+    """Its entries lead to blobs of the same model, which may lead to blobs that several models share."""
     model = tmp_path / "hub" / "models--owner--name"
     folder = write(model / "snapshots" / "0123abcd", random_weights(SMALL), shards=2)
     store = tmp_path / "hub" / "blobs" / "ab"
@@ -226,7 +226,7 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path, shared, prose):
         ModelConfig.from_pretrained(folder)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path, prose):
+def test_a_named_pipe_is_not_read(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL))
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
@@ -234,7 +234,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, prose):
         ModelConfig.from_pretrained(folder)
 
 
-# Sizes that a checkpoint does not have
+# Configured sizes that the checkpoint does not have
 
 
 @pytest.mark.timeout(10)
@@ -247,7 +247,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, prose):
     ],
     ids=str,
 )  # fmt: skip
-def test_absurd_sizes_are_refused_by_the_header(tmp_path, change, shards, prose):
+def test_absurd_sizes_are_refused_from_the_header_alone(tmp_path, change, shards, prose):
     folder = write(tmp_path, random_weights(SMALL), shards)
     (folder / "config.json").write_text(json.dumps(as_dict(SMALL) | change))
     config = ModelConfig.from_pretrained(folder)
@@ -299,8 +299,8 @@ def test_a_folder_of_pickles_is_refused_by_name(tmp_path, prose):
         load_weights(tmp_path, SMALL)
 
 
-def test_shapes_and_truncation_are_the_same_kind_of_error(tmp_path, prose):
-    """Both are the checkpoint's fault and none is the caller's, so that the command line ends with the same exit code."""
+def test_wrong_shapes_and_truncation_are_both_checkpoint_errors(tmp_path, prose):
+    """Both are the checkpoint's fault and not the caller's, so that the command line ends with the same exit code."""
     path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
     save_file(load_file(path) | {DOWN: torch.ones(2, 2)}, path)
     for foreign in (False, True):

@@ -1,4 +1,7 @@
-"""Wrong calls of the public decoding interface: each is an error of ours that names the argument, and nothing runs."""
+"""Tests of wrong calls of the public decoding interface: each raises an onelaunch error that names the argument.
+
+Nothing runs before the error.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize("name", [None, 3, b"tiny", ["tiny"], "", "  ", Unprintable(), torch.ones(2), Path])
-def test_a_name_of_a_wrong_type(name, prose):
+def test_a_model_name_of_a_wrong_type(name, prose):
     with prose.raises(ArgumentError, match="'tiny'", mask={r"pathlib\._local": "pathlib"}):
         Model.from_pretrained(name)
 
@@ -45,7 +48,7 @@ def test_a_name_of_a_wrong_type(name, prose):
 @pytest.mark.parametrize(
     "name", ["tinny", "~/models/none", "./none", "/none/at/all", "a\0b", "x" * 5000, "a/b/c", "-x/y", "Tiny"]
 )
-def test_a_name_that_nothing_has(name, prose):
+def test_an_unknown_model_name(name, prose):
     with prose.raises(UnknownModel, match="config.json") as caught:
         Model.from_pretrained(name)
     assert isinstance(caught.value, UnknownNameError), "the command line ends with the code of a wrong name"
@@ -76,7 +79,7 @@ def test_options_of_a_wrong_type(folder, options, message, prose):
         Model.from_pretrained(folder, **({"device": "cpu"} | options))
 
 
-def test_a_device_may_be_pytorchs():
+def test_a_device_may_be_a_torch_device():
     pytest.importorskip("tokenizers", reason="needs the extra decode")
     assert Model.from_pretrained("tiny", device=torch.device("cpu")).engine.weights.device.type == "cpu"
 
@@ -92,12 +95,12 @@ def test_a_device_may_be_pytorchs():
         (TorchEngine(WEIGHTS), None, ["top_k"]),
     ],
 )
-def test_a_model_of_wrong_parts(arguments, prose):
+def test_a_model_made_of_wrong_objects(arguments, prose):
     with prose.raises(ArgumentError):
         Model(*arguments)
 
 
-def test_defaults_are_looked_at_when_they_are_given(prose):
+def test_default_settings_are_checked_when_the_model_is_made(prose):
     with prose.raises(UnknownKeyword, match="'temprature'"):
         Model(TorchEngine(WEIGHTS), None, {"temprature": 1})  # pyrefly: ignore[bad-argument-type]
 
@@ -164,7 +167,7 @@ def test_a_value_of_a_wrong_type(model, options, prose):
     ],
     ids=lambda prompt: type(prompt).__name__,
 )  # fmt: skip
-def test_a_prompt_that_is_none(model, prompt, prose):
+def test_an_invalid_prompt(model, prompt, prose):
     with prose.raises(OneLaunchError, match="prompt") as caught:
         model.stream(prompt)
     assert len(str(caught.value)) < 400
@@ -177,7 +180,7 @@ def test_arrays_are_prompts_only_if_they_are_rows_of_integers(model, prose):
             model.stream(prompt)
 
 
-def test_numbers_of_numpy_are_numbers(model):
+def test_numpy_numbers_are_accepted(model):
     numpy = pytest.importorskip("numpy", reason="needs the extra decode")
     drawn = {"temperature": 0.5, "top_k": 7, "seed": 3}
     same = {"temperature": numpy.float32(0.5), "top_k": numpy.int64(7), "seed": numpy.uint8(3)}
@@ -207,7 +210,7 @@ def test_numbers_of_numpy_are_numbers(model):
         lambda cache: ModelConfig.from_pretrained(None),  # pyrefly: ignore[bad-argument-type]
     ],
 )
-def test_wrong_arguments_of_what_a_model_is_made_of(call, prose):
+def test_wrong_arguments_of_weights_caches_configurations_and_steps(call, prose):
     with prose.raises(ArgumentError):
         call(KVCache.empty(SMALL))
 

@@ -1,4 +1,4 @@
-"""Hard cases that the tests of the operations share, and how they are judged."""
+"""Hard cases shared by the tests of the operations, and assertions that judge a variant's results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHORT: dict[str, dict[str, Any]] = {
         "dtype": "float32", "B": 1, "T": 66, "D": 24, "V": 20, "lengths": (0, 64, 2), "initial_state": False, "final_state": True,
     },
 }  # fmt: skip
-"""Small enough for Triton's interpreter."""
+"""Cases of the scans that are small enough for Triton's interpreter."""
 
 LONG: dict[str, dict[str, Any]] = {
     "thousand_steps": {"dtype": "float32", "B": 1, "T": 1000, "D": 24, "V": 80, "decay": "mixed", **STATES},
@@ -64,7 +64,7 @@ LONG: dict[str, dict[str, Any]] = {
     "bfloat16_packed": {"dtype": "bfloat16", "B": 1, "T": 130, "D": 24, "V": 20, "lengths": (0, 0, 64, 65, 1), **STATES},
     "group_chain": {"dtype": "float32", "B": 1, "T": 2200, "D": 24, "V": 16, **STATES},
 }  # fmt: skip
-"""For compiled code. ``group_chain`` is longer than a group of tiles of the look-back, so that groups hand on as well."""
+"""Cases for compiled code. ``group_chain`` is longer than one group of the look-back's tiles, so groups pass on carries too."""
 
 HARD = SHORT | LONG
 
@@ -120,7 +120,7 @@ GLA_SHORT: dict[str, dict[str, Any]] = {
         "dtype": "float32", "B": 1, "T": 80, "H": 1, "K": 16, "V": 16, "value_gate": True, "lengths": (70, 0, 10), **STATES,
     },
 }  # fmt: skip
-"""Of ``gla``: small enough for Triton's interpreter."""
+"""Cases of ``gla`` that are small enough for Triton's interpreter."""
 
 GLA_LONG: dict[str, dict[str, Any]] = {
     "thousand_steps": {"dtype": "float32", "B": 1, "T": 1000, "H": 2, "K": 24, "V": 40, "decay": "mixed", **STATES},
@@ -140,7 +140,7 @@ GLA_LONG: dict[str, dict[str, Any]] = {
     "odd_heads": {"dtype": "bfloat16", "B": 1, "T": 97, "H": 1, "K": 257, "V": 129, "decay": "mixed", **STATES},
     "long_and_weak": {"dtype": "float32", "B": 1, "T": 2500, "H": 1, "K": 16, "V": 16, "decay": "weak", **STATES},
 }  # fmt: skip
-"""For compiled code."""
+"""Cases of ``gla`` for compiled code."""
 
 GLA_HARD = GLA_SHORT | GLA_LONG
 
@@ -152,29 +152,29 @@ _JUDGE = Judge()
 
 
 def case_of(operation: Operation[..., Any], name: str) -> Case:
-    """A hard case of an operation; sizes that the operation has not (D) are left out."""
+    """Return a hard case of an operation by name, without sizes such as D that the operation does not have."""
     known = {*operation.dimensions, *operation.options, "dtype"}
     hard = GLA_HARD if operation is GLA else HARD
     return operation.case(name=name, **{key: value for key, value in hard[name].items() if key in known})
 
 
-def yardstick(operation: Operation[..., Any]) -> str:
-    """The variant that walks along time step by step; it reads the offsets of packed sequences."""
-    return next(name for name, variant in operation.variants.items() if variant.tags.get("yardstick"))
+def stepwise_baseline(operation: Operation[..., Any]) -> str:
+    """Return the PyTorch variant that loops over time step by step. It reads the offsets of packed sequences."""
+    return next(name for name, variant in operation.variants.items() if variant.tags.get("stepwise_baseline"))
 
 
 def first_of(operation: Operation[..., Any]) -> str:
-    """The name of its first argument."""
+    """Return the name of the operation's first argument."""
     return {"gated_scan": "v", "linear_rnn": "x", "gla": "q"}[operation.name]
 
 
 def decay_of(operation: Operation[..., Any]) -> str:
-    """The name of its log-decay."""
+    """Return the name of the operation's log-decay argument."""
     return "g" if operation is GLA else "log_decay"
 
 
 def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
-    """What runs on any device without compiling anything."""
+    """Return the variants that run on any device without compilation."""
     own = [
         name for name, variant in operation.variants.items() if variant.launches is None and variant.capabilities.requires is None
     ]
@@ -182,25 +182,25 @@ def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
 
 
 def triton_variants(operation: Operation[..., Any]) -> list[str]:
-    """Variants of our own kernels (only of these is the number of launches known) that run on any GPU."""
+    """Return the variants with kernels of our own that run on any GPU; only such variants know their number of launches."""
     own = [name for name, variant in operation.variants.items() if variant.launches is not None]
     return [name for name in own if operation.variants[name].capabilities.architectures is None]
 
 
 def variants_by_case(variants: list[str], cases: dict[str, Any] | list[str]) -> pytest.MarkDecorator:
-    """Parametrize ``variant`` and ``name``."""
+    """Parametrize ``variant`` and ``name`` over all pairs."""
     return pytest.mark.parametrize(("variant", "name"), [(variant, name) for name in cases for variant in variants])
 
 
 def assert_correct(operation: Operation[..., Any], case: Case, variant: str, device: torch.device | str = "cpu") -> None:
-    """The whole gate, forward alone and with gradients."""
+    """Require a variant to pass the whole verification gate, forward alone and with gradients."""
     assert_ok(judge(operation, case, variant=variant, device=device, directions=BOTH), operation, case, variant)
 
 
 def assert_compiled_correct(operation: Operation[..., Any], case: Case) -> None:
-    """The gate of the variant that PyTorch's compiler makes, in training alone: its forward pass is compiled and judged there.
+    """Require the ``torch.compile`` variant to pass the gate in training only, which compiles and judges its forward pass too.
 
-    What inference adds is the same expressions, compiled again without what gradients keep; that takes seconds a case.
+    Inference compiles the same expressions again, without what gradients save, and takes seconds per case.
     """
     torch.compiler.reset()
     verdict = judge(operation, case, variant="compiled", directions=("forward_backward",))
@@ -210,7 +210,7 @@ def assert_compiled_correct(operation: Operation[..., Any], case: Case) -> None:
 def assert_one_call_correct(
     operation: Operation[..., Any], case: Case, variant: str, direction: Direction = "forward_backward"
 ) -> None:
-    """Errors against the oracle and unwritten memory, by one call: in the interpreter the whole gate takes minutes."""
+    """Check errors against the oracle and unwritten memory with one call. In the interpreter the whole gate takes minutes."""
     truth = _JUDGE.truth(operation, case, direction=direction)
     inputs = truth.inputs.clone()
     with poisoned():
@@ -219,7 +219,7 @@ def assert_one_call_correct(
 
 
 def assert_ok(verdict: Verdict, operation: Operation[..., Any], case: Case, variant: str) -> None:
-    """Fail with everything that the verdict knows."""
+    """Fail with everything that the verdict reports."""
     parts = [
         f"  {c.name}: {c.error:.2e} of {c.allowed:.2e}, along T {' '.join(f'{e:.0e}' for e in c.error_by_position)}"
         for c in verdict.components
@@ -229,7 +229,7 @@ def assert_ok(verdict: Verdict, operation: Operation[..., Any], case: Case, vari
 
 
 def arguments_of(operation: Operation[..., Any], *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
-    """Arguments of the public function, small unless ``given`` says otherwise, float32 unless it holds a ``dtype``."""
+    """Return arguments of the public function: small unless ``given`` sets sizes, float32 unless it sets ``dtype``."""
     sizes = {"B": 2, "T": 9, "D": 5, "V": 6} | ({"H": 2, "K": 20, "V": 16} if operation is GLA else {})
     known: dict[str, Any] = {
         key: value
@@ -243,12 +243,12 @@ def arguments_of(operation: Operation[..., Any], *, grad: bool = False, seed: in
 
 
 def differentiable(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors among the arguments that take gradients."""
+    """Return the tensors among the arguments that take gradients."""
     return {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.requires_grad}
 
 
 def results(operation: Operation[..., Any], arguments: dict[str, Any], variant: str) -> dict[str, torch.Tensor]:
-    """Results by name, and gradients where arguments take them, of a loss that weighs every element differently."""
+    """Return results by name, and gradients where arguments take them, of a loss that weighs every element differently."""
     outputs = operation(**arguments, variant=variant)
     names = names_of(operation.outputs, arguments)
     given = zip(names, outputs if isinstance(outputs, tuple) else (outputs,), strict=False)
@@ -263,13 +263,13 @@ def results(operation: Operation[..., Any], arguments: dict[str, Any], variant: 
 
 
 def weights_like(value: torch.Tensor) -> torch.Tensor:
-    """Weights of unit scale that repeat nowhere."""
+    """Return weights of unit scale without repeating values."""
     steps = torch.arange(value.numel(), device=value.device, dtype=torch.float32)
     return torch.cos(steps * math.sqrt(2)).reshape(value.shape)
 
 
 def assert_near(given: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor], tolerance: float) -> None:
-    """Norm-wise equality, component by component."""
+    """Require equality of each component within a relative error of its norm."""
     assert given.keys() == expected.keys()
     for name, value in expected.items():
         assert given[name].shape == value.shape, name
@@ -287,14 +287,14 @@ def assert_captured_step_follows_its_inputs(
     device: torch.device,
     tolerance: float = 0.0,
 ) -> None:
-    """A training step in a CUDA graph, replayed with new inputs, gives what it gives outside of the graph.
+    """Require that a training step in a CUDA graph, replayed with new inputs, gives the results of an eager step.
 
     Args:
-        operation: what is computed.
-        variant: by which of its variants.
+        operation: Operation to compute.
+        variant: Name of the variant.
         made: ``made(seed=..., grad=...)`` makes the arguments, on the device.
-        device: where.
-        tolerance: norm-wise; 0 where results are the same to the last bit.
+        device: Device of the arguments.
+        tolerance: Relative error by norm; 0 where results must be bitwise equal.
     """
     arguments = made(seed=0, grad=True)
     side = torch.cuda.Stream(device)
@@ -320,11 +320,13 @@ def assert_captured_step_follows_its_inputs(
 def assert_same_bits_beside_other_work_and_in_graphs(
     call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], device: torch.device
 ) -> None:
-    """Calls on three streams at once, each beside a matrix product, and calls of a replayed CUDA graph give what one alone gives.
+    """Require that concurrent calls and replayed CUDA graphs give the bits of a single call.
+
+    Three streams call at once, each together with a matrix product.
 
     Args:
-        call: gives the results, from the same arguments each time.
-        device: where.
+        call: Function that computes the results, from the same arguments each time.
+        device: Device of the results.
     """
 
     def made() -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Cases of ``gla_layer`` that its tests share."""
+"""Cases of ``gla_layer`` shared by its tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of ``output_chain`` that its tests share."""
+"""Cases of ``output_chain`` shared by its tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "long_heads": {"dtype": "float32", "B": 1, "T": 5, "H": 2, "V": 256, "D": 40},
     "long_uneven_heads": {"dtype": "float16", "B": 1, "T": 35, "H": 2, "V": 200, "D": 24},
 }
-"""Small enough for Triton's interpreter, and of dtypes that it rounds as a GPU does."""
+"""Cases that are small enough for Triton's interpreter, with dtypes that it rounds as a GPU does."""
 
 LONG: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", "B": 2, "T": 65, "H": 2, "V": 40, "D": 72},
@@ -54,13 +54,13 @@ def made(grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
 
 
 def flat(given: dict[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:
-    """The same with other leading dimensions."""
+    """Return the arguments with other leading dimensions."""
     shape = (*lead, *given["h"].shape[-2:])
     return {**given, "h": given["h"].reshape(shape), "gate": given["gate"].reshape(shape)}
 
 
 def packed_gate(dtype: torch.dtype = torch.float32, activated: bool = False, variant: str = "auto") -> torch.Tensor:
-    """A gate ``[2, 9, 3, 20]`` between other segments of one packed result."""
+    """Return a gate ``[2, 9, 3, 20]`` that lies between other segments of one packed result."""
     activation = "silu" if activated else "none"
     segments = (Segment("v", 3, 7), Segment("gate", 3, 20, activation), Segment("decay", 3, 1, "sigmoid"))
     generator = torch.Generator().manual_seed(5)

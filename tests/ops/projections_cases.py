@@ -1,4 +1,4 @@
-"""Cases of ``projections`` that its tests share."""
+"""Cases of ``projections`` shared by its tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHORT: dict[str, dict[str, Any]] = {
         "segments": "2x10:l2norm:bias,3x5:bias,4x3,2x7:silu:bias,3x3:sigmoid:bias,2x9:logsigmoid/16:bias",
     },
 }  # fmt: skip
-"""Small enough for Triton's interpreter, and of dtypes that it rounds as a GPU does."""
+"""Cases that are small enough for Triton's interpreter, with dtypes that it rounds as a GPU does."""
 
 LONG: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", "B": 2, "T": 65, "D": 72, "H": 2, "K": 24, "V": 40},
@@ -57,7 +57,7 @@ EVERY = (
     Segment("decay", 3, 1, "sigmoid"),
     Segment("gk", 2, 9, "logsigmoid", normalizer=16.0, bias=True),
 )
-"""A segment of every kind, none of a width that 8 divides."""
+"""One segment of every kind, none with a width that is a multiple of 8."""
 
 
 def of_every_kind(inner: int = 12, lead: tuple[int, ...] = (2, 5), grad: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Cases of ``swiglu`` that its tests share."""
+"""Cases of ``swiglu`` shared by its tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "many_rows_nvfp4_weights": {"dtype": "bfloat16", "M": 200, "N": 1000, "K": 1040, "format": "nvfp4_weights"},
     "many_rows_nvfp4": {"dtype": "float16", "M": 200, "N": 1000, "K": 1040, "format": "nvfp4", "swizzled_scales": True},
 }
-"""Tiles of every size on a GPU."""
+"""Cases that use tiles of every size on a GPU."""
 
 
 def case_of(name: str):

@@ -1,4 +1,4 @@
-"""The wiring of an operator: one function and its gradients, eager and compiled."""
+"""Tests of the registration of an operator: one function and its gradients, eager and compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import library
 from onelaunch.launch.operator import Operator
 
 CALLS: list[str] = []
-"""Which functions ran, in order."""
+"""Names of the functions that ran, in order."""
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def test_without_gradients_the_function_itself_runs():
+def test_without_gradients_the_function_runs_directly():
     x, offset = leaves((4,), (4,))
     y, tripled, base = POWER(x.detach(), offset.detach(), 3, grad=False)
     assert torch.equal(y, (x + offset) ** 3)
@@ -131,7 +131,7 @@ def test_only_the_first_outputs_are_differentiable():
     assert not base.requires_grad
 
 
-def test_an_output_that_took_no_part_has_no_gradient():
+def test_an_unused_output_has_no_gradient():
     (x,) = leaves((4,))
     _, tripled, _ = POWER(x, None, 2, grad=True)
     (found,) = torch.autograd.grad(tripled.sum(), [x])
@@ -170,7 +170,7 @@ def test_compiled_code_calls_the_operators(grad):
     assert torch.ops.onelaunch.test_power.default in targets
 
 
-def test_compiled_gradients_are_the_eager_ones():
+def test_compiled_gradients_equal_eager_gradients():
     x, offset = leaves((4,), (4,))
     function = torch.compile(lambda *given: POWER(*given, 3, grad=True)[:2], fullgraph=True, backend="aot_eager")
     found, expected = (
@@ -196,7 +196,7 @@ def test_the_operators_keep_pytorchs_rules():
     library.opcheck(torch.ops.onelaunch.test_product.default, tuple(leaves((3, 4), (4, 2))))
 
 
-def test_views_of_a_packed_output_are_the_results_and_each_has_a_gradient():
+def test_results_that_are_views_of_a_packed_output_have_gradients():
     (x,) = leaves((6,))
     assert [part.shape[0] for part in PACKED(x.detach(), [1, 3, 2], grad=False)] == [1, 3, 2]
     parts = PACKED(x, [1, 3, 2], grad=True)

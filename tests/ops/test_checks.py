@@ -1,6 +1,6 @@
-"""What is wrong with a call is said in the contract's own words: the argument, what it was, what it has to be.
+"""Tests of argument checks: each error names the argument, its value, and what it must be.
 
-What ``gla`` alone takes is checked in ``test_gla_contract.py``.
+Arguments that only ``gla`` takes are tested in ``test_gla_contract.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ both_scans = pytest.mark.parametrize("operation", SCANS, ids=lambda operation: o
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., Any]:
-    """A call that raises this error, whose message names this and is worded as recorded."""
+    """Expect a call to raise an error that names an argument and is worded as recorded."""
 
     def call(operation: Any, error: Any, named: str, /, **changes: Any) -> Any:
         arguments = arguments_of(operation) | changes
@@ -109,7 +109,7 @@ def test_initial_state_counts_packed_sequences(operation, prose):
 
 @both_scans
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.float64, torch.complex64])
-def test_first_argument_of_a_dtype_that_is_no_float(operation, dtype, refused):
+def test_first_argument_of_a_non_floating_dtype(operation, dtype, refused):
     name = first_of(operation)
     refused(operation, DTypeError, name, **{name: arguments_of(operation)[name].to(dtype)})
 
@@ -138,7 +138,7 @@ def test_initial_state_of_another_dtype(operation, refused):
 
 @both_scans
 @pytest.mark.parametrize("argument", ["first", "log_decay", "gate", "initial_state", "cu_seqlens"])
-def test_what_is_no_tensor(operation, argument, refused):
+def test_an_argument_that_is_not_a_tensor(operation, argument, refused):
     argument = first_of(operation) if argument == "first" else argument
     refused(operation, ArgumentError, argument, **{argument: [0, 9]})
 
@@ -164,14 +164,14 @@ def test_weight_on_another_device(refused):
 
 @both_scans
 @pytest.mark.parametrize(("value", "said"), [(0.25, "0.25"), (float("nan"), "NaN"), (float("inf"), "inf")])
-def test_a_log_decay_that_is_none(operation, value, said, refused):
+def test_an_invalid_log_decay_value(operation, value, said, refused):
     log_decay = -torch.ones(2, 9, 6)
     log_decay[1, 4, 3] = value
     refused(operation, ValueRangeError, "log_decay", log_decay=log_decay)
 
 
 def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
-    """Reading them would wait for the device at every call. A tensor that cannot be read stands for one on a GPU."""
+    """Reading values would synchronize with the device at every call. A tensor that cannot be read stands for one on a GPU."""
 
     class Elsewhere(torch.Tensor):
         device = torch.device("cuda")
@@ -186,7 +186,7 @@ def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
 
 @both_scans
 def test_values_are_checked_at_every_call(operation, prose):
-    """Checks of shapes are remembered; those of values cannot be."""
+    """Passed checks of shapes are cached; checks of values cannot be."""
     arguments = arguments_of(operation)
     operation(**arguments)
     arguments["log_decay"][0, 0, 0] = 1.0
@@ -196,7 +196,7 @@ def test_values_are_checked_at_every_call(operation, prose):
 
 @both_scans
 def test_a_mistake_is_named_at_every_call(operation):
-    """After a call that was right, and twice in a row: what is remembered of a right call must not hide a wrong one."""
+    """The call is repeated after a correct one and twice in a row. A cached correct call must not hide a wrong one."""
     arguments = arguments_of(operation)
     operation(**arguments)
     wrong: dict[str, Any] = {
@@ -211,7 +211,7 @@ def test_a_mistake_is_named_at_every_call(operation):
 
 
 @both_scans
-def test_facts_hold_all_that_tells_calls_apart(operation):
+def test_cache_keys_of_checks_distinguish_calls(operation):
     arguments = arguments_of(operation)
     plain = operation.bind(**arguments).query()
     assert operation.bind(**arguments).query() is plain
@@ -241,7 +241,7 @@ def test_facts_hold_all_that_tells_calls_apart(operation):
         [],
     ],
 )
-def test_offsets_that_describe_no_packing(operation, offsets, prose):
+def test_offsets_that_do_not_describe_packed_sequences(operation, offsets, prose):
     arguments = arguments_of(operation, B=1, initial_state=False) | {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
     with prose.raises(PackingError, match="cu_seqlens") as caught:
         operation(**arguments)
@@ -290,14 +290,14 @@ def test_fla_cannot_run_here(operation):
         operation(**arguments_of(operation), variant="fla")
 
 
-# Nothing to do is not an error
+# Empty inputs are not an error
 
 
 @both_scans
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("variant", ["auto", "eager"])
 def test_no_steps(operation, variant, grad):
-    """The state goes through unchanged, and its gradient with it."""
+    """The state passes through unchanged, and so does its gradient."""
     arguments = arguments_of(operation, T=0, initial_state=True, final_state=True, grad=grad)
     found = results(operation, arguments, variant)
     assert found["y"].shape == (2, 0, 6)
@@ -339,7 +339,7 @@ def test_no_channels(operation):
 
 @pytest.mark.parametrize("variant", ["auto", *pytorch_variants(LINEAR_RNN)])
 def test_no_columns_of_x(variant):
-    """An empty sum is zero: what is left is the initial state, decaying."""
+    """An empty sum is zero: only the decaying initial state is left."""
     arguments = arguments_of(LINEAR_RNN, D=0, initial_state=True, final_state=True, grad=True)
     found = results(LINEAR_RNN, arguments, variant)
     expected = arguments["initial_state"] * arguments["log_decay"].sum(1).exp()
@@ -350,7 +350,7 @@ def test_no_columns_of_x(variant):
 @pytest.mark.interpret
 @both_scans
 @pytest.mark.parametrize("empty", ["B", "T", "V"])
-def test_kernels_leave_nothing_to_do_to_others(operation, empty, prose):
+def test_kernels_refuse_empty_inputs(operation, empty, prose):
     given: dict[str, Any] = {"initial_state": True, "final_state": True, empty: 0}
     arguments = arguments_of(operation, **given)
     for variant in triton_variants(operation):

@@ -1,4 +1,4 @@
-"""Costs of all operations: what is written is a part of what moves, and the least of it is the results and the gradients."""
+"""Tests of the costs of all operations: written bytes are part of the moved bytes, and cover at least results and gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = {
 }
 
 STATES_ONCE = ("gated_scan", "linear_rnn")
-"""Operations whose cost leaves out the gradients of states, which are small there."""
+"""Operations whose cost leaves out the gradients of states, because these are small."""
 
 
 def cases():
@@ -43,7 +43,7 @@ def cases():
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_least_that_is_written_are_the_results_and_the_gradients(case, direction):
+def test_minimal_bytes_written_are_the_results_and_gradients(case, direction):
     operation = find_operation(case.operation)
     reading = operation.make_inputs(case, torch.device("cpu"), seed=0)
     found = operation(**reading.arguments)
@@ -56,7 +56,7 @@ def test_the_least_that_is_written_are_the_results_and_the_gradients(case, direc
 
 
 @pytest.mark.parametrize("name", [*CASES, "gla_layer", "decode_step"])
-def test_every_variant_says_what_it_writes_and_writes_no_less_than_the_least(name, pytestconfig):
+def test_every_variant_states_its_writes_and_meets_the_minimum(name, pytestconfig):
     from onelaunch.workbench.study.read import load_study
 
     found = 0
@@ -83,5 +83,5 @@ def test_every_variant_says_what_it_writes_and_writes_no_less_than_the_least(nam
 def test_decoding_a_token_writes_less_than_a_tenth():
     sizes = {"layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128}
     cost = decode_step.cost(decode_step.case("bfloat16", **sizes, vocabulary=151936, position=1000))
-    assert cost.written == 28 * 2 * 8 * 128 * 2 + 4 * 151936  # keys and values of a position, logits in float32
+    assert cost.written == 28 * 2 * 8 * 128 * 2 + 4 * 151936  # keys and values of one position, and logits in float32
     assert cost.written < cost.bytes / 1000

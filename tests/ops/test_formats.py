@@ -1,4 +1,4 @@
-"""Float8 and NVFP4 matrices: exact decoding, nearest quantizing, the orders of codes and scales, checkpoints, and bad input."""
+"""Tests of float8 and NVFP4 matrices: decoding, quantization, layouts of codes and scales, checkpoints, and invalid input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAN_SCALES = (0x7F, 0xFF)
 
 
 def every_product() -> NVFP4Tensor:
-    """Each of the 16 codes with each of the 254 scales that are numbers: a block a scale."""
+    """Return each of the 16 codes with each of the 254 finite scales, one block per scale."""
     scales = torch.tensor([byte for byte in range(256) if byte not in NAN_SCALES], dtype=torch.uint8).view(torch.float8_e4m3fn)
     codes = torch.arange(16, dtype=torch.uint8)
     packed = (codes[0::2] | (codes[1::2] << 4)).expand(254, 8).contiguous()
@@ -43,7 +43,7 @@ def same(one: NVFP4Tensor, other: NVFP4Tensor) -> bool:
     return torch.equal(one.dequantize(torch.float64), other.dequantize(torch.float64))
 
 
-def test_the_low_half_of_a_byte_comes_first():
+def test_the_low_nibble_of_a_byte_is_the_first_code():
     codes = torch.zeros(1, 8, dtype=torch.uint8)
     codes[0, 0], codes[0, 1] = 0x21, 0x9F
     scales = torch.ones(1, 1).to(torch.float8_e4m3fn)
@@ -60,7 +60,7 @@ def test_every_code_times_every_scale_is_exact(dtype):
     assert expected[expected > 0].min() == 2**-10
 
 
-def test_what_nvfp4_can_hold_comes_back_exactly():
+def test_representable_nvfp4_values_round_trip_exactly():
     tensor = every_product()
     again = quantize_nvfp4(tensor.dequantize(), global_scale=1.0)
     assert same(tensor, again)
@@ -68,7 +68,7 @@ def test_what_nvfp4_can_hold_comes_back_exactly():
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**31), st.sampled_from([1.0, 0.37, 2.0**-12, 1e-6, 1234.5]))
-def test_what_a_checkpoint_holds_comes_back_exactly(seed, global_scale):
+def test_checkpoints_round_trip_exactly(seed, global_scale):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (4, 24), generator=generator, dtype=torch.uint8)
     bytes_ = torch.randint(0, 0x7F, (4, 3), generator=generator, dtype=torch.uint8)
@@ -81,15 +81,15 @@ def test_what_a_checkpoint_holds_comes_back_exactly(seed, global_scale):
 @pytest.mark.parametrize(
     ("tie", "even"), [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)]
 )
-def test_codes_are_the_nearest_and_ties_go_to_the_even_one(tie, even, sign):
-    exact = [*VALUES, *(-value for value in VALUES[1:])]  # with which no other scale is as good
+def test_quantization_rounds_to_nearest_even(tie, even, sign):
+    exact = [*VALUES, *(-value for value in VALUES[1:])]  # with these values no other scale is as good
     found = quantize_nvfp4(torch.tensor([[sign * tie, *exact]]), global_scale=1.0).dequantize()[0]
     assert found.tolist() == [sign * even, *exact]
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**31), st.sampled_from([1e-8, 1e-3, 1.0, 3e4]))
-def test_no_block_is_further_off_than_with_the_largest_number_at_6(seed, size):
+def test_no_block_has_a_larger_error_than_with_its_maximum_at_6(seed, size):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(3, 64, generator=generator) * size
     tensor = quantize_nvfp4(values)
@@ -100,10 +100,10 @@ def test_no_block_is_further_off_than_with_the_largest_number_at_6(seed, size):
     nearest = table[(blocks[..., None] / usual[..., None] - table).abs().argmin(-1)] * usual
     error = ((tensor.dequantize() / shared).unflatten(1, (-1, 16)) - blocks).square().sum(2)
     allowed = (nearest - blocks).square().sum(2)
-    assert (error <= allowed * (1 + 1e-5) + 1e-12).all()  # the same sum of squares, in another order
+    assert (error <= allowed * (1 + 1e-5) + 1e-12).all()  # tolerance: the sum of squares is taken in another order
 
 
-def test_a_block_of_zeros_and_one_of_nan_stay_what_they_are():
+def test_blocks_of_zeros_and_of_nan_are_preserved():
     values = torch.randn(2, 48)
     values[0, :16] = 0
     values[1, 20] = torch.nan
@@ -116,7 +116,7 @@ def test_a_block_of_zeros_and_one_of_nan_stay_what_they_are():
 
 @pytest.mark.parametrize("rows", [0, 1, 128, 200])
 @pytest.mark.parametrize("channels", [16, 64, 80])
-def test_swizzled_scales_are_the_same_scales(rows, channels):
+def test_swizzling_preserves_the_scales(rows, channels):
     tensor = made(rows, channels) if rows else quantize_nvfp4(torch.zeros(0, channels))
     moved = tensor.swizzle()
     assert moved.swizzled
@@ -125,7 +125,7 @@ def test_swizzled_scales_are_the_same_scales(rows, channels):
     assert same(moved, tensor)
 
 
-def test_a_scale_lies_where_cublas_reads_it():
+def test_swizzled_scales_have_cublas_layout():
     rows, columns = 256, 12
     scales = torch.arange(rows * columns, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(rows, columns)
     flat = swizzle(scales.view(torch.float8_e4m3fn)).view(torch.uint8).flatten()
@@ -137,7 +137,7 @@ def test_a_scale_lies_where_cublas_reads_it():
 
 
 @pytest.mark.parametrize("swizzled", [False, True])
-def test_rows_are_views_of_those_rows(swizzled):
+def test_sliced_rows_are_views(swizzled):
     tensor = made(300, 64, swizzled=swizzled)
     part = tensor.rows(128, 300)
     assert part.codes.data_ptr() == tensor.codes[128:].data_ptr()
@@ -145,7 +145,7 @@ def test_rows_are_views_of_those_rows(swizzled):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-172, 300), (128, 1000), (-44, None), (256, 100)])
-def test_rows_are_counted_as_in_a_slice(start, stop):
+def test_row_ranges_follow_slice_semantics(start, stop):
     for tensor in (made(300, 64), made(300, 64, swizzled=True), quantize_fp8(torch.randn(300, 64), per_row=True)):
         assert torch.equal(tensor.rows(start, stop).dequantize(), tensor.dequantize()[start:stop])
 
@@ -156,37 +156,37 @@ def test_swizzled_rows_are_not_cut_within_an_atom(prose):
 
 
 @pytest.mark.parametrize("swizzled", [False, True])
-def test_a_file_gives_back_what_was_written(swizzled, tmp_path):
+def test_a_written_file_is_read_back(swizzled, tmp_path):
     weights = {"layers.0.gate_proj": made(40, 64, swizzled=swizzled), "layers.0.up_proj": every_product()}
     save_nvfp4(tmp_path / "w.safetensors", weights)
     for layer, weight in weights.items():
         assert same(load_nvfp4(tmp_path / "w.safetensors", layer), weight)
 
 
-def test_both_layouts_of_the_field_are_read():
+def test_both_common_checkpoint_layouts_are_read():
     weight = made(8, 32)
     ours = weight.state_dict("a")
     assert set(ours) == {"a.weight", "a.weight_scale", "a.weight_scale_2"}
     theirs = {"a.weight_packed": ours["a.weight"], "a.weight_scale": ours["a.weight_scale"]}
     theirs["a.weight_global_scale"] = (1 / ours["a.weight_scale_2"])[None]
     found = NVFP4Tensor.from_state_dict(theirs, "a").dequantize()
-    assert torch.allclose(found, weight.dequantize(), rtol=1e-6, atol=0)  # the inverse of an inverse, in float32
+    assert torch.allclose(found, weight.dequantize(), rtol=1e-6, atol=0)  # tolerance: the reciprocal of a reciprocal, in float32
 
 
-def test_what_no_scale_reaches_becomes_the_largest_number():
+def test_values_beyond_the_largest_scale_saturate():
     for size in (1e10, 1e15, 3e38):
         tensor = quantize_nvfp4(torch.full((1, 16), size), global_scale=1e-5)
         assert torch.allclose(tensor.dequantize(), torch.tensor(6 * 448 * 1e-5))
 
 
 @pytest.mark.parametrize("quantize", [quantize_fp8, quantize_nvfp4])
-def test_numbers_too_small_for_a_scale_are_zero_and_not_nan(quantize):
+def test_values_too_small_for_any_scale_become_zero(quantize):
     values = torch.zeros(1, 16)
     values[0, 1] = 1e-43
     assert quantize(values).dequantize().abs().max() <= 1e-40
 
 
-def test_a_weight_without_a_global_scale_comes_back_from_a_file(tmp_path, prose):
+def test_a_weight_without_a_global_scale_is_read_back_from_a_file(tmp_path, prose):
     weight = every_product()
     save_nvfp4(tmp_path / "w.safetensors", {"a": weight, "b": weight})
     assert same(load_nvfp4(tmp_path / "w.safetensors", "a"), weight)
@@ -210,14 +210,14 @@ def test_a_missing_tensor_is_named(prose):
         NVFP4Tensor.from_state_dict(held, "layers.3.up_proj")
 
 
-def test_a_file_that_is_none_says_so(tmp_path, prose):
+def test_an_invalid_file_is_reported(tmp_path, prose):
     (tmp_path / "w.safetensors").write_bytes(b"nothing of the kind")
     for name in ("w.safetensors", "missing.safetensors"):
         with prose.raises(CheckpointError, match=name, foreign=True):
             load_nvfp4(tmp_path / name, "a")
 
 
-def test_bad_parts_are_named(prose):
+def test_invalid_codes_and_scales_are_named(prose):
     codes, scales = made(8, 64).codes, made(8, 64).scales
     with prose.raises(ShapeError, match="codes"):
         NVFP4Tensor(codes[:, :30], scales)
@@ -248,7 +248,7 @@ def test_bad_parts_are_named(prose):
         (torch.ones(1, 16), {"global_scale": torch.nan}, ValueRangeError, "positive"),
     ],
 )
-def test_what_cannot_be_quantized_says_why(values, given, error, said, prose):
+def test_values_that_cannot_be_quantized_are_refused_with_the_reason(values, given, error, said, prose):
     with prose.raises(error, match=said):
         quantize_nvfp4(values, **given)
 
@@ -267,19 +267,21 @@ def test_float8_refuses_infinities_and_keeps_nan_to_itself(per_row, prose):
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_float8_is_as_near_as_its_three_bits_allow(per_row):
+def test_float8_errors_are_within_half_a_unit_of_its_three_bits(per_row):
     values = torch.randn(6, 40) * torch.logspace(-3, 3, 6)[:, None]
     tensor = quantize_fp8(values, per_row=per_row)
     assert tensor.per_row is per_row
     off = (tensor.dequantize() - values).abs()
-    smallest = tensor.scale * 2.0**-10  # half of the least subnormal number
+    smallest = tensor.scale * 2.0**-10  # half of the smallest subnormal number
     assert (off <= values.abs() * 2**-4 * (1 + 1e-6) + smallest).all()
     assert torch.equal(tensor.rows(2, 5).dequantize(), tensor.dequantize()[2:5])
-    assert torch.isclose(tensor.dequantize().abs().amax(), values.abs().amax(), rtol=1e-6)  # largest / 448 * 448, in float32
+    assert torch.isclose(
+        tensor.dequantize().abs().amax(), values.abs().amax(), rtol=1e-6
+    )  # tolerance: largest / 448 * 448 in float32
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0), (0, 0)])
-def test_nothing_is_quantized_to_nothing(shape):
+def test_empty_matrices_are_quantized_to_empty_matrices(shape):
     values = torch.zeros(shape)
     for tensor in (
         quantize_fp8(values),
@@ -297,7 +299,7 @@ def test_a_float8_scale_of_another_shape_is_named(prose):
         Fp8Tensor(torch.ones(4, 16).half(), torch.ones(()))
 
 
-def test_tensors_of_an_operand_can_be_mapped():
+def test_a_function_can_be_mapped_over_an_operands_tensors():
     tensor = made(8, 32, swizzled=True)
     assert set(tensor.tensors()) == {"codes", "scales", "global_scale"}
     copy = tensor.map(torch.clone)

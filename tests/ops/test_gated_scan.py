@@ -1,4 +1,4 @@
-"""``gated_scan``: every variant against the oracle, and what follows from the recurrence."""
+"""Tests of ``gated_scan``: every variant against the oracle, and properties that follow from the recurrence."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_kernels_pass_the_whole_gate(variant):
 
 
 @pytest.mark.interpret
-def test_groups_of_tiles_hand_on_the_carry():
-    """Longer than a group of the look-back in both passes."""
+def test_groups_of_tiles_propagate_the_carry():
+    """The sequence is longer than one group of the look-back, in both passes."""
     from onelaunch.kernels.scan import launch
 
     case = case_of(GATED_SCAN, "group_chain")
@@ -84,7 +84,7 @@ def test_groups_of_tiles_hand_on_the_carry():
     ["one_step_one_channel", "one_step_over_a_tile", "exactly_a_tile", "packed_with_empty_sequences", "packed_many_short"],
 )
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
-def test_the_walking_kernel_is_correct(variant, name, monkeypatch):
+def test_the_sequential_kernel_is_correct(variant, name, monkeypatch):
     from onelaunch.kernels.scan import forward, launch
 
     walked = []
@@ -115,13 +115,13 @@ def test_the_interpreter_is_refused_bfloat16(variant, prose):
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
 def test_a_workspace_serves_calls_of_other_lengths_and_widths(variant):
-    """Launches share memory for their carries; what one leaves must not reach the next."""
+    """Launches share memory for their carries. Words left by one launch must not reach the next."""
     for length, width in ((70, 20), (33, 40), (70, 20), (20, 70), (33, 40)):
         case = GATED_SCAN.case("float32", B=1, T=length, V=width)
         assert_one_call_correct(GATED_SCAN, case, variant, "forward")
 
 
-# What follows from the recurrence
+# Properties of the recurrence
 
 
 @st.composite
@@ -215,7 +215,7 @@ def test_with_a_decay_of_zero_every_step_stands_alone(variant, length, seed):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
-def test_kernels_sum_and_forget_exactly(variant):
+def test_kernels_are_exact_without_decay_and_with_a_decay_of_zero(variant):
     arguments = scan_arguments(70, 0, initial_state=False)
     arguments["log_decay"] = torch.zeros_like(arguments["v"])
     y = GATED_SCAN(**arguments, variant=variant)

@@ -1,4 +1,4 @@
-"""``gla``: every variant against the oracle, the oracle against a closed form, and what follows from the recurrence."""
+"""Tests of ``gla``: every variant against the oracle, the oracle against a closed form, and properties of the recurrence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ each_variant = pytest.mark.parametrize(
 
 
 def has_gradients(variant: str) -> bool:
-    """Whether a variant's gradients are worth their time in the interpreter: those of all kernels are ``fused``'s."""
+    """Return whether a variant's gradients are worth their time in the interpreter.
+
+    All kernels have the gradients of ``fused``.
+    """
     return variant == "fused" or variant not in triton_variants(GLA)
 
 
@@ -62,14 +65,17 @@ def closed_form(
     scale: float,
     initial: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every pair of steps on its own: what step s put in, times all decays after s, up to t. Sums of slices, no recurrence."""
+    """Return the outputs as a sum over all pairs of steps, without a recurrence.
+
+    The contribution of step s to step t is multiplied by all decays after s, up to t.
+    """
     length, keys, values = q.shape[1], q.shape[3], v.shape[3]
     g = g if g.dim() == 4 else g[..., None].expand(*g.shape, keys)
     gv = torch.zeros_like(v) if gv is None else gv
     assert gv.shape[3] == values
 
     def kept(t: int, after: int) -> torch.Tensor:
-        """How much of a state ``[B, H, K, V]`` is left of what was there after step ``after``, at step t."""
+        """Return the factor by which a state ``[B, H, K, V]`` after step ``after`` has decayed at step t."""
         each = [x[:, after + 1 : t + 1].sum(1).exp() for x in (g, gv)]
         return each[0][..., None] * each[1][..., None, :]
 
@@ -84,7 +90,7 @@ def closed_form(
 @pytest.mark.parametrize("value_gate", [False, True])
 @pytest.mark.parametrize("decay", ["model", "strong", "mixed", "forget"])
 @pytest.mark.parametrize("decay_per", ["channel", "head"])
-def test_the_oracle_is_the_closed_form(decay_per, decay, value_gate, state_v_first):
+def test_the_oracle_matches_the_closed_form(decay_per, decay, value_gate, state_v_first):
     given_arguments = arguments_of(
         GLA, T=11, decay=decay, decay_per=decay_per, value_gate=value_gate, state_v_first=state_v_first,
         scale=0.3, initial_state=True, final_state=True,
@@ -108,7 +114,7 @@ def test_the_oracle_is_the_closed_form(decay_per, decay, value_gate, state_v_fir
 @pytest.mark.parametrize("value_gate", [False, True])
 @pytest.mark.parametrize("decay_per", ["channel", "head"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_segments_side_by_side_are_the_loop(decay, decay_per, value_gate, lengths, kept, monkeypatch):
+def test_parallel_segments_match_the_loop(decay, decay_per, value_gate, lengths, kept, monkeypatch):
     monkeypatch.setattr(reference, "KEPT_STATES", kept)
     arguments = arguments_of(
         GLA, B=1 if lengths else 2, T=204, decay=decay, decay_per=decay_per, value_gate=value_gate, lengths=lengths,
@@ -132,21 +138,21 @@ def test_the_default_scale_is_that_of_attention():
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 13, 0, 40)])
-def test_where_states_are_too_large_to_keep_the_loop_computes_them_again(lengths, monkeypatch):
+def test_the_loop_recomputes_states_that_are_too_large_to_keep(lengths, monkeypatch):
     arguments = arguments_of(GLA, B=1, T=53, lengths=lengths, initial_state=True, final_state=True, grad=True)
     expected = results(GLA, arguments, "recurrent")
     segments = []
     monkeypatch.setattr(reference, "KEPT_STATES", 0)
     monkeypatch.setattr(reference, "checkpoint", lambda *given, **how: segments.append(1) or reference._steps(*given[1:]))
     results(GLA, arguments, "recurrent")
-    assert len(segments) >= 8  # of about the root of 53 steps
+    assert len(segments) >= 8  # segments of about the square root of 53 steps
     monkeypatch.undo()
     monkeypatch.setattr(reference, "KEPT_STATES", 0)
     assert_near(results(GLA, arguments, "recurrent"), expected, 1e-6)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_every_kind_of_decay_is_what_it_says(decay):
+def test_every_kind_of_random_decay_has_its_range(decay):
     g = reference.make_decay(decay, (1, 512, 3, 16), torch.device("cpu"), torch.Generator().manual_seed(0))
     assert g.shape == (1, 512, 3, 16)
     assert (g <= 0).all()
@@ -163,7 +169,7 @@ def test_every_kind_of_decay_is_what_it_says(decay):
     assert seen[decay]
 
 
-def test_inputs_refuse_choices_that_there_are_not(prose):
+def test_unknown_choices_of_inputs_are_refused(prose):
     with prose.raises(ArgumentError, match="'chanel'"):
         arguments_of(GLA, decay_per="chanel")
     with prose.raises(ArgumentError, match="'stong'"):
@@ -172,7 +178,7 @@ def test_inputs_refuse_choices_that_there_are_not(prose):
         arguments_of(GLA, B=1, lengths=(3, 5))
 
 
-# Against the oracle
+# Comparison with the oracle
 
 
 @variants_by_case(pytorch_variants(GLA), GLA_HARD)
@@ -188,7 +194,7 @@ def test_chunks_take_every_kind_of_decay(decay, decay_per):
 
 @pytest.mark.slow
 def test_the_compiled_variant_is_correct():
-    """Few steps, since every chunk is compiled on its own."""
+    """The case has few steps, because every chunk is compiled separately."""
     case = GLA.case("float16", B=1, T=5, H=2, K=16, V=20, lengths=(4, 0, 1), initial_state=True, final_state=True)
     assert_compiled_correct(GLA, case)
 
@@ -215,7 +221,7 @@ SINGLE_STEPS = {
 @pytest.mark.parametrize("kind", SINGLE_STEPS)
 @each_variant
 def test_no_decay_is_too_strong(variant, kind):
-    """Factors of decays, never quotients: in 32 steps of -20 the sum is -640, and exp(640) is no number."""
+    """Kernels multiply factors of decays and never divide. In 32 steps of -20 the sum is -640, and exp(640) overflows."""
     arguments = arguments_of(GLA, B=1, T=100, initial_state=True, final_state=True)
     backward = has_gradients(variant)
     arguments["g"] = SINGLE_STEPS[kind](arguments["g"]).clone()
@@ -232,8 +238,8 @@ def test_no_decay_is_too_strong(variant, kind):
     assert_near(outputs[1], outputs[0], 1e-5)
 
 
-def test_softplus_gates_of_a_model_go_in_as_they_are():
-    """As a layer makes them: logsigmoid over the normaliser, in the model's dtype or float32."""
+def test_logsigmoid_gates_are_accepted_in_both_dtypes():
+    """A layer makes such gates: logsigmoid divided by the normaliser, in the model's dtype or float32."""
     arguments = arguments_of(GLA, dtype="bfloat16", T=70)
     raw = torch.randn(arguments["g"].shape)
     for g in (F.logsigmoid(raw) / 16, (F.logsigmoid(raw) / 16).bfloat16()):
@@ -242,11 +248,11 @@ def test_softplus_gates_of_a_model_go_in_as_they_are():
         assert_near({"o": o.float()}, {"o": GLA.reference(**exact)[0].float()}, 4e-3)
 
 
-# What follows from the recurrence
+# Properties of the recurrence
 
 
 def pieces(arguments: dict[str, Any], part: slice) -> dict[str, Any]:
-    """The arguments with something for each step, for some steps."""
+    """Return the arguments with every per-step tensor cut to some steps."""
     return {name: arguments[name][:, part] for name in ("q", "k", "v", "g", "gv") if name in arguments}
 
 
@@ -312,8 +318,8 @@ def test_kernels_treat_packed_sequences_as_separate(variant):
 
 
 @each_variant
-def test_without_decay_it_is_linear_attention(variant):
-    """With the decay left out, and with one of zeros."""
+def test_without_decay_gla_is_linear_attention(variant):
+    """The decay is left out, or is zero everywhere."""
     arguments = arguments_of(GLA, T=70)
     q, k, v = (arguments[name] for name in "qkv")
     scores = torch.einsum("bthk,bshk->bhts", q.double(), k.double()).tril() * 20**-0.5
@@ -335,7 +341,7 @@ def test_with_a_decay_of_zero_every_step_stands_alone(variant):
 
 
 @each_backward_pass
-def test_a_decay_per_head_is_one_for_all_its_channels(variant):
+def test_a_decay_per_head_equals_that_decay_for_all_channels(variant):
     arguments = arguments_of(GLA, T=70, decay_per="head", initial_state=True, final_state=True, grad=True)
     expanded = arguments | {"g": arguments["g"].detach()[..., None].expand(-1, -1, -1, 20).contiguous().requires_grad_()}
     per_channel = results(GLA, expanded, variant)
@@ -345,7 +351,7 @@ def test_a_decay_per_head_is_one_for_all_its_channels(variant):
 
 @pytest.mark.parametrize("variant", pytorch_variants(GLA))
 def test_a_gate_on_values_is_a_gate_on_keys_of_the_transposed_state(variant):
-    """With one key channel lit, the state is a row: decays of its channels are decays of a scan."""
+    """With one nonzero key channel the state is a row, and decays of its channels are decays of a scan."""
     arguments = arguments_of(GLA, B=1, T=70, H=1, value_gate=True)
     v, gv = arguments["v"], arguments["gv"]
     lit = torch.zeros_like(arguments["k"])
@@ -359,7 +365,7 @@ def test_a_gate_on_values_is_a_gate_on_keys_of_the_transposed_state(variant):
 
 
 @each_variant
-def test_the_scale_scales_the_queries_alone(variant):
+def test_the_scale_multiplies_only_the_queries(variant):
     arguments = arguments_of(GLA, T=30, scale=1.0, initial_state=True, final_state=True)
     o, final = gla(**arguments, variant=variant)
     for scale in (0.0, -2.0, 3):
@@ -384,16 +390,16 @@ def test_states_may_have_their_values_first(variant, packed):
     assert_near(found | {f"grad {name}": value for name, value in gradients.items()}, expected, 2e-6)
 
 
-# NaN stays where it belongs
+# NaN reaches only dependent results
 
 
 NAN_AT = 70
-"""The step that holds NaN: in the second chunk of 64."""
+"""Index of the step that holds NaN, in the second chunk of 64 steps."""
 
 
 @functools.cache
-def unspoilt(variant: str, options: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Arguments with states, and what a variant makes of them: once for all that may be spoilt."""
+def clean_run(variant: str, options: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return arguments with states and a variant's results without NaN, once for all tests that insert NaN."""
     arguments = arguments_of(GLA, initial_state=True, final_state=True, grad=has_gradients(variant), **dict(options))
     return arguments, results(GLA, arguments, variant)
 
@@ -414,10 +420,10 @@ def assert_clean(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("options", KINDS, ids=["per_channel", "per_head", "value_gate"])
 @pytest.mark.parametrize("argument", ["q", "k", "v", "g"])
 @each_variant
-def test_nan_stays_in_its_head_and_after_the_start_of_its_chunk(variant, argument, options):
+def test_nan_stays_in_its_head_and_does_not_reach_earlier_chunks(variant, argument, options):
     if "value_gate" in options and variant in triton_variants(GLA):
         pytest.skip("kernels take no gate on values, and refuse it: see test_kernels_refuse_what_they_cannot_do")
-    arguments, clean = unspoilt(variant, tuple({"B": 2, "T": 150, "H": 2, **options}.items()))
+    arguments, clean = clean_run(variant, tuple({"B": 2, "T": 150, "H": 2, **options}.items()))
     found = results(GLA, with_nan(arguments, argument, (1, NAN_AT, 0)), variant)
     steps = [name for name in clean if name not in ("final_state", "grad initial_state")]
     assert_clean(found, clean, lambda name, x: x[0], list(clean))  # the other batch entry
@@ -435,12 +441,12 @@ def test_nan_stays_in_its_head_and_after_the_start_of_its_chunk(variant, argumen
 
 @pytest.mark.parametrize("argument", ["q", "k", "v", "g", "gv", "initial_state"])
 @each_variant
-def test_nan_stays_in_its_sequence(variant, argument):
-    """Results and gradients of the sequences before and behind are what they were; behind it lies an empty one first."""
+def test_nan_stays_in_its_packed_sequence(variant, argument):
+    """Results and gradients of the sequences before and after are unchanged. The sequence right after is empty."""
     lengths, gated = (30, 50, 0, 70), variant not in triton_variants(GLA)
     if argument == "gv" and not gated:
         pytest.skip("kernels take no gate on values, and refuse it: see test_kernels_refuse_what_they_cannot_do")
-    arguments, clean = unspoilt(variant, (("B", 1), ("T", 150), ("lengths", lengths), ("value_gate", gated)))
+    arguments, clean = clean_run(variant, (("B", 1), ("T", 150), ("lengths", lengths), ("value_gate", gated)))
     place = (1,) if argument == "initial_state" else (0, NAN_AT)
     found = results(GLA, with_nan(arguments, argument, place), variant)
     others = torch.tensor([0, 2, 3])
@@ -450,7 +456,7 @@ def test_nan_stays_in_its_sequence(variant, argument):
 
 
 @each_backward_pass
-def test_nan_in_an_incoming_gradient_stays_in_its_sequence(variant):
+def test_nan_in_an_incoming_gradient_stays_in_its_packed_sequence(variant):
     arguments = arguments_of(GLA, B=1, T=150, lengths=(30, 50, 70), initial_state=True, final_state=True, grad=True)
     leaves = differentiable(arguments)
     found = []

@@ -1,4 +1,4 @@
-"""``gla`` in plain PyTorch: how it goes about its chunks, what it keeps, what it never reads."""
+"""Tests of ``gla`` in plain PyTorch: its chunks, the tensors that it saves, and that it never reads from the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ops.cases import (
 
 @pytest.mark.parametrize("lengths", [None, (0, 21, 49, 0)])
 @pytest.mark.parametrize("part", [1, 2500, 5000])
-def test_parts_of_a_call_are_the_whole(part, lengths, monkeypatch):
+def test_a_call_computed_in_parts_equals_the_whole_call(part, lengths, monkeypatch):
     arguments = arguments_of(
         GLA, B=1 if lengths else 3, T=70, H=3, lengths=lengths, initial_state=True, final_state=True, grad=True
     )  # fmt: skip
@@ -35,8 +35,8 @@ def test_parts_of_a_call_are_the_whole(part, lengths, monkeypatch):
     assert len(calls) >= (2 if part > 1 else 6)
 
 
-def test_the_backward_pass_keeps_the_inputs_alone():
-    """Products of decays and scores would be some forty times as much."""
+def test_the_backward_pass_saves_only_the_inputs():
+    """Products of decays and scores would take some forty times as much memory."""
     arguments = arguments_of(GLA, B=1, T=200, initial_state=True, final_state=True, lengths=(150, 50), grad=True)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -45,7 +45,7 @@ def test_the_backward_pass_keeps_the_inputs_alone():
     assert {x.data_ptr() for x in kept} == inputs
 
 
-def test_one_tensor_may_be_given_twice():
+def test_one_tensor_may_be_passed_as_two_arguments():
     arguments = arguments_of(GLA, T=70, K=16, V=16)
     shared, g = arguments["q"].requires_grad_(), arguments["g"]
     found = {}
@@ -59,7 +59,7 @@ def test_one_tensor_may_be_given_twice():
 
 @pytest.mark.parametrize("lengths", [None, (0, 30, 0, 40)])
 def test_results_are_the_same_to_the_last_bit(lengths):
-    """Also where PyTorch is told to refuse what is not deterministic."""
+    """This also holds with PyTorch's deterministic algorithms required."""
     arguments = arguments_of(GLA, B=1, T=70, lengths=lengths, initial_state=True, final_state=True, grad=True)
     first = results(GLA, arguments, "chunked")
     torch.use_deterministic_algorithms(True)  # noqa: FBT003
@@ -71,7 +71,7 @@ def test_results_are_the_same_to_the_last_bit(lengths):
 
 
 def test_nothing_is_read_from_the_device(monkeypatch):
-    """On a GPU each of these would wait for it. Only the contract's checks of values read, on a CPU."""
+    """Each such read would synchronize with a GPU. Only the contract's checks of values read, and only on a CPU."""
     monkeypatch.setattr("onelaunch.checks.values_are_checked", lambda value: False)
     arguments = arguments_of(GLA, B=1, T=70, lengths=(0, 30, 40), initial_state=True, final_state=True, grad=True)
     expected = results(GLA, arguments, "chunked")

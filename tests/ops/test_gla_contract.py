@@ -1,4 +1,4 @@
-"""What ``gla`` refuses and in which words, what it makes of nothing to do, and ``fla``'s names for it."""
+"""Tests of the arguments that ``gla`` refuses and its messages, of empty inputs, and of the names that ``fla`` uses."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from onelaunch.ops.gla.contract import under_autocast
 from tests.ops.cases import GLA, arguments_of, assert_near, pytorch_variants, results
 from tests.prose import Prose
 
-# What is wrong with a call
+# Wrong calls
 
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., Any]:
-    """A call that raises this error, whose message names this and is worded as recorded."""
+    """Expect a call to raise an error that names an argument and is worded as recorded."""
 
     def call(error: Any, named: str, /, function: Any = gla, **changes: Any) -> Any:
         names = {"g": "gk"} if function is fused_recurrent_gla else {}
@@ -72,7 +72,7 @@ def test_mismatched_sizes(argument, shape, refused):
     refused(ShapeError, argument, **{argument: -torch.ones(shape)})
 
 
-def test_heads_that_share_keys_are_told_how_to(refused):
+def test_the_error_about_shared_keys_states_the_remedy(refused):
     refused(ShapeError, "k", k=torch.ones(2, 9, 1, 20))
 
 
@@ -90,7 +90,7 @@ def test_heads_too_narrow_or_too_wide(keys, values, message, prose):
         gla(**arguments_of(GLA, K=keys, V=values))
 
 
-def test_what_the_errors_about_head_sizes_advise_is_right():
+def test_the_remedies_in_errors_about_head_sizes_work():
     arguments = arguments_of(GLA, T=20, K=32, V=32)
     expected, _ = gla(**arguments)
     q, k, v, g = (arguments[name] for name in "qkvg")
@@ -118,7 +118,7 @@ def test_initial_state_counts_packed_sequences(prose):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64, torch.complex64])
-def test_queries_of_a_dtype_that_is_no_float(dtype, refused):
+def test_queries_of_a_non_floating_dtype(dtype, refused):
     refused(DTypeError, "q", q=torch.ones(2, 9, 2, 20).to(dtype))
 
 
@@ -141,7 +141,7 @@ def test_initial_state_of_another_dtype(refused):
 
 
 @pytest.mark.parametrize("argument", ["q", "k", "v", "g", "gv", "initial_state", "cu_seqlens"])
-def test_what_is_no_tensor(argument, refused):
+def test_an_argument_that_is_not_a_tensor(argument, refused):
     refused(ArgumentError, argument, **{argument: [0, 9]})
 
 
@@ -155,17 +155,17 @@ def test_mixed_devices(argument, prose):
 
 @pytest.mark.parametrize("argument", ["g", "gv"])
 @pytest.mark.parametrize(("value", "said"), [(0.25, "0.25"), (float("inf"), "inf")])
-def test_a_log_decay_that_is_none(argument, value, said, prose):
+def test_an_invalid_log_decay_value(argument, value, said, prose):
     arguments = arguments_of(GLA, value_gate=True)
     arguments[argument][1, 4, 1, 3] = value
     arguments[argument][0, 0, 0, 0] = math.nan  # does not hide it
-    for _ in range(2):  # what is remembered of a call are checks of facts, not of values
+    for _ in range(2):  # cached checks cover facts such as shapes, not values
         with prose.raises(ValueRangeError, match=argument):
             gla(**arguments)
 
 
 @pytest.mark.parametrize("scale", ["1", True, torch.ones(()), (1.0,)])
-def test_a_scale_that_is_no_number(scale, refused):
+def test_a_scale_that_is_not_a_finite_number(scale, refused):
     refused(ArgumentError, "scale", scale=scale)
 
 
@@ -178,7 +178,7 @@ def test_a_mistake_is_named_at_every_call():
                 gla(**(arguments | {name: value}))
 
 
-def test_facts_hold_all_that_tells_calls_apart():
+def test_cache_keys_of_checks_distinguish_calls():
     arguments = arguments_of(GLA)
     plain = GLA.bind(**arguments).query()
     assert GLA.bind(**arguments).query() is plain
@@ -200,14 +200,14 @@ def test_the_query_of_a_case_knows_how_the_state_decays(options):
     assert GLA.bind(**arguments).query() == GLA.query(case, "cpu")
 
 
-# Nothing to do is not an error
+# Empty inputs are not an error
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 0)])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("variant", ["auto", "recurrent"])
 def test_no_steps(variant, grad, lengths):
-    """The state goes through unchanged, and its gradient with it."""
+    """The state passes through unchanged, and so does its gradient."""
     sizes: dict[str, Any] = {"B": 1 if lengths else 2, "T": 0, "lengths": lengths}
     arguments = arguments_of(GLA, **sizes, initial_state=True, final_state=True, grad=grad)
     found = results(GLA, arguments, variant)
@@ -238,7 +238,7 @@ def test_no_batch_and_no_heads(variant, empty, grad):
     assert found["final_state"].shape == (batch, heads, 20, 16)
 
 
-# What comes back
+# Results
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -260,7 +260,7 @@ def test_offsets_may_be_int64(variant):
     assert_near(results(GLA, wide, variant), results(GLA, arguments, variant), 0)
 
 
-# fla's names
+# Functions with fla's names
 
 
 FLA_0_6_0 = {
@@ -280,13 +280,13 @@ FLA_0_6_0 = {
         "cu_seqlens": None, "kwargs": inspect.Parameter.empty,
     },
 }  # fmt: skip
-"""Names and defaults in their order."""
+"""Names and defaults of the parameters of fla 0.6.0, in their order."""
 
 each_name = pytest.mark.parametrize("function", FLA_0_6_0, ids=lambda function: function.__name__)
 
 
 @each_name
-def test_signatures_are_flas_with_our_variant(function):
+def test_signatures_match_fla_with_an_additional_variant(function):
     parameters = dict(inspect.signature(function).parameters)
     ours = parameters.pop("variant")
     assert (ours.kind, ours.default) == (inspect.Parameter.KEYWORD_ONLY, "auto")
@@ -296,7 +296,7 @@ def test_signatures_are_flas_with_our_variant(function):
     assert named == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-def test_our_own_name_asks_for_keywords_after_the_log_decay():
+def test_gla_takes_only_keywords_after_the_log_decay():
     parameters = inspect.signature(gla).parameters.values()
     positional = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert positional == ["q", "k", "v", "g"]
@@ -304,7 +304,7 @@ def test_our_own_name_asks_for_keywords_after_the_log_decay():
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("variant", ["auto", "recurrent"])
-def test_each_name_is_the_operation(variant, packed):
+def test_each_name_computes_the_operation(variant, packed):
     options = {"initial_state": True, "final_state": True, "scale": 0.3, "state_v_first": True, "value_gate": True}
     arguments = arguments_of(GLA, B=1, T=70, lengths=(3, 0, 67) if packed else None, **options)
     gv, per_head = arguments.pop("gv"), arguments["g"][..., 0]
@@ -322,7 +322,7 @@ def test_each_name_is_the_operation(variant, packed):
         assert_near(dict(enumerate(found)), dict(enumerate(expected)), 0)
 
 
-def test_arguments_go_by_their_places():
+def test_positional_arguments_have_flas_order():
     arguments = arguments_of(GLA, T=70, initial_state=True)
     q, k, v, g, state = (arguments[name] for name in ("q", "k", "v", "g", "initial_state"))
     expected = dict(enumerate(gla(q, k, v, g, scale=0.3, initial_state=state, output_final_state=True)))
@@ -407,7 +407,7 @@ def test_reverse_goes_through_every_sequence_from_its_end(lengths, state_v_first
     assert not torch.allclose(found[0], fused_recurrent_gla(**named)[0])
 
 
-def test_flas_older_and_further_keywords(prose, refused):
+def test_older_and_additional_keywords_of_fla(prose, refused):
     arguments = arguments_of(GLA, B=1, lengths=(4, 5), final_state=True)
     per_head = arguments | {"g": arguments["g"][..., 0]}
     expected = dict(enumerate(chunk_simple_gla(**per_head)))
@@ -451,8 +451,8 @@ def test_flas_names_under_autocast(function):
 @pytest.mark.parametrize(
     ("given", "kept"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
 )
-def test_autocast_leaves_log_decays_that_are_low_already(given, kept):
-    """As a model's gate makes them: the kernels for 16-bit log-decays may then run."""
+def test_autocast_keeps_log_decays_of_its_own_dtype(given, kept):
+    """A model's gate makes such log-decays. They stay in autocast's dtype, so that kernels for 16-bit log-decays may run."""
     arguments = arguments_of(GLA, T=20)
     q, k, v, g = (arguments[name] for name in "qkvg")
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""``gla``: what it must move and compute, and the peer it is measured against."""
+"""Tests of the cost of ``gla``, the bytes and operations that it needs, and of the peer that it is measured against."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from tests.ops.cases import (
 # The cost
 
 
-def test_the_least_bytes_are_five_passes_and_nine_more():
-    """Per step and head at K = V = 128 in bfloat16: q, k, v, g in and o out; backward those in, do in, four gradients out."""
+def test_minimal_bytes_are_five_tensors_forward_and_nine_backward():
+    """Count accesses per step and head at K = V = 128 in bfloat16.
+
+    The forward pass reads q, k, v and g and writes o. The backward pass reads those inputs and do and writes four gradients.
+    """
     case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
     rows = 8192 * 96
     assert GLA.cost(case).bytes == rows * 5 * 256
@@ -25,10 +28,10 @@ def test_the_least_bytes_are_five_passes_and_nine_more():
     assert GLA.cost(states).bytes == rows * 5 * 256 + 2 * 96 * 128 * 128 * 4
 
 
-def test_variants_add_what_their_launches_hand_on():
+def test_variants_add_intermediate_results_between_launches():
     case = GLA.case("bfloat16", B=1, T=8192, H=96, K=128, V=128)
     rows, chunked = 8192 * 96, GLA.get("chunked")
-    handed = rows * 2 * 4 * (128 * 128 // 64 + 64)  # a state and a matrix of scores for each 64 steps, out and in
+    handed = rows * 2 * 4 * (128 * 128 // 64 + 64)  # a state and a matrix of scores per 64 steps, written and read
     assert GLA.cost(case, chunked).bytes == GLA.cost(case).bytes + handed
     fused = GLA.get("fused")
     assert GLA.cost(case, fused).bytes == GLA.cost(case).bytes + rows * 2 * 2 * 128 * 128 // 64  # the state in 16 bits
@@ -40,7 +43,7 @@ def test_variants_add_what_their_launches_hand_on():
 # The peer
 
 
-def test_the_peer_says_what_it_cannot_do(monkeypatch, prose):
+def test_the_peer_refuses_unsupported_calls_with_the_reason(monkeypatch, prose):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(peers, "is_hopper", lambda device: True)
     variant = GLA.get("fla")
@@ -62,8 +65,8 @@ def test_the_peer_says_what_it_cannot_do(monkeypatch, prose):
         assert reason(**({"triton": (3, 6, 0), "decay_per": "head"} | known_good)) is None
 
 
-def test_the_peer_is_called_as_its_layers_call_it(monkeypatch):
-    """The argument names and the choice of function; its own results need a GPU."""
+def test_the_peer_is_called_with_its_layers_arguments(monkeypatch):
+    """The test checks argument names and the choice of function. The peer's own results need a GPU."""
     calls = []
 
     class Module:

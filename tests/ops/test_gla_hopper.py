@@ -1,4 +1,4 @@
-"""``gla`` on Hopper GPUs: every size, decay, packing and cut of T that its kernels take; what they leave to others."""
+"""Tests of ``gla`` on Hopper GPUs: every size, decay, packing and split of T that its kernels take, and calls they refuse."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ each_layout = pytest.mark.parametrize("per", ["channel", "head"])
 
 
 def made(device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
-    """Arguments on the GPU; several chunks and heads unless sizes are given."""
+    """Return arguments on the GPU, with several chunks and heads unless sizes are given."""
     chosen = {"B": 2, "T": 500, "H": 3, "K": 128, "V": 128, "dtype": "bfloat16", **given}
     reading = GLA.make_inputs(GLA.case(**chosen), device, seed)
     for name in reading.differentiable if grad else ():
@@ -63,7 +63,7 @@ def made(device: torch.device, *, grad: bool = False, seed: int = 0, **given: An
 
 
 def assert_same_every_time(arguments: dict[str, Any], times: int) -> None:
-    """Results and gradients are numbers, and equal to the last bit in every one of so many calls."""
+    """Require finite results and gradients that are bitwise equal in ``times`` calls."""
     first = results(GLA, arguments, "hopper")
     assert all(value.isfinite().all() for value in first.values())
     for turn in range(times):
@@ -77,7 +77,7 @@ def assert_same_every_time(arguments: dict[str, Any], times: int) -> None:
 
 
 def difference(name: str, found: torch.Tensor, expected: torch.Tensor) -> str:
-    """How many elements differ, between which indices, and the first few of them: what tells a tile from a sequence."""
+    """Describe which elements differ: their number, range of indices and the first few, to tell a tile from a sequence."""
     where = (found.view(torch.int16) != expected.view(torch.int16)).nonzero()
     low, high = where.amin(0).tolist(), where.amax(0).tolist()
     few = [(at, found[tuple(at)].item(), expected[tuple(at)].item()) for at in where[:4].tolist()]
@@ -124,8 +124,8 @@ def test_every_size_of_head(keys, values, per, device):
 @each_layout
 @pytest.mark.parametrize(("keys", "values"), [(128, 128), (64, 64), (64, 128), (128, 192), (256, 128)])
 @pytest.mark.parametrize("parts", [2, 3, 8])
-def test_any_number_of_parts(parts, keys, values, per, device, monkeypatch):
-    """More parts than there are chunks leave some of them empty."""
+def test_any_number_of_time_segments(parts, keys, values, per, device, monkeypatch):
+    """More segments than chunks leave some of them empty."""
     from onelaunch.ops.gla import launch_hopper
 
     monkeypatch.setattr(launch_hopper, "parts_of", lambda *_: parts)
@@ -137,8 +137,8 @@ def test_any_number_of_parts(parts, keys, values, per, device, monkeypatch):
 @gpu
 @on_hopper
 @each_layout
-def test_sums_that_stop_early_stop_every_time(per, device):
-    """Whether to stop is known at one moment or another; the sum is the same, and comes to an end."""
+def test_segment_sums_that_stop_early_are_deterministic(per, device):
+    """The moment at which a sum is known to be complete varies from run to run. The sum stays the same, and it ends."""
     arguments = made(device, B=1, T=16000, H=2, decay="strong", decay_per=per, grad=True)
     assert_same_every_time(arguments, 300)
 
@@ -146,7 +146,7 @@ def test_sums_that_stop_early_stop_every_time(per, device):
 @gpu
 @on_hopper
 @each_layout
-def test_gradients_see_nothing_of_what_lies_behind_a_sequence(per, device):
+def test_gradients_do_not_depend_on_memory_after_a_sequence(per, device):
     arguments = made(device, T=100, decay_per=per, grad=True)
     with torch.no_grad():
         for name in "qkv":
@@ -157,7 +157,7 @@ def test_gradients_see_nothing_of_what_lies_behind_a_sequence(per, device):
 
 @gpu
 @on_hopper
-def test_large_float16_inputs_do_not_overflow_on_the_way(device):
+def test_large_float16_inputs_do_not_overflow_in_intermediates(device):
     for name in "qk":
         arguments = made(device, dtype="float16", T=70)
         arguments["g"] = torch.full_like(arguments["g"], -0.18)
@@ -179,8 +179,11 @@ def test_results_are_the_same_to_the_last_bit(lengths, per, device):
 @gpu
 @on_hopper
 @each_layout
-def test_nothing_is_stored_from_room_that_is_taken_again(per, device):
-    """Reductions once took the room of dq while it was copied out: a few elements in 1e8, in one run of many, at full load."""
+def test_stores_finish_before_their_shared_memory_is_reused(per, device):
+    """Reductions once reused the buffer of dq while it was still being copied out.
+
+    A few elements in 1e8 were wrong, in one run of many, at full load.
+    """
     arguments = made(device, B=4, T=2048, H=32, K=256, V=256, decay_per=per, grad=True)
     assert_same_every_time(arguments, 30)
 
@@ -189,7 +192,7 @@ def test_nothing_is_stored_from_room_that_is_taken_again(per, device):
 @on_hopper
 @pytest.mark.parametrize("least", [-20.0, -1000.0, -math.inf])
 @each_layout
-def test_states_forget_as_much_as_they_are_told(per, least, device):
+def test_states_decay_by_the_given_amount(per, least, device):
     arguments = made(device, decay_per=per, grad=True)
     arguments["g"] = torch.full_like(arguments["g"], least).requires_grad_()
     found, expected = (results(GLA, arguments, name) for name in ("hopper", "recurrent"))
@@ -237,8 +240,8 @@ def test_a_captured_training_step_follows_its_inputs(lengths, device):
 
 @gpu
 @on_hopper
-def test_a_thread_that_has_no_context_yet_launches_it(device):
-    """As a backward pass does once its memory and its kernels are there: nothing else gives its thread a context."""
+def test_a_thread_without_a_cuda_context_can_launch(device):
+    """A backward pass may run in such a thread: once memory and kernels exist, nothing else gives the thread a context."""
     arguments = made(device)
     expected = GLA(**arguments, variant="hopper")[0].clone()
     torch.cuda.synchronize()
@@ -280,7 +283,7 @@ LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
 
 
 @pytest.mark.parametrize("name", LEFT_TO_OTHERS)
-def test_what_is_left_to_others_is_said(name, monkeypatch):
+def test_unsupported_calls_are_refused_with_the_reason(name, monkeypatch):
     from onelaunch.ops.gla.variants import hopper
 
     pytest.importorskip("triton", reason="without Triton, that it is missing is all that is said")
@@ -290,7 +293,7 @@ def test_what_is_left_to_others_is_said(name, monkeypatch):
     assert said in str(GLA.get("hopper").why_not(GLA.query(case, "cuda:0", grad=grad)))
 
 
-def test_elsewhere_it_is_refused():
+def test_it_is_refused_without_a_hopper_gpu():
     with pytest.raises(VariantUnsupported, match=r"Hopper|CUDA"):
         GLA(**arguments_of(GLA, B=1, T=70, H=1, K=64, V=64, dtype="bfloat16"), variant="hopper")
 
@@ -298,7 +301,7 @@ def test_elsewhere_it_is_refused():
 @pytest.mark.parametrize(
     ("programs", "chunks", "parts"), [(96, 128, 1), (32, 256, 4), (16, 512, 8), (256, 64, 1), (1, 1, 1), (1, 3, 1), (64, 2, 1)]
 )
-def test_parts_fill_the_chip(programs, chunks, parts):
+def test_time_segments_fill_the_gpu(programs, chunks, parts):
     pytest.importorskip("triton", reason="launches import their kernels, and these import Triton")
     from onelaunch.ops.gla.launch_hopper import parts_of
 

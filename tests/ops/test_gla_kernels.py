@@ -1,6 +1,7 @@
-"""``gla``: the kernels in Triton against the oracle, interpreted and on a GPU.
+"""Tests of the Triton kernels of ``gla`` against the oracle, interpreted and on a GPU.
 
-To look at one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=300, H=2, K=128, V=64, decay="strong"), "fused")``.
+To examine one call by hand: ``assert_correct(GLA, GLA.case("bfloat16", B=1, T=300, H=2, K=128, V=64, decay="strong"),
+"fused")``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ each_decay = pytest.mark.parametrize("decay", DECAYS)
 each_layout = pytest.mark.parametrize("per", ["channel", "head"])
 
 
-# Interpreted
+# Tests in the interpreter
 
 
 @pytest.mark.interpret
@@ -58,7 +59,7 @@ def test_kernels_are_correct(variant, name):
 @pytest.mark.interpret
 @variants_by_case([name for name in KERNELS if name != "fused"], UNGATED)
 def test_other_forward_passes_are_correct(variant, name):
-    """Their backward pass is that of ``fused``."""
+    """These variants have the backward pass of ``fused``."""
     assert_one_call_correct(GLA, case_of(GLA, name), variant, "forward")
 
 
@@ -74,8 +75,8 @@ def test_kernels_take_every_kind_of_decay(decay, per, dtype):
 @pytest.mark.interpret
 @each_layout
 @each_decay
-def test_gradients_may_be_rounded_on_the_way(decay, per, monkeypatch):
-    """As with bfloat16, which the interpreter cannot multiply: everything by 16-bit products."""
+def test_gradients_with_16_bit_products(decay, per, monkeypatch):
+    """All products take 16-bit operands, as with bfloat16, which the interpreter cannot multiply."""
     from onelaunch.ops.gla import launch
 
     monkeypatch.setattr(launch, "exact_gradients", lambda call: False)
@@ -101,9 +102,9 @@ def test_kernels_pass_the_whole_gate(variant):
 @pytest.mark.parametrize("least", [-20.0, -1000.0, -math.inf])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @each_kernel
-def test_states_forget_as_much_as_they_are_told(variant, dtype, least):
-    """Every step: far below what a difference of sums could tell, and the gradient of such a decay is as right as any."""
-    grad = variant == "fused"  # whose backward pass is that of all
+def test_states_decay_by_the_given_amount(variant, dtype, least):
+    """Every step decays far below what a difference of sums could resolve. The gradient of such a decay is still correct."""
+    grad = variant == "fused"  # all variants share its backward pass
     arguments = arguments_of(GLA, **SMALL, dtype=dtype, **STATES, grad=grad)
     arguments["g"] = torch.full_like(arguments["g"], least).requires_grad_(grad)
     found, expected = (results(GLA, arguments, name) for name in (variant, "recurrent"))
@@ -113,7 +114,7 @@ def test_states_forget_as_much_as_they_are_told(variant, dtype, least):
 @pytest.mark.interpret
 @each_kernel
 def test_one_strong_step_among_weak_ones(variant):
-    """A chunk that no single anchor serves: what is behind the step must not see what was before it, and nothing else changes."""
+    """No single anchor serves such a chunk. Steps after the strong one must not see steps before it; the rest is unchanged."""
     arguments = arguments_of(GLA, **SMALL, **STATES, dtype="float32", decay="weak", grad=True)
     with torch.no_grad():
         arguments["g"][:, 33, :, ::2] = -200.0
@@ -125,8 +126,8 @@ def test_one_strong_step_among_weak_ones(variant):
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @each_kernel
-def test_large_float16_inputs_do_not_overflow_on_the_way(variant, name):
-    """A decay of exp(-10) over a chunk would take keys of 1000 beyond what float16 holds, were it taken back from their end."""
+def test_large_float16_inputs_do_not_overflow_in_intermediates(variant, name):
+    """The chunk decays by exp(-10). Undoing that from its end would take keys of 1000 beyond the range of float16."""
     arguments = arguments_of(GLA, **SMALL, dtype="float16")
     arguments["g"] = torch.full_like(arguments["g"], -10 / 64)
     arguments[name] = (arguments[name] * 1000).half()
@@ -175,8 +176,8 @@ def test_offsets_may_be_int64_and_inputs_strided(variant):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("values_first", [False, True])
-def test_a_state_handed_from_step_to_step_keeps_its_order_in_memory(values_first):
-    """Then no step of decoding copies it, whichever order the caller keeps it in."""
+def test_a_state_passed_from_step_to_step_keeps_its_memory_layout(values_first):
+    """With the layout kept, no decoding step copies the state, whichever layout the caller uses."""
     arguments = arguments_of(GLA, **SMALL | {"T": 1, "V": 24}, **STATES, state_v_first=values_first)
     o, final = GLA(**arguments, variant="stepwise")
     assert final.is_contiguous()
@@ -186,7 +187,7 @@ def test_a_state_handed_from_step_to_step_keeps_its_order_in_memory(values_first
 
 @pytest.mark.interpret
 @each_kernel
-def test_kernels_refuse_what_they_cannot_do(variant, prose):
+def test_kernels_refuse_unsupported_calls(variant, prose):
     with prose.raises(VariantUnsupported):
         GLA(**arguments_of(GLA, **SMALL, value_gate=True), variant=variant)
     with prose.raises(VariantUnsupported, match="bfloat16"):
@@ -195,16 +196,16 @@ def test_kernels_refuse_what_they_cannot_do(variant, prose):
         GLA(**arguments_of(GLA, **{**SMALL, "T": 0}), variant=variant)
 
 
-# On a GPU
+# Tests on a GPU
 
 
 def most_keys(variant: str, keys: int) -> int:
-    """A size of heads that the variant takes."""
+    """Return the largest head size up to ``keys`` that the variant takes."""
     return min(keys, WALKED_KEYS) if variant in ("sequential", "pipelined") else keys
 
 
 def made(variant: str, device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any) -> dict[str, Any]:
-    """Arguments on the GPU; several chunks, heads and blocks unless sizes are given."""
+    """Return arguments on the GPU, with several chunks, heads and blocks unless sizes are given."""
     chosen = {"B": 2, "T": 500, "H": 3, "K": most_keys(variant, 96), "V": 80, "dtype": "bfloat16", **STATES, **given}
     reading = GLA.make_inputs(GLA.case(**chosen), device, seed)
     for name in reading.differentiable if grad else ():
@@ -279,7 +280,7 @@ def test_a_call_never_waits_for_the_device(variant, lengths, device):
 @pytest.mark.parametrize(
     ("steps", "grad", "first"), [(1, False, "stepwise"), (16, False, "stepwise"), (17, False, "hopper"), (1, True, "hopper")]
 )
-def test_decoding_is_a_loop_of_steps_unless_it_is_trained(steps, grad, first):
+def test_auto_prefers_the_step_loop_for_few_steps_without_gradients(steps, grad, first):
     query = Query("gla", "cuda:0", torch.bfloat16, fixed(64, steps, 32, 128, 128), grad, ("initial_state", "final_state"))
     assert GLA.preference(query)[0] == first
     on_a_cpu = "recurrent" if steps == 1 and not grad else "chunked"

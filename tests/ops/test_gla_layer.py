@@ -1,4 +1,4 @@
-"""``gla_layer``: every variant against the oracle, the oracle against plain sums, and what PyTorch does with it."""
+"""Tests of ``gla_layer``: every variant against the oracle, the oracle against plain sums, and use with PyTorch's features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.trivial import trivial_answers
 
 PORTABLE = [
     name for name in pytorch_variants(GLA_LAYER) if not name.startswith("packed")
-]  # for those see test_gla_layer_packed.py
+]  # variants that are tested in test_gla_layer_packed.py
 each_variant = pytest.mark.parametrize("variant", PORTABLE)
 
 
@@ -34,12 +34,12 @@ def test_the_compiled_variant():
     assert_compiled_correct(GLA_LAYER, case)
 
 
-def test_no_thoughtless_answer_passes():
+def test_trivial_outputs_do_not_pass():
     assert not trivial_answers(Judge().truth(GLA_LAYER, case_of("chunks_and_states")))
 
 
-def test_three_stages_may_err_by_the_root_of_three():
-    """In bfloat16, where PyTorch's own error, doubled, is beyond the cap of one stage."""
+def test_the_tolerance_grows_by_the_root_of_three_stages():
+    """This applies in bfloat16, where twice the error of the PyTorch baseline is beyond the limit of one stage."""
     truth = Judge().truth(GLA_LAYER, case_of("bfloat16"))
     assert truth.allowed["out"] == pytest.approx(3**0.5 * CAPS[torch.bfloat16][0])
     exact = Judge().truth(GLA_LAYER, case_of("small"))
@@ -47,8 +47,8 @@ def test_three_stages_may_err_by_the_root_of_three():
 
 
 @each_variant
-def test_the_definition(variant):
-    """One sequence, step by step and head by head."""
+def test_variants_match_the_definition(variant):
+    """Compute one sequence step by step and head by head."""
     given = made(initial_state=True, final_state=True)
     x, packed, gk_weight, gk_bias, norm_weight, w_out = (given[name] for name in TENSORS)
     q, k, v, gate, low_rank = (
@@ -73,14 +73,14 @@ def test_the_definition(variant):
 
 
 @each_variant
-def test_no_state_is_returned_unasked(variant):
+def test_no_final_state_is_returned_by_default(variant):
     out, final_state = gla_layer(**made(), variant=variant)
     assert out.shape == (2, 9, 40)
     assert final_state is None
 
 
 @each_variant
-def test_a_sequence_in_two_parts_is_one(variant):
+def test_a_sequence_may_be_split_into_two_calls(variant):
     given = made(T=70, final_state=True)
     whole, end = gla_layer(**given, variant=variant)
     first, state = gla_layer(**{**given, "x": given["x"][:, :41]}, variant=variant)
@@ -100,7 +100,7 @@ def test_a_case_without_tokens(sizes):
 
 
 @each_variant
-def test_gradients_of_some_of_the_tensors(variant):
+def test_gradients_of_a_subset_of_the_tensors(variant):
     for asking in TENSORS:
         given = made()
         given[asking].requires_grad_()
@@ -135,7 +135,10 @@ def test_it_compiles_into_one_graph(variant):
 
 
 def test_first_steps_of_a_case_are_well_conditioned():
-    """The norm divides by the product of the first query and key: of about zero, only its rounding would be left."""
+    """The norm divides by the product of the first query and key.
+
+    If that were near zero, only its rounding error would be left.
+    """
     given = made(B=16, T=1, D=128, H=8, K=64, V=16)
     rows = given["gk_weight"].shape[0]
     q, k = (given["x"] @ given["in_proj_weight"][: 2 * rows].mT).split(rows, -1)

@@ -1,4 +1,4 @@
-"""What ``gla_layer`` refuses, by the names that the caller knows; its dispatch key, its cost, and its peer."""
+"""Tests of the arguments that ``gla_layer`` refuses, named as the caller knows them, and of its dispatch key, cost and peer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., None]:
-    """A call that raises this error, whose message names this and is worded as recorded."""
+    """Expect a call to raise an error that names an argument and is worded as recorded."""
 
     def call(error: Any, named: str, /, **changes: Any) -> None:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
@@ -87,12 +87,12 @@ def test_a_wrong_variant_is_named(refused):
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_key_of_a_case_is_that_of_its_call(name, grad):
+def test_a_case_and_its_call_have_the_same_dispatch_key(name, grad):
     arguments = made(grad=grad, **CASES[name])
     assert GLA_LAYER.query(case_of(name), "cpu", grad=grad) == GLA_LAYER.bind(**arguments).query()
 
 
-def test_the_dispatcher_takes_what_is_composed_of_dispatched_parts():
+def test_the_dispatcher_chooses_the_composed_variant():
     query = GLA_LAYER.query(case_of("small"), "cpu")
     assert dispatch.choose(query).name == "composed"
     assert GLA_LAYER.preference(query._replace(device="cuda:0"))[:2] == ["packed", "composed"]
@@ -105,7 +105,7 @@ def test_the_dispatcher_takes_what_is_composed_of_dispatched_parts():
         ({"norm_weight": "none"}, "'none'"),
     ],
 )
-def test_a_case_that_no_call_has_is_refused(changes, message, prose):
+def test_an_impossible_case_is_refused(changes, message, prose):
     with prose.raises(ArgumentError, match=message):
         made(**changes)
 
@@ -113,8 +113,8 @@ def test_a_case_that_no_call_has_is_refused(changes, message, prose):
 # Cost
 
 
-def test_the_least_bytes_and_products():
-    """By hand, at fla's default sizes: q and k of 1024 columns, v and the gate of 2048, and 16 between the decay's factors."""
+def test_minimal_bytes_and_flops():
+    """Compute by hand at fla's default sizes: q and k of 1024 columns, v and gate of 2048, rank 16 of the decay."""
     case = GLA_LAYER.case("bfloat16", B=8, T=4096, D=2048, H=16, K=64, V=128)
     rows, columns = 8 * 4096, 2 * 1024 + 2 * 2048 + 16
     products = 2 * rows * (2048 * columns + 16 * 1024 + 2048 * 2048)
@@ -129,7 +129,7 @@ def test_the_least_bytes_and_products():
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_no_variant_moves_less_than_the_least(name, direction):
+def test_no_variant_moves_less_than_the_minimum(name, direction):
     case = case_of(name)
     least = GLA_LAYER.cost(case, None, direction)
     moved = {each: GLA_LAYER.cost(case, variant, direction) for each, variant in GLA_LAYER.variants.items()}
@@ -151,7 +151,7 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """A double of fla's layer: its arguments, its parameters and its results, by functions of PyTorch and ours."""
+    """Double of fla's layer, with its arguments, parameters and results, computed by functions of PyTorch and ours."""
 
     def __init__(self, hidden_size, expand_k, expand_v, num_heads, gate_low_rank_dim, gate_logit_normalizer, norm_eps) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Layer(nn.Module):
 def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
     pretend(monkeypatch, "fla.layers", GatedLinearAttention=Layer)
     peers.layer_of.cache_clear()
-    for seed in (0, 1):  # the second finds the layer there, and must not find the weights of the first
+    for seed in (0, 1):  # the second call finds a cached layer, which must not hold the weights of the first
         given = made(grad=True, seed=seed, rank=5, normalizer=3.0, eps=0.5)
         given["w_out"] = nn.Parameter(given["w_out"].detach())
         leaves = list(differentiable(given).values())
@@ -187,7 +187,7 @@ def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
     assert not any(isinstance(value, torch.Tensor) for module in kept.modules() for value in vars(module).values())
 
 
-def test_what_flas_layer_cannot_do(monkeypatch, prose):
+def test_the_reasons_why_flas_layer_cannot_run(monkeypatch, prose):
     found = {"fla", "fla.layers", "transformers"}
     monkeypatch.setattr("importlib.util.find_spec", lambda package: object() if package in found else None)
 

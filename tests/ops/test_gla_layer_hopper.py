@@ -1,4 +1,4 @@
-"""``gla_layer`` with one backward pass on Hopper GPUs: what kernels write between other columns, and what it takes of memory."""
+"""Tests of ``gla_layer`` with one backward pass on Hopper GPUs: results, gradients written into columns, and memory use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KERNELS = "wide_activated,hopper,norm_gate"
 
 
 def given_on(device: torch.device, *, grad: bool = True, seed: int = 0, **sizes: Any) -> dict[str, Any]:
-    """Arguments in bfloat16 that take gradients."""
+    """Return arguments in bfloat16 that take gradients."""
     reading = GLA_LAYER.make_inputs(GLA_LAYER.case("bfloat16", **sizes), device, seed)
     for name in reading.differentiable if grad else ():
         reading.arguments[name].requires_grad_()
@@ -45,14 +45,14 @@ def given_on(device: torch.device, *, grad: bool = True, seed: int = 0, **sizes:
 
 
 def by_kernels(given: dict[str, Any], *, keep_states: bool = False) -> torch.Tensor:
-    """The layer as one function, by the kernels that :func:`by_parts` is asked for."""
+    """Compute the layer as one function, with the kernels that :func:`by_parts` uses."""
     tensors, numbers = [given[name] for name in TENSORS], [given[name] for name in ("heads", "normalizer", "eps")]
     want_final = given["output_final_state"]
     return autograd.forward(*tensors, None, *numbers, want_final, keep_states, KERNELS, grad=True)[0]
 
 
 def assert_training_correct(case: Case, variant: str, device: torch.device) -> None:
-    """The whole gate with gradients; there is no call without them."""
+    """Require the whole gate with gradients. The variant supports no call without them."""
     assert_ok(judge(GLA_LAYER, case, variant=variant, device=device, directions=("forward_backward",)), GLA_LAYER, case, variant)
 
 
@@ -63,15 +63,18 @@ def test_results_and_gradients_pass_the_gate(name, variant, device):
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float16"}, {"initial_state": True, "final_state": True}], ids=str)
-def test_the_portable_recurrence_where_hopper_cannot(options, device):
+def test_the_portable_recurrence_runs_what_hopper_kernels_refuse(options, device):
     case = GLA_LAYER.case(**{"dtype": "bfloat16", **SIZES["last_tiles_in_part"], **options})
     assert_training_correct(case, "packed", device)
 
 
 @pytest.mark.parametrize("keep_states", [False, True])
 @pytest.mark.parametrize("name", [name for name in SIZES if name != "an_odd_rank"])
-def test_the_same_bits_as_by_parts(name, keep_states, device):
-    """But for what the decays' gradient goes into: it is rounded once here, behind the slope, and by parts before it as well."""
+def test_results_equal_those_by_parts_bitwise(name, keep_states, device):
+    """Results that depend on the decays' gradient are compared with a tolerance.
+
+    That gradient is rounded once here, after the slope of the gate, and by parts also before it.
+    """
     given = given_on(device, **SIZES[name])
     leaves = differentiable(given)
     expected = by_parts(given, ("wide_activated", "hopper", "norm_gate"))[0]
@@ -80,7 +83,7 @@ def test_the_same_bits_as_by_parts(name, keep_states, device):
     rows = sum(segment.width for segment in segments_of(GLA_LAYER.bind(**given).sizes)[:-1])
     for each in (ours, theirs):
         each["rows of q, k, v and the gate"] = each["in_proj_weight"][:rows]
-    if keep_states:  # the walk that keeps states and reads as well has its own order of operations
+    if keep_states:  # the chunk state pass that also computes outputs has its own order of operations
         assert_near({"out": found, **ours}, {"out": expected, **theirs}, 1e-2)
         return
     assert torch.equal(found, expected)
@@ -90,8 +93,8 @@ def test_the_same_bits_as_by_parts(name, keep_states, device):
 
 
 @pytest.mark.parametrize("name", ["flas_heads", "equal_heads", "long_in_parts"])
-def test_lent_room_changes_no_bit(name, device, monkeypatch):
-    """States in the place of dq, dk and dg, and in memory of their own."""
+def test_aliased_scratch_buffers_do_not_change_results(name, device, monkeypatch):
+    """Compare states stored in the memory of dq, dk and dg with states in memory of their own."""
     from onelaunch.ops.gla import launch_hopper
 
     given = given_on(device, **SIZES[name])
@@ -109,7 +112,10 @@ def test_lent_room_changes_no_bit(name, device, monkeypatch):
 @pytest.mark.parametrize("lengths", [None, (0, 50, 0, 0, 79, 1, 200, 0), (64, 128, 138)], ids=str)
 @pytest.mark.parametrize("keys", [64, 128])
 def test_gradients_in_columns_of_a_matrix(keys, lengths, device):
-    """Every tile whole or in part, of sequences that are packed or not: the same bits, and nothing is written beside them."""
+    """Cover whole and partial tiles, of packed sequences or not.
+
+    Gradients have the same bits, and nothing is written beside them.
+    """
     from onelaunch.ops.gla import launch, launch_hopper
 
     values, heads = 128, 2
@@ -151,11 +157,11 @@ def test_it_compiles_into_one_graph(device):
 
 
 def peak_of(variant: str, given: dict[str, Any]) -> int:
-    """Bytes of a training step beside its inputs, at most at once."""
+    """Return the largest number of bytes that a training step allocates in addition to its inputs."""
     leaves = list(differentiable(given).values())
     seed = torch.ones_like(given["x"])
-    for _ in range(2):  # the first one makes workspaces
-        gc.collect()  # what tests before have left in cycles would be freed half-way, and seem saved
+    for _ in range(2):  # the first step allocates workspaces
+        gc.collect()  # garbage of earlier tests would be freed during the step and reduce the measured peak
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -169,7 +175,7 @@ def peak_of(variant: str, given: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("keys", "saved"), [(128, 230), (64, -40)])
 def test_memory_of_a_training_step(keys, saved, device):
-    """268 MB less than calls one by one, by arithmetic; with 64 channels 35 MB more were measured, not fewer."""
+    """By arithmetic, ``packed`` saves 268 MB over separate calls. With 64 channels it was measured to take 35 MB more."""
     given = given_on(device, B=8, T=4096, D=2048, H=16, K=keys, V=128)
     assert find_operation("gla_layer").get("packed").why_not(GLA_LAYER.bind(**given).query()) is None
     assert peak_of("composed", given) - peak_of("packed", given) >= saved * 1e6

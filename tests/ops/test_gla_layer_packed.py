@@ -1,4 +1,7 @@
-"""``gla_layer`` as one function: the same gradients as by its parts, whatever autograd asks for, and when it is not taken."""
+"""Tests of ``gla_layer`` as one autograd function: gradients equal those of its parts in every use of autograd.
+
+They also cover the calls that it refuses.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ interpret = pytest.mark.interpret
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 PARTS = ("wide_activated", "fused", "norm_gate")
-"""What ``packed`` runs where kernels are interpreted, as calls one by one."""
+"""Variants of the separate operations that ``packed`` runs in the interpreter."""
 
 
 def by_parts(given: dict[str, Any], parts: tuple[str, str, str] = PARTS) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same launches, each behind an operation of its own."""
+    """Run the same launches, each as an operation of its own."""
     call = GLA_LAYER.bind(**given)
     return compose(tensors_of(call), call.sizes, call.eps, call.output_final_state, parts)
 
@@ -33,7 +36,7 @@ def by_parts(given: dict[str, Any], parts: tuple[str, str, str] = PARTS) -> tupl
 def gradients_of(
     outputs: tuple[torch.Tensor | None, ...], leaves: dict[str, torch.Tensor], **how: Any
 ) -> dict[str, torch.Tensor]:
-    """Of a loss that weighs every element differently."""
+    """Return gradients of a loss that weighs every element differently."""
     loss = torch.stack([(value.float() * weights_like(value)).sum() for value in outputs if value is not None]).sum()
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), **how), strict=True))
 
@@ -54,8 +57,8 @@ def test_results_and_gradients(name):
 @interpret
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("sizes", [{}, {"B": 3, "T": 130}, {"T": 70, "initial_state": True, "final_state": True}])
-def test_the_same_bits_as_by_parts(sizes, dtype):
-    """Where gradients are written changes nothing of what they are, as long as PyTorch multiplies in the same order."""
+def test_results_equal_those_by_parts_bitwise(sizes, dtype):
+    """The place of gradients in memory does not change them, as long as PyTorch multiplies in the same order."""
     given = made(grad=True, dtype=dtype, **sizes)
     leaves = differentiable(given)
     found, expected = gla_layer(**given, variant="packed"), by_parts(given)
@@ -66,7 +69,7 @@ def test_the_same_bits_as_by_parts(sizes, dtype):
 
 
 @interpret
-def test_gradients_of_some_of_the_tensors():
+def test_gradients_of_a_subset_of_the_tensors():
     everything = made(grad=True, T=70, initial_state=True, final_state=True)
     expected = gradients_of(by_parts(everything), differentiable(everything))
     for asking in (*[(name,) for name in (*TENSORS, "initial_state")], ("norm_weight", "w_out"), ("x", "gk_bias")):
@@ -81,7 +84,7 @@ def test_gradients_of_some_of_the_tensors():
 
 
 @interpret
-def test_a_graph_that_is_kept_gives_the_same_again_and_nothing_is_written_to():
+def test_a_retained_graph_gives_the_same_gradients_and_modifies_nothing():
     given = made(grad=True, T=70, initial_state=True, final_state=True)
     leaves = differentiable(given)
     before = {name: value.detach().clone() for name, value in leaves.items()}
@@ -98,7 +101,7 @@ def test_a_graph_that_is_kept_gives_the_same_again_and_nothing_is_written_to():
 
 
 @interpret
-def test_results_that_are_used_twice_through_hooks_or_not_at_all():
+def test_results_used_twice_or_through_hooks_or_not_at_all():
     given = made(grad=True, initial_state=True, final_state=True)
     leaves = differentiable(given)
 
@@ -115,7 +118,7 @@ def test_results_that_are_used_twice_through_hooks_or_not_at_all():
     handle.remove()
     assert_near(ours, theirs, 1e-6)
     assert_near(dict(enumerate(seen)), {0: ours["in_proj_weight"], 1: theirs["in_proj_weight"]}, 1e-6)
-    for index in (0, 1):  # the other takes no part
+    for index in (0, 1):  # the other result is unused
         pair = (gla_layer(**given, variant="packed")[index], by_parts(given)[index])
         unused = {"norm_weight", "w_out"} if index else set()
         ours, theirs = (gradients_of((each,), leaves, allow_unused=True, materialize_grads=True) for each in pair)
@@ -128,7 +131,7 @@ def test_gradients_accumulate_over_two_calls():
     given = made(grad=True, T=70)
     leaves = differentiable(given)
     for outputs in (gla_layer(**given, variant="packed"), gla_layer(**{**given, "x": given["x"] * 0.5}, variant="packed")):
-        outputs[0].sum().backward()  # a gradient that is expanded: all its elements are one
+        outputs[0].sum().backward()  # an expanded gradient: all elements share one address
     found = {name: value.grad for name, value in leaves.items()}
     total = by_parts(given)[0].sum() + by_parts({**given, "x": given["x"] * 0.5})[0].sum()
     assert_near(found, dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True)), 1e-6)
@@ -167,7 +170,7 @@ def test_it_compiles_into_one_graph():
 
 @interpret
 @pytest.mark.parametrize("want_final", [False, True])
-def test_the_operators_keep_their_promises(want_final):
+def test_the_operators_pass_opcheck(want_final):
     given = made(grad=True, T=20, initial_state=want_final)
     tensors = [given[name] for name in TENSORS]
     kernels = "wide_activated,fused,norm_gate"
@@ -185,18 +188,18 @@ def test_the_operators_keep_their_promises(want_final):
 
 
 @interpret
-def test_it_is_refused_where_columns_cannot_be_addressed(prose):
+def test_it_is_refused_if_columns_cannot_be_addressed(prose):
     given = made(grad=True, H=1, K=20, V=24)
     with prose.raises(VariantUnsupported):
         gla_layer(**given, variant="packed")
-    found = gla_layer(**given)[0]  # and the dispatcher goes on to what is there
+    found = gla_layer(**given)[0]  # the dispatcher chooses another variant
     assert_near({"out": found}, {"out": gla_layer(**given, variant="unfused")[0]}, 1e-6)
 
 
-# Without kernels: which calls it takes
+# Supported calls, tested without kernels
 
 
-def test_it_is_refused_where_there_is_no_backward_pass_or_no_kernel(prose):
+def test_it_is_refused_without_a_backward_pass_or_a_kernel(prose):
     query = GLA_LAYER.query(case_of("small"), "cpu")
     variant = GLA_LAYER.get("packed")
     prose(variant.why_not(query))
@@ -204,8 +207,11 @@ def test_it_is_refused_where_there_is_no_backward_pass_or_no_kernel(prose):
     assert dispatch.choose(query._replace(grad=True)).name == "composed"
 
 
-def test_states_are_kept_by_name_alone(monkeypatch, prose):
-    """On a GPU that is not there: all kernels run but where the recurrence is not the one that keeps states."""
+def test_packed_states_is_used_only_by_name(monkeypatch, prose):
+    """Emulate a GPU on which all kernels run.
+
+    ``packed_states`` is refused unless the recurrence is the one that keeps states.
+    """
     able = {"projections": "wide_activated", "gla": "fused", "output_chain": "norm_gate"}
     monkeypatch.setattr(autograd, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
     query = GLA_LAYER.query(case_of("small"), "cuda:0", grad=True)
@@ -216,7 +222,7 @@ def test_states_are_kept_by_name_alone(monkeypatch, prose):
     assert "packed_states" not in GLA_LAYER.preference(query)[:2]
 
 
-def test_a_destination_that_gradients_do_not_fit_into_is_refused(prose):
+def test_a_gradient_buffer_of_a_wrong_layout_is_refused(prose):
     triton = pytest.importorskip("triton")
     assert triton
     from onelaunch.ops.gla import launch, launch_hopper
@@ -233,12 +239,12 @@ def test_a_destination_that_gradients_do_not_fit_into_is_refused(prose):
     assert SMALL["K"] == 16
 
 
-def test_room_is_lent_where_a_state_is_as_large_as_what_is_written_there():
+def test_gradient_buffers_are_borrowed_if_states_fit_into_them():
     pytest.importorskip("triton")
     from onelaunch.ops.gla import launch, launch_hopper
 
-    def lent(length: int = 128, keys: int = 64, values: int = 128, gap: int = 0, offsets: torch.Tensor | None = None) -> Any:
-        """Of two heads."""
+    def borrowed(length: int = 128, keys: int = 64, values: int = 128, gap: int = 0, offsets: torch.Tensor | None = None) -> Any:
+        """Return a call with two heads, its gradient buffers, and the scratch buffers borrowed from them."""
         matrix = torch.zeros(2 * length, 8 + gap + 4 * keys + 2 * values, dtype=torch.bfloat16)
         _, q, _, k, v = matrix.split_with_sizes([8, 2 * keys, gap, 2 * keys, 2 * values], 1)
         into = launch.Into(*(each.view(2, length, 2, -1) for each in (q, k, v)))
@@ -247,10 +253,10 @@ def test_room_is_lent_where_a_state_is_as_large_as_what_is_written_there():
         return call, into, launch_hopper.lend_room(call, into)
 
     for keys in (64, 128):
-        call, into, found = lent(keys=keys)
+        call, into, found = borrowed(keys=keys)
         both, own = found
         assert both.shape == own.shape == (256, 4 * keys)
-        assert both.numel() == call.slots * 2 * 128 * keys  # all states
+        assert both.numel() == call.slots * 2 * 128 * keys  # for all states
         both.fill_(1)
         assert bool((into.q == 1).all())
         assert bool((into.k == 1).all())
@@ -258,5 +264,5 @@ def test_room_is_lent_where_a_state_is_as_large_as_what_is_written_there():
         assert own.data_ptr() != both.data_ptr()
     offsets = torch.tensor([0, 256], dtype=torch.int32)
     for refused in ({"length": 100}, {"keys": 256}, {"values": 64}, {"values": 256}, {"gap": 8}, {"offsets": offsets}):
-        assert lent(**refused)[2] is None
-    assert launch_hopper.lend_room(lent()[0], None) is None
+        assert borrowed(**refused)[2] is None
+    assert launch_hopper.lend_room(borrowed()[0], None) is None

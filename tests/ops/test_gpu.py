@@ -1,4 +1,4 @@
-"""What only a GPU can show: real compilation, CUDA graphs, streams, sizes beyond 32 bits, determinism."""
+"""Tests that need a GPU: real compilation, CUDA graphs, streams, sizes beyond 32 bits, and determinism."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
 each_kernel_and_chunks = pytest.mark.parametrize(
     ("operation", "variant"), [*KERNELS, pytest.param(GLA, "chunked", id="gla-chunked")]
 )
-"""With the plain PyTorch that a GPU runs where no kernel can run a call of ``gla``."""
+"""Parametrization over all kernels, and the plain PyTorch that a GPU runs if no kernel supports a call of ``gla``."""
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 
 
 def made(
     operation: Operation[..., Any], device: torch.device, *, grad: bool = False, seed: int = 0, **given: Any
 ) -> dict[str, Any]:
-    """Arguments on the GPU; several tiles in every direction unless sizes are given."""
+    """Return arguments on the GPU, with several tiles in every dimension unless sizes are given."""
     sizes = {"B": 2, "T": 500, "H": 3, "D": 64, "K": 48, "V": 80}
     chosen = {"dtype": "float16", "initial_state": True, "final_state": True} | given
     options: dict[str, Any] = {
@@ -78,7 +78,7 @@ def assert_same_bits(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, t
     assert not different, f"elements that differ: {different}"
 
 
-# Against the oracle
+# Comparison with the oracle
 
 
 @variants_by_case(triton_variants(GATED_SCAN), HARD)
@@ -88,7 +88,7 @@ def test_scan_kernels_are_correct(variant, name, device):
 
 @variants_by_case([*pytorch_variants(GLA), *triton_variants(GLA)], GLA_HARD)
 def test_variants_of_gla_are_correct(variant, name, device):
-    """Plain PyTorch too: where a kernel cannot run a call, it is what a GPU runs."""
+    """Plain PyTorch is included, because a GPU runs it where no kernel supports a call."""
     case = case_of(GLA, name)
     if reason := GLA.get(variant).why_not(GLA.query(case, str(device), grad=True)):
         pytest.skip(reason)
@@ -111,7 +111,7 @@ def test_kernels_take_every_kind_of_decay(operation, variant, decay, dtype, devi
 
 @pytest.mark.parametrize("lengths", [None, (0, 70, 0, 1, 129, 0)])
 @pytest.mark.parametrize("variant", triton_variants(GATED_SCAN))
-def test_so_many_channels_that_programs_walk_along_time(variant, lengths, device):
+def test_the_sequential_kernel_for_many_channels(variant, lengths, device):
     from onelaunch.kernels.scan import launch
 
     width = 128 * processors(device) + 5
@@ -132,7 +132,7 @@ def test_the_peer_is_correct(operation, name, device):
 @pytest.mark.parametrize(("dtype", "decay"), [("float16", "model"), ("bfloat16", "mixed"), ("float32", "weak")])
 @pytest.mark.parametrize(("operation", "variant"), [each for each in KERNELS if each.values[0] is not GLA])
 def test_a_very_long_sequence(operation, variant, dtype, decay, device):
-    """131072 steps, more than the look-back reads at once by far; the oracle of plain PyTorch steps would take minutes."""
+    """131072 steps are far more than the look-back reads at once. The stepwise PyTorch oracle would take minutes."""
     arguments = made(operation, device, B=1, T=131072, V=32, dtype=dtype, decay=decay)
     y, final = operation(**arguments, variant=variant)
     exact = {name: value.double() if value.is_floating_point() else value for name, value in tensors(arguments).items()}
@@ -141,11 +141,11 @@ def test_a_very_long_sequence(operation, variant, dtype, decay, device):
     expected = {"y": expected_s * torch.nn.functional.silu(exact["gate"]), "final_state": expected_s[:, -1]}
     tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-5}[dtype]
     found = {"y": y.double(), "final_state": final.double()}
-    assert_near(found, expected, 2 * tolerance)  # v or the states may go through memory in the low dtype
+    assert_near(found, expected, 2 * tolerance)  # v or the states may be stored in the low-precision dtype
 
 
 def scan_in_double(v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """All states, by doubling: log2(T) steps over whole tensors."""
+    """Compute all states in float64 by doubling: log2(T) steps over whole tensors."""
     value, factor = v.clone(), decay.clone()
     value[:, 0] += factor[:, 0] * state
     step = 1
@@ -157,8 +157,8 @@ def scan_in_double(v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor) ->
     return value
 
 
-def test_more_elements_than_32_bits_count(device):
-    """Offsets beyond 2^31 elements: what lies at the far end is as right as what lies in front."""
+def test_tensors_of_more_than_2_31_elements(device):
+    """Offsets beyond 2^31 elements are correct: the last elements are as accurate as the first."""
     batch, length, width = 2, 1 << 20, 1040
     assert batch * length * width > 1 << 31
     if torch.cuda.get_device_properties(device).total_memory < 40 << 30:
@@ -217,7 +217,7 @@ def test_transposed_inputs_and_expanded_gradients(operation, variant, device):
 @pytest.mark.parametrize("lengths", [None, (0, 3000, 1, 0, 999)])
 @each_kernel_and_chunks
 def test_results_are_the_same_to_the_last_bit(operation, variant, lengths, device):
-    """Whatever order the tiles finish in; beside other work on the device as well as alone."""
+    """Results do not depend on the order in which tiles finish, alone or together with other work on the device."""
     given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {"B": 4}
     arguments = made(operation, device, T=4000, grad=True, dtype="float32", **given)
     first = results(operation, arguments, variant)
@@ -236,7 +236,7 @@ def test_results_are_the_same_to_the_last_bit(operation, variant, lengths, devic
 @pytest.mark.parametrize("lengths", [None, (0, 300, 0, 200)])
 @each_kernel_and_chunks
 def test_a_captured_graph_follows_its_inputs(operation, variant, lengths, device):
-    """Three calls in one graph, replayed with new inputs, on another stream, between eager calls."""
+    """Three calls in one graph are replayed with new inputs, on another stream, between eager calls."""
     given: dict[str, Any] = {"B": 1, "lengths": lengths} if lengths else {}
     arguments = made(operation, device, **given)
     side = torch.cuda.Stream(device)
@@ -268,8 +268,8 @@ def test_a_captured_training_step(operation, variant, device):
     assert_captured_step_follows_its_inputs(operation, variant, maker, device, 0 if exact else 1e-3)
 
 
-def test_more_captured_calls_than_the_reserve_holds(device):
-    """The rest clears words of its own in the graph."""
+def test_more_captured_calls_than_the_workspace_reserve_holds(device):
+    """Calls beyond the reserve clear workspace words of their own in the graph."""
     arguments = made(GATED_SCAN, device, B=8, T=2048, V=512)
     from onelaunch.kernels.scan import launch
 
@@ -290,8 +290,8 @@ def test_more_captured_calls_than_the_reserve_holds(device):
             assert_same_bits(dict(enumerate(outputs)), dict(enumerate(expected)))
 
 
-def test_graphs_outlive_the_reserve_that_they_were_captured_with(device):
-    """Many graphs, with eager calls between that replace the reserve, and memory churn that would reuse what was let go."""
+def test_graphs_outlive_the_workspace_reserve_they_were_captured_with(device):
+    """Capture many graphs, with eager calls between that replace the reserve, and allocations that would reuse freed memory."""
     from onelaunch.kernels.scan import launch
 
     assert launch.walk_tiles(device, 8, 256) is None, "walking needs no words: choose another size"
@@ -319,7 +319,7 @@ def test_graphs_outlive_the_reserve_that_they_were_captured_with(device):
 
 @each_kernel
 def test_two_streams_at_the_same_time(operation, variant, device):
-    """Launches that overlap must not meet in the same words."""
+    """Overlapping launches must not share workspace words."""
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     given = [made(operation, device, seed=seed, T=3000, grad=True) for seed in range(2)]
     expected = [results(operation, arguments, variant) for arguments in given]
@@ -351,7 +351,7 @@ def test_inductor_compiles_it_into_one_graph(operation, variant, packed, device)
 
     def layer(**inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         y, final = operation(**inputs, variant=variant)
-        return y * 2, final  # something for the compiler to do behind it
+        return y * 2, final  # work for the compiler after the operation
 
     y, final = torch.compile(layer, fullgraph=True)(**arguments)
     gradients = torch.autograd.grad(
@@ -367,7 +367,7 @@ def test_inductor_compiles_it_into_one_graph(operation, variant, packed, device)
 
 @pytest.mark.slow
 @each_operation
-def test_inductor_serves_other_lengths(operation, device):
+def test_inductor_supports_other_lengths(operation, device):
     torch.compiler.reset()
     function = torch.compile(operation, fullgraph=True)
     for length in (500, 620, 333, 64):
@@ -384,7 +384,7 @@ def test_the_compiled_variant_is_correct(operation, name, device):
 
 
 @each_kernel
-def test_autocast_lowers_all_but_the_log_decay(operation, variant, device):
+def test_autocast_casts_all_but_the_log_decay(operation, variant, device):
     arguments = made(operation, device, dtype="float32", grad=True)
     with torch.autocast("cuda", torch.bfloat16):
         y, final = operation(**arguments, variant=variant)
@@ -394,7 +394,7 @@ def test_autocast_lowers_all_but_the_log_decay(operation, variant, device):
 
 
 @each_operation
-def test_values_are_checked_on_demand_alone(operation, device, monkeypatch):
+def test_values_are_checked_only_on_demand(operation, device, monkeypatch):
     arguments = made(operation, device)
     decay = decay_of(operation)
     arguments[decay] = arguments[decay].abs() + 1
@@ -422,7 +422,7 @@ def test_a_call_never_waits_for_the_device(operation, variant, packed, device):
 
 
 @pytest.mark.parametrize("operation", [op for op in OPERATIONS if triton_variants(op)], ids=lambda operation: operation.name)
-def test_gpus_run_kernels_of_their_own(operation, device):
-    """Where nothing was measured, the order of preference says so; where something was, it was faster than plain PyTorch."""
+def test_auto_chooses_a_kernel_on_a_gpu(operation, device):
+    """Without measurements the order of preference says so. With measurements, a kernel was faster than plain PyTorch."""
     arguments = made(operation, device, T=2048)
     assert dispatch.choose(operation.bind(**arguments).query()).name not in pytorch_variants(operation)

@@ -1,4 +1,4 @@
-"""The kernels for Hopper GPUs: right in every corner of their tiles, in graphs, on streams; refused or replaced elsewhere."""
+"""Tests of the Hopper kernels: every corner of their tiles, CUDA graphs, streams, and calls that are refused or replaced."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "more_columns_than_stages": {"dtype": "float16", "B": 2, "T": 500, "D": 1000, "V": 72, "decay": "strong", **STATES},
     "more_columns_and_wide_tiles": {"dtype": "bfloat16", "B": 12, "T": 1024, "D": 520, "V": 128, **STATES},
 }  # fmt: skip
-"""For the kernel of ``fused_chunked``, beside the others."""
+"""Additional cases for the kernel of ``fused_chunked``."""
 
 RUNS = [("fused_hopper", name, CASES[name]) for name in CASES] + [
     ("fused_chunked", name, case) for name, case in {**CASES, **SHORT}.items()
@@ -50,7 +50,7 @@ both = pytest.mark.parametrize("variant", ["fused_hopper", "fused_chunked"])
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts what the kernels of this file are called for."""
+    """Count the calls of this file's kernels."""
     found: list[str] = []
     if HOPPER:
         from onelaunch.ops.linear_rnn import launch_hopper
@@ -64,7 +64,7 @@ def calls(monkeypatch):
 @gpu
 @on_hopper
 @pytest.mark.parametrize(("variant", "name", "sizes"), RUNS, ids=[f"{variant}-{name}" for variant, name, _ in RUNS])
-def test_it_is_correct(variant, name, sizes, device, calls):
+def test_hopper_kernels_are_correct(variant, name, sizes, device, calls):
     assert_correct(LINEAR_RNN, LINEAR_RNN.case(name=name, **sizes), variant, device)
     assert set(calls) == {"persistent" if variant == "fused_hopper" else "chunked"}
 
@@ -73,7 +73,7 @@ def test_it_is_correct(variant, name, sizes, device, calls):
 @on_hopper
 @both
 def test_slices_of_a_wide_projection(variant, device):
-    """Rows that the copy engine can address where they are, and rows that it cannot."""
+    """Cover rows that TMA can address in place, and rows that it cannot."""
     arguments = made(LINEAR_RNN, device, grad=True)
     expected = results(LINEAR_RNN, arguments, variant)
     for before in (8, 3):
@@ -88,7 +88,7 @@ def test_slices_of_a_wide_projection(variant, device):
 @on_hopper
 @both
 def test_results_are_the_same_to_the_last_bit_beside_other_work(variant, device):
-    """Two streams at once, each with more programs than fit beside the other's, and a matrix product on a third."""
+    """Two streams run at once, each with more CTAs than fit together, and a matrix product runs on a third."""
     streams = [torch.cuda.Stream(device) for _ in range(3)]
     noise = torch.randn(2048, 2048, device=device)
     given = [made(LINEAR_RNN, device, seed=seed, B=4, T=4000, V=1000) for seed in range(2)]
@@ -111,7 +111,7 @@ def test_results_are_the_same_to_the_last_bit_beside_other_work(variant, device)
 @on_hopper
 @both
 def test_a_captured_graph_follows_its_inputs(variant, device):
-    """Three calls in one graph, replayed with new inputs, on another stream, between eager calls."""
+    """Three calls in one graph are replayed with new inputs, on another stream, between eager calls."""
     arguments = made(LINEAR_RNN, device, T=700, V=520)
     with torch.no_grad():
         linear_rnn(**arguments, variant=variant)
@@ -145,7 +145,7 @@ def test_it_compiles_without_graph_breaks(variant, device):
 
 
 @pytest.mark.skipif(HOPPER, reason="here it runs")
-def test_elsewhere_it_says_what_it_needs(device):
+def test_without_a_hopper_gpu_the_error_states_the_requirement(device):
     arguments = arguments_of(LINEAR_RNN, dtype="float16", B=1, T=64, D=8, V=8)
     with pytest.raises(VariantUnsupported, match="needs"):
         linear_rnn(**arguments, variant="fused_hopper")
@@ -163,7 +163,7 @@ def test_elsewhere_it_says_what_it_needs(device):
         ({"B": 1, "lengths": (0, 300, 200)}, "packed"),
     ],
 )
-def test_what_it_cannot_run_it_refuses(sizes, reason, device):
+def test_unsupported_calls_are_refused(sizes, reason, device):
     with pytest.raises(VariantUnsupported, match=reason):
         linear_rnn(**made(LINEAR_RNN, device, **sizes), variant="fused_hopper")
 
@@ -171,7 +171,7 @@ def test_what_it_cannot_run_it_refuses(sizes, reason, device):
 @gpu
 @on_hopper
 @pytest.mark.parametrize("sizes", [{"dtype": "float32"}, {"D": 60}, {"V": 84}, {"B": 1, "lengths": (0, 300, 200)}])
-def test_what_it_cannot_run_the_portable_kernel_runs(sizes, device, calls):
+def test_auto_runs_unsupported_calls_on_the_portable_kernel(sizes, device, calls):
     arguments = made(LINEAR_RNN, device, **sizes)
     assert_near(results(LINEAR_RNN, arguments, "fused_chunked"), results(LINEAR_RNN, arguments, "semi_fused"), 5e-3)
     assert not calls
@@ -186,7 +186,7 @@ def test_what_it_cannot_run_the_portable_kernel_runs(sizes, device, calls):
         ({"batch": 4, "length": 2048, "channels": 32}, (32, 4, 32)),
     ],
 )
-def test_few_programs_get_narrow_tiles(sizes, tile):
+def test_few_ctas_get_narrow_tiles(sizes, tile):
     pytest.importorskip("triton")
     from onelaunch.ops.linear_rnn.launch_hopper import chunked_tiles
 
@@ -206,7 +206,7 @@ def test_few_programs_get_narrow_tiles(sizes, tile):
         ({"B": 1, "lengths": (0, 30, 20)}, False),
     ],
 )
-def test_the_copy_engine_decides_what_it_takes(sizes, suited, monkeypatch):
+def test_supported_layouts_are_those_that_tma_can_address(sizes, suited, monkeypatch):
     pytest.importorskip("triton")
     from onelaunch.kernels.common.sequences import Sequences
     from onelaunch.ops.linear_rnn import launch_hopper
@@ -215,6 +215,6 @@ def test_the_copy_engine_decides_what_it_takes(sizes, suited, monkeypatch):
     given = arguments_of(LINEAR_RNN, **{"dtype": "float16", "B": 2, "T": 50, "D": 64, "V": 32, **sizes})
     tensors_given = (given[name] for name in ("x", "weight", "log_decay", "gate"))
     layer = Layer(*tensors_given, Sequences.of(None, given.get("cu_seqlens")), want_final=False, keep=False)
-    assert not launch_hopper.suits(layer)  # not on a Hopper GPU
+    assert not launch_hopper.suits(layer)  # refused only because this is no Hopper GPU
     monkeypatch.setattr(launch_hopper, "is_hopper", lambda device: True)
     assert launch_hopper.suits(layer) is suited

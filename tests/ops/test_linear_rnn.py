@@ -1,4 +1,4 @@
-"""``linear_rnn``: every variant against the oracle, and what follows from the recurrence."""
+"""Tests of ``linear_rnn``: every variant against the oracle, and properties that follow from its contract."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEW = settings(max_examples=15, deadline=None, derandomize=True)
 
 ONE_LAUNCH = [name for name in triton_variants(LINEAR_RNN) if "projection" in LINEAR_RNN.variants[name].tags["fuses"]]
 SEVERAL_LAUNCHES = [name for name in triton_variants(LINEAR_RNN) if name not in ONE_LAUNCH]
-"""They end with the kernels of ``gated_scan``, which has the whole list."""
+"""Variants with several launches. They end with the kernels of ``gated_scan``, whose tests have the whole list of cases."""
 
 
 @variants_by_case(pytorch_variants(LINEAR_RNN), HARD)
@@ -107,7 +107,7 @@ def test_the_interpreter_is_refused_bfloat16(variant, prose):
 
 
 @pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
-def test_more_sequences_than_a_launch_has_programs_for_are_refused(variant):
+def test_more_sequences_than_a_launchs_ctas_are_refused(variant):
     fits, too_many = (
         LINEAR_RNN.query(LINEAR_RNN.case(torch.float16, B=batch, T=8, D=16, V=64), "cuda:0", grad=False)
         for batch in (16383, 16384)
@@ -117,17 +117,17 @@ def test_more_sequences_than_a_launch_has_programs_for_are_refused(variant):
 
 
 @pytest.mark.interpret
-def test_the_stepwise_variant_refuses_what_its_registers_cannot_hold(prose):
+def test_the_stepwise_variant_refuses_sizes_beyond_its_registers(prose):
     arguments = arguments_of(LINEAR_RNN, B=1, T=2, D=2049, V=2)
     with prose.raises(VariantUnsupported, match="2048"):
         linear_rnn(**arguments, variant="fused_stepwise")
 
 
-# What follows from the contract
+# Properties of the contract
 
 
 @pytest.mark.parametrize("variant", pytorch_variants(LINEAR_RNN))
-def test_it_is_a_projection_and_a_gated_scan(variant):
+def test_linear_rnn_equals_a_projection_and_a_gated_scan(variant):
     arguments = arguments_of(LINEAR_RNN, T=70, initial_state=True, final_state=True)
     v = arguments["x"] @ arguments["weight"]
     rest = {name: value for name, value in arguments.items() if name not in ("x", "weight")}

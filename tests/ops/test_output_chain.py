@@ -1,4 +1,4 @@
-"""``output_chain`` in PyTorch: results, gradients, shapes, and what PyTorch does with it."""
+"""Tests of ``output_chain`` in PyTorch: results, gradients, shapes, and use with PyTorch's features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.trivial import trivial_answers
 each_variant = pytest.mark.parametrize("variant", pytorch_variants(OUTPUT_CHAIN))
 
 
-# Right answers
+# Correctness
 
 
 @each_variant
@@ -29,7 +29,7 @@ def test_results_and_gradients(name, variant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["activated", "float32_weight_beside_float16"])
-def test_the_compiled_variant(name):
+def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := compiler_missing(OUTPUT_CHAIN.query(case, "cpu")):
         pytest.skip(reason)
@@ -37,18 +37,18 @@ def test_the_compiled_variant(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "one_of_everything"])
-def test_no_thoughtless_answer_passes(name):
+def test_trivial_outputs_do_not_pass(name):
     assert not trivial_answers(Judge().truth(OUTPUT_CHAIN, case_of(name)))
 
 
 @pytest.mark.parametrize("name", ["gated", "bfloat16"])
-def test_the_product_alone_is_right(name):
+def test_the_product_alone_is_correct(name):
     assert judge_control(OUTPUT_CHAIN, case_of(name), "gemm_alone").ok
 
 
 @each_variant
 @pytest.mark.parametrize("activated", [False, True])
-def test_the_definition(variant, activated):
+def test_variants_match_the_definition(variant, activated):
     given = made()
     h, gate, norm_weight, w_out, bias = (given[name] for name in TENSORS)
     heads = []
@@ -62,7 +62,7 @@ def test_the_definition(variant, activated):
     assert_near({"out": found}, {"out": expected}, 1e-6)
 
 
-def test_the_default_eps_is_that_of_flas_layers():
+def test_the_default_eps_matches_flas_layers():
     given = made(gate="none", norm_weight="none", V=16, bias=False)
     h = torch.full_like(given["h"], 1e-3)
     out = output_chain(h, None, None, given["w_out"])
@@ -71,7 +71,7 @@ def test_the_default_eps_is_that_of_flas_layers():
 
 
 @each_variant
-def test_an_activated_gate_is_a_gate_that_was_activated(variant):
+def test_activated_gates_equal_gates_activated_by_the_caller(variant):
     given = made(grad=True)
     rest = {name: value for name, value in given.items() if name not in ("gate", "activated")}
     before = output_chain(**rest, gate=given["gate"], variant=variant)
@@ -83,14 +83,14 @@ def test_an_activated_gate_is_a_gate_that_was_activated(variant):
 
 
 @each_variant
-def test_heads_are_normalized_on_their_own(variant):
+def test_heads_are_normalized_independently(variant):
     given = made(gate="none")
     scaled = {**given, "h": given["h"] * torch.tensor([1.0, 100.0, 1e4])[:, None], "eps": 0.0}
     expected = output_chain(**{**given, "eps": 0.0}, variant=variant)
     assert_near({"out": output_chain(**scaled, variant=variant)}, {"out": expected}, 1e-6)
 
 
-def test_what_is_beyond_float16_when_squared_is_normalized():
+def test_values_whose_squares_overflow_float16_are_normalized():
     for variant in pytorch_variants(OUTPUT_CHAIN):
         out = output_chain(torch.full((1, 2, 1, 4), 3e4).half(), None, None, torch.eye(4).half(), variant=variant)
         assert torch.equal(out, torch.ones_like(out))
@@ -101,14 +101,14 @@ def test_what_is_beyond_float16_when_squared_is_normalized():
 
 @each_variant
 @pytest.mark.parametrize("lead", [(18,), (3, 6), (3, 2, 3)])
-def test_leading_dimensions_stay(lead, variant):
+def test_leading_dimensions_are_kept(lead, variant):
     given = made(grad=True)
     expected = output_chain(**given, variant=variant)
     found = output_chain(**flat(given, lead), variant=variant)
     assert found.shape == (*lead, 40)
     assert_near(
         {"out": found.reshape(expected.shape)}, {"out": expected}, 1e-6
-    )  # a product of other strides may add up otherwise
+    )  # with other strides, the product may sum in another order
 
 
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}])
@@ -163,11 +163,11 @@ def test_a_layer_trains_from_its_projections_to_its_output(activated):
         assert leaf.grad.any()
 
 
-# PyTorch
+# PyTorch features
 
 
 @each_variant
-def test_gradients_of_some_of_the_operands(variant):
+def test_gradients_of_a_subset_of_the_operands(variant):
     for asking in TENSORS:
         given = made()
         given[asking].requires_grad_()
@@ -175,7 +175,7 @@ def test_gradients_of_some_of_the_operands(variant):
         assert set(found) == {"out", f"grad {asking}"}
 
 
-def test_autocast_lowers_all_tensors_but_the_norms_weight(prose):
+def test_autocast_casts_all_tensors_but_the_norms_weight(prose):
     given = made(grad=True)
     low = {name: value.detach().bfloat16() if name in TENSORS else value for name, value in given.items()}
     low["norm_weight"] = given["norm_weight"].detach()

@@ -1,4 +1,4 @@
-"""What ``output_chain`` refuses, by the names that the caller knows; its dispatch key."""
+"""Tests of the arguments that ``output_chain`` refuses, named as the caller knows them, and of its dispatch key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., None]:
-    """A call that raises this error, whose message names this and is worded as recorded."""
+    """Expect a call to raise an error that names an argument and is worded as recorded."""
 
     def call(error: Any, named: str, /, **changes: Any) -> None:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
@@ -67,7 +67,7 @@ def test_a_wrong_eps_is_named(eps, refused):
     refused(ArgumentError, "eps", eps=eps)
 
 
-def test_an_activated_gate_must_be_there(refused):
+def test_an_activated_gate_must_be_given(refused):
     refused(ArgumentError, "activated", gate=None, activated=True)
     refused(ArgumentError, "'silu'", activated="silu")
 
@@ -81,13 +81,13 @@ def test_a_wrong_variant_is_named(refused):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_query_of_a_case_is_that_of_its_call(grad):
+def test_a_case_and_its_call_have_the_same_query(grad):
     for name, chosen in CASES.items():
         given = made(grad=grad, **{"bias": False, **chosen})
         assert OUTPUT_CHAIN.bind(**given).query() == OUTPUT_CHAIN.query(case_of(name), "cpu", grad=grad), name
 
 
-def test_a_query_tells_what_there_is():
+def test_a_query_states_which_operands_are_given():
     query = OUTPUT_CHAIN.bind(**made()).query()
     assert query.sizes == (2, 9, 3, 20, 40)
     assert query.flags == ("gate", "norm_weight", "bias")

@@ -1,4 +1,4 @@
-"""What ``output_chain`` must compute and move, and what its variants add."""
+"""Tests of the cost of ``output_chain``: the minimum of bytes and FLOPs, and what its variants add."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROWS, INNER = 8 * 4096, 16 * 128
 H, RESULT, WEIGHT = 2 * ROWS * INNER, 2 * ROWS * 1024, 2 * INNER * 1024
 
 
-def test_the_least_bytes_and_products():
+def test_minimal_bytes_and_flops():
     case = OUTPUT_CHAIN.case("bfloat16", **SIZES)
     assert OUTPUT_CHAIN.cost(case).flops == 2 * ROWS * INNER * 1024
     assert OUTPUT_CHAIN.cost(case).bytes == 2 * H + 2 * 128 + WEIGHT + RESULT == 339738880
@@ -20,7 +20,7 @@ def test_the_least_bytes_and_products():
     assert OUTPUT_CHAIN.cost(bare).bytes == H + 4 * 128 + WEIGHT + 2 * 1024 + RESULT
 
 
-def test_variants_add_what_their_launches_hand_on():
+def test_variants_add_intermediate_results_between_launches():
     case = OUTPUT_CHAIN.case("bfloat16", **SIZES)
     least = OUTPUT_CHAIN.cost(case)
     for name, times in {"unfused": 6, "compiled": 2, "norm_gate": 2, "prologue": 0}.items():
@@ -34,7 +34,7 @@ def test_variants_add_what_their_launches_hand_on():
     assert OUTPUT_CHAIN.cost(case, prologue, "forward_backward").launches == 5
 
 
-def test_the_backward_pass_makes_its_operand_again_and_keeps_a_number_a_head():
+def test_the_backward_pass_recomputes_its_operand_and_saves_one_number_per_head():
     case = OUTPUT_CHAIN.case("bfloat16", **SIZES)
     least, rstd = OUTPUT_CHAIN.cost(case, None, "forward_backward").bytes, 4 * ROWS * 16
     da, a = 2 * H, 2 * H

@@ -1,4 +1,4 @@
-"""Kernels of ``output_chain`` in Triton: results and gradients, what is kept, layouts, and what they leave to others."""
+"""Tests of the Triton kernels of ``output_chain``: results, gradients, saved tensors, layouts, and calls that they refuse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ops.cases import (
 from tests.ops.output_chain_cases import CASES, OUTPUT_CHAIN, SHORT, SMALL, TENSORS, case_of, flat, made, packed_gate
 
 OWN = ["norm_gate", "prologue"]
-"""Portable kernels of our own."""
+"""Variants with portable kernels of our own."""
 
 each_own = pytest.mark.parametrize("variant", OWN)
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
@@ -33,7 +33,7 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("name", SHORT)
-def test_kernels_give_right_results_and_gradients(variant, name):
+def test_results_and_gradients_are_correct(variant, name):
     assert_one_call_correct(OUTPUT_CHAIN, case_of(name), variant)
     assert_one_call_correct(OUTPUT_CHAIN, case_of(name), variant, "forward")
 
@@ -48,7 +48,7 @@ def test_heads_of_any_size(values):
 @pytest.mark.interpret
 @pytest.mark.parametrize("gate", ["silu", "activated", "none"])
 def test_bfloat16(gate):
-    """The interpreter cuts bits off where a GPU rounds, and only PyTorch multiplies."""
+    """The interpreter truncates where a GPU rounds, so only PyTorch's products are used."""
     given = made(grad=True, dtype="bfloat16", gate=gate)
     assert_near(results(OUTPUT_CHAIN, given, "norm_gate"), results(OUTPUT_CHAIN, given, "unfused"), 1.5e-2)
 
@@ -56,7 +56,7 @@ def test_bfloat16(gate):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("gate", ["silu", "activated"])
-def test_the_whole_gate(variant, gate):
+def test_kernels_pass_the_whole_gate(variant, gate):
     case = OUTPUT_CHAIN.case("float16", **{**SMALL, "T": 3}, gate=gate)
     assert_ok(judge(OUTPUT_CHAIN, case, variant=variant, directions=BOTH), OUTPUT_CHAIN, case, variant)
 
@@ -65,7 +65,7 @@ def test_the_whole_gate(variant, gate):
 @each_own
 @pytest.mark.parametrize("asking", [*((name,) for name in TENSORS), ("h", "w_out"), ("gate", "norm_weight")])
 @pytest.mark.parametrize("activated", [False, True])
-def test_gradients_of_some_of_the_operands(variant, asking, activated):
+def test_gradients_of_a_subset_of_the_operands(variant, asking, activated):
     given = {**made(), "activated": activated}
     for name in asking:
         given[name].requires_grad_()
@@ -77,7 +77,7 @@ def test_gradients_of_some_of_the_operands(variant, asking, activated):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("lead", [(4,), (2, 3), (2, 1, 3)])
-def test_leading_dimensions_stay(variant, lead):
+def test_leading_dimensions_are_kept(variant, lead):
     given = flat(made(T=math.prod(lead), B=1), lead)
     found, expected = (output_chain(**given, variant=name) for name in (variant, "unfused"))
     assert found.shape == (*lead, 40)
@@ -87,7 +87,7 @@ def test_leading_dimensions_stay(variant, lead):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("activated", [False, True])
-def test_a_gate_of_projections_is_read_where_it_lies(variant, activated):
+def test_a_gate_of_projections_is_read_in_place(variant, activated):
     """Rows of the gate are longer than those of h, and begin between other segments."""
     from onelaunch.ops.output_chain.launch import Operands
 
@@ -150,7 +150,7 @@ def test_gradients_of_any_strides(variant):
 @pytest.mark.interpret
 @each_own
 def test_extreme_values(variant):
-    """Gates where exponentials overflow or vanish, heads of zeros, and heads whose squares float16 cannot hold."""
+    """Cover gates whose exponentials overflow or vanish, heads of zeros, and heads whose squares overflow float16."""
     gate = torch.tensor([-1e4, -200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4]).view(1, 1, 1, 8)
     given = {"gate": gate, "norm_weight": None, "w_out": torch.eye(8)}
     ours, theirs = (
@@ -166,10 +166,10 @@ def test_extreme_values(variant):
 @pytest.mark.interpret
 @each_own
 def test_nan_stays_in_its_row_or_column(variant):
-    """Where heads are padded too: what lies behind them in a row is the next head."""
+    """This includes padded heads: the memory after a head in a row is the next head."""
     given = made()
     given["h"][0, 3, 1, 0] = math.nan
-    given["w_out"][7, 20] = math.nan  # of the second head
+    given["w_out"][7, 20] = math.nan  # channel of the second head
     out = output_chain(**given, variant=variant)
     assert out[0, 3].isnan().all()
     assert out[..., 7].isnan().all()
@@ -179,7 +179,7 @@ def test_nan_stays_in_its_row_or_column(variant):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("values", [20, 64])
-def test_what_is_kept_is_a_number_for_each_head(variant, values):
+def test_one_number_per_head_is_saved_for_the_backward_pass(variant, values):
     given = made(V=values, T=35, D=150)
     arguments = {name: given[name] for name in (*TENSORS, "activated", "eps")}
     out, rstd = run_forward(**arguments, keep=True, variant=variant)
@@ -192,7 +192,7 @@ def test_what_is_kept_is_a_number_for_each_head(variant, values):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("processors", [1, 2, 5, 1000])
-def test_partial_sums_add_up_however_many_programs_there_are(processors, monkeypatch):
+def test_partial_sums_do_not_depend_on_the_number_of_ctas(processors, monkeypatch):
     from onelaunch.ops.output_chain import launch
 
     monkeypatch.setattr(launch, "processors", lambda device: processors)
@@ -204,7 +204,7 @@ def test_partial_sums_add_up_however_many_programs_there_are(processors, monkeyp
 
 
 @pytest.mark.interpret
-def test_a_pass_back_makes_what_goes_into_the_product_once(monkeypatch):
+def test_the_backward_pass_recomputes_the_products_operand_once(monkeypatch):
     from onelaunch.ops.output_chain import launch
 
     calls = []
@@ -309,7 +309,7 @@ def test_a_captured_step_follows_its_inputs(variant, device):
         ("prologue", {"dtype": "bfloat16"}),
     ],
 )
-def test_what_our_kernels_leave_to_others(variant, changes, prose):
+def test_unsupported_calls_are_refused_with_the_reason(variant, changes, prose):
     case = OUTPUT_CHAIN.case(**{"dtype": "float16", **SMALL, **changes})
     query = OUTPUT_CHAIN.query(case, "cpu")
     prose(OUTPUT_CHAIN.get(variant).why_not(query))
@@ -321,12 +321,12 @@ def test_without_a_gpu_and_without_an_interpreter_pytorch_computes():
         assert OUTPUT_CHAIN.get(variant).why_not(OUTPUT_CHAIN.query(case_of("gated"), "cpu")) is not None
 
 
-def test_every_own_variant_is_among_those_that_are_tested():
+def test_every_variant_with_own_kernels_is_tested():
     assert triton_variants(OUTPUT_CHAIN) == OWN
 
 
 def test_example_calls_reach_the_backward_kernel_in_every_form():
-    """Also where no weight is trained (no ``a`` again), and where nothing but the output weight is (nothing but ``a``)."""
+    """Two forms are special: no weight is trained, so ``a`` is not recomputed, or only the output weight, so only ``a`` is."""
     pytest.importorskip("triton")
     builds = [build for build in OUTPUT_CHAIN.get("norm_gate").builds("sm_90a") if "gradients" in build.name]
     absent = [{name for name in ("a", "da", "gate", "norm_weight") if build.signature[name] == "constexpr"} for build in builds]

@@ -1,4 +1,7 @@
-"""Kernels with barriers in shared memory, while several processes share a GPU: programs are taken off and put back."""
+"""Tests of kernels with barriers in shared memory while several processes share a GPU.
+
+The GPU then preempts CTAs and resumes them.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ WORK: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "projections, clusters": ("projections", "cluster_weight", "bfloat16", LAYER),
     "swiglu": ("swiglu", "persistent", "bfloat16", {"M": 4096, "N": 2048, "K": 2048}),
 }
-"""Operation, variant, dtype and sizes of what each process repeats."""
+"""Operation, variant, dtype and sizes of the training step that each process repeats."""
 
 
 def repeat(name: str, begin: Any, told: Any) -> None:
-    """A training step of some work again and again: which results were ever other than at first."""
+    """Repeat a training step, and report which results ever differed from the first ones."""
     operation_name, variant, dtype, sizes = WORK[name]
     try:
         operation = find_operation(operation_name)
@@ -53,13 +56,13 @@ def repeat(name: str, begin: Any, told: Any) -> None:
                 pairs = enumerate(zip(found, expected, strict=True))
                 differing |= {place for place, (one, other) in pairs if not torch.equal(one, other)}
         told.put((name, calls, f"results {sorted(differing)}" if differing else ""))
-    except Exception as error:  # noqa: BLE001 - told to who waits
+    except Exception as error:  # noqa: BLE001 - reported to the waiting process
         begin.abort()
         told.put((name, 0, f"{type(error).__name__}: {error}"[:300]))
 
 
 @pytest.mark.gpu
-def test_training_steps_stay_the_same_to_the_last_bit_while_processes_take_turns(device):
+def test_training_steps_are_bitwise_repeatable_while_processes_share_a_gpu(device):
     context = multiprocessing.get_context("spawn")
     begin, told = context.Barrier(len(WORK), timeout=240), context.Queue()
     processes = [context.Process(target=repeat, args=(name, begin, told)) for name in WORK]

@@ -1,4 +1,4 @@
-"""``projections`` in PyTorch: results, gradients, shapes, what its results are good for, and what PyTorch does with it."""
+"""Tests of ``projections`` in PyTorch: results, gradients, shapes, use by ``gla``, and use with PyTorch's features."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.trivial import trivial_answers
 each_variant = pytest.mark.parametrize("variant", pytorch_variants(PROJECTIONS))
 
 
-# Right answers
+# Correctness
 
 
 @each_variant
@@ -33,7 +33,7 @@ def test_results_and_gradients(name, variant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["normalized_float16", "biases_of_every_kind"])
-def test_the_compiled_variant(name):
+def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := compiler_missing(PROJECTIONS.query(case, "cpu")):
         pytest.skip(reason)
@@ -41,17 +41,17 @@ def test_the_compiled_variant(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("one_of_everything", "heads_of_one_channel")])
-def test_no_thoughtless_answer_passes(name):
-    """Of single channels, results shifted by one or normalized to signs are near to the right ones."""
+def test_trivial_outputs_do_not_pass(name):
+    """Cases of single channels are left out: results shifted by one or normalized to signs are then near the correct ones."""
     assert not trivial_answers(Judge().truth(PROJECTIONS, case_of(name)))
 
 
 @pytest.mark.parametrize("name", ["normalized", "bfloat16_gla"])
-def test_the_wide_product_alone_is_right(name):
+def test_the_wide_product_alone_is_correct(name):
     assert judge_control(PROJECTIONS, case_of(name), "wide_gemm_alone").ok
 
 
-def test_the_definition():
+def test_variants_match_the_definition():
     given = of_every_kind()
     z = given["x"] @ given["weight"].T
     q, k, gate, decay, gk = z.split([20, 15, 14, 3, 18], -1)
@@ -77,7 +77,7 @@ def test_eps_keeps_small_heads_finite():
         assert float(q.norm(dim=-1).max()) < 0.1
 
 
-def test_what_is_beyond_float16_when_squared_is_normalized():
+def test_values_whose_squares_overflow_float16_are_normalized():
     x, weight = torch.full((2, 4), 300.0).half(), torch.eye(4).half()
     for variant in pytorch_variants(PROJECTIONS):
         (q,) = projections(x, weight, (Segment("q", 1, 4, "l2norm"),), variant=variant)
@@ -85,7 +85,7 @@ def test_what_is_beyond_float16_when_squared_is_normalized():
 
 
 @each_variant
-def test_gradients_are_those_of_the_definition(variant):
+def test_gradients_match_the_definition(variant):
     given = of_every_kind(grad=True)
     found = results(PROJECTIONS, given, variant)
     exact = {name: value.detach().double().requires_grad_() if name != "segments" else value for name, value in given.items()}
@@ -118,7 +118,7 @@ segments = st.builds(
 
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.lists(segments, min_size=1, max_size=6), st.sampled_from(pytorch_variants(PROJECTIONS)))
-def test_a_packed_call_is_that_of_its_segments(kinds, variant):
+def test_a_packed_call_equals_calls_of_its_segments(kinds, variant):
     check_packing(kinds, variant)
 
 
@@ -139,7 +139,7 @@ def check_packing(kinds, variant):
 
 
 @pytest.mark.parametrize("lead", [(4,), (2, 3), (2, 3, 4), (0,), (2, 0), (0, 3)])
-def test_leading_dimensions_stay(lead):
+def test_leading_dimensions_are_kept(lead):
     given = of_every_kind(lead=lead, grad=True)
     found = projections(**given)
     assert [each.shape for each in found] == [(*lead, *segment.shape) for segment in EVERY]
@@ -166,13 +166,13 @@ def test_any_strides(variant):
 
 
 @each_variant
-def test_neighbouring_channels_are_neighbours_in_memory(variant):
+def test_channels_are_contiguous_in_memory(variant):
     for result in projections(**made(), variant=variant):
         assert result.stride(-1) == 1
 
 
 @pytest.mark.parametrize("chain", ["normalized", "gla"])
-def test_gla_takes_the_results(chain):
+def test_gla_accepts_the_results(chain):
     given = made(grad=True, segments=chain, K=16, V=16)
     q, k, v, gate, decay = projections(**given)
     g = torch.log(decay) if chain == "normalized" else decay
@@ -189,10 +189,10 @@ def test_the_workbench_names_results_after_segments():
     assert list(Callee.variant(PROJECTIONS, "wide")(inputs)) == ["q", "k", "v", "gate", "gk"]
 
 
-# PyTorch
+# PyTorch features
 
 
-def test_autocast_lowers_all_tensors(prose):
+def test_autocast_casts_all_tensors(prose):
     given = of_every_kind(grad=True)
     low = {name: value.detach().bfloat16() if name != "segments" else value for name, value in given.items()}
     with torch.autocast("cpu", torch.bfloat16):
@@ -213,7 +213,7 @@ def test_it_compiles_into_one_graph(variant):
     for lead in ((2, 5), (2, 7), (3,)):
         given = of_every_kind(lead=lead, grad=True)
         leaves = [given[name] for name in ("x", "weight", "bias")]
-        # what "auto" takes; "compiled" by itself compiles for seconds a shape: only the rank that no other test gives it
+        # "auto" takes "wide" here. "compiled" alone takes seconds per shape, so it runs only for the rank no other test covers.
         alone = "wide" if variant == "auto" else "unfused" if variant == "compiled" and len(lead) > 1 else variant
         found, expected = function(**given), projections(**given, variant=alone)
         assert_near(dict(enumerate(found)), dict(enumerate(expected)), 1e-6)

@@ -1,4 +1,4 @@
-"""What ``projections`` and its segments refuse, by the names that the caller knows; its dispatch key and its layout."""
+"""Tests of the arguments that ``projections`` refuses, named as the caller knows them, and of its dispatch key and layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., None]:
-    """A call that raises this error, whose message names this and is worded as recorded."""
+    """Expect a call to raise an error that names an argument and is worded as recorded."""
 
     def call(error: Any, named: str, function: Any = projections, /, *args: Any, **kwargs: Any) -> None:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
@@ -66,19 +66,19 @@ def test_a_wrong_segment_is_refused(given, message, refused):
 
 
 @pytest.mark.parametrize("segment", [*EVERY, Segment("a", 3, 2, "logsigmoid", normalizer=0.3)], ids=lambda each: each.code)
-def test_a_code_stands_for_all_but_the_name(segment):
+def test_a_segments_code_holds_all_but_its_name(segment):
     assert Segment.read(segment.name, segment.code) == segment
 
 
 @pytest.mark.parametrize("code", ["", "4", "4x", "axb", "4x5x6", "4x5:logsigmoid/x", "4x5:silu:sigmoid", "4x5:silu:bias:bias"])
-def test_what_is_no_code_is_refused(code, refused):
+def test_an_invalid_code_is_refused(code, refused):
     refused(ArgumentError, "", Segment.read, "q", code)
 
 
 # Layouts
 
 
-def test_every_segment_has_its_place():
+def test_segments_have_offsets_in_the_packed_result():
     layout = layout_of(EVERY)
     assert [place.row for place in layout.places] == [0, 20, 35, 49, 52]
     assert [place.column for place in layout.places] == [0, 24, 40, 56, 64]
@@ -90,7 +90,7 @@ def test_every_segment_has_its_place():
     assert layout_of(EVERY) is layout
 
 
-def test_a_layout_is_known_by_its_code():
+def test_a_layout_is_restored_from_its_code():
     layout = layout_of(EVERY)
     again = read_layout(layout.code)
     assert again.code == layout.code
@@ -99,7 +99,7 @@ def test_a_layout_is_known_by_its_code():
     assert unnamed == [(place.row, place.column, place.norm, place.kept, place.bias) for place in layout.places]
 
 
-def test_cutting_a_packed_result_shows_each_column_where_it_is():
+def test_splitting_a_packed_result_returns_views_of_its_columns():
     layout = layout_of(EVERY)
     packed = torch.arange(3.0 * layout.pitch).view(3, layout.pitch)
     for part, place in zip(layout.cut(packed), layout.places, strict=True):
@@ -111,7 +111,7 @@ def test_cutting_a_packed_result_shows_each_column_where_it_is():
 # Calls
 
 
-def test_segments_that_do_not_add_up_name_both_numbers(refused):
+def test_segments_of_a_wrong_total_width_are_refused_with_both_numbers(refused):
     given = of_every_kind()
     refused(ShapeError, "weight", **{**given, "weight": given["weight"][1:]})
 
@@ -126,7 +126,7 @@ def test_wrong_shapes_are_named(refused):
     refused(ShapeError, "bias", **{**given, "bias": bias[:, None]})
 
 
-def test_a_bias_that_is_missing_or_too_much_is_named(refused):
+def test_a_missing_or_superfluous_bias_is_named(refused):
     given = of_every_kind()
     refused(ArgumentError, "bias", **{**given, "bias": None})
     without = (Segment("v", 7, 10),)
@@ -161,7 +161,7 @@ def test_a_wrong_eps_is_named(eps, refused):
     refused(ArgumentError, "eps", **of_every_kind(), eps=eps)
 
 
-def test_a_list_of_segments_is_as_good_as_a_tuple():
+def test_segments_may_be_a_list():
     given = of_every_kind()
     expected = projections(**given)
     for one, other in zip(projections(**{**given, "segments": list(EVERY)}), expected, strict=True):
@@ -172,14 +172,14 @@ def test_a_list_of_segments_is_as_good_as_a_tuple():
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_query_of_a_case_is_that_of_its_call(grad):
+def test_a_case_and_its_call_have_the_same_query(grad):
     for name in CASES:
         case = case_of(name)
         given = made(grad=grad, **CASES[name])
         assert PROJECTIONS.bind(**given).query() == PROJECTIONS.query(case, "cpu", grad=grad), name
 
 
-def test_a_query_tells_variants_all_but_the_names():
+def test_a_query_holds_all_of_the_segments_but_their_names():
     given = of_every_kind()
     query = PROJECTIONS.bind(**given).query()
     assert query.sizes == (2, 5, 12, 2, 10, 7)

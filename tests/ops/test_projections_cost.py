@@ -1,4 +1,4 @@
-"""What ``projections`` must compute and move, and what its variants add."""
+"""Tests of the cost of ``projections``: the minimum of bytes and FLOPs, and what its variants add."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROWS, WIDTH = 8 * 4096, 4 * 2048 + 16
 X, RESULT, WEIGHT = 2 * ROWS * 2048, 2 * ROWS * WIDTH, 2 * WIDTH * 2048
 
 
-def test_the_least_bytes_and_products():
+def test_minimal_bytes_and_flops():
     case = PROJECTIONS.case("bfloat16", **SIZES)
     assert PROJECTIONS.cost(case).flops == 2 * ROWS * WIDTH * 2048
     assert PROJECTIONS.cost(case).bytes == X + WEIGHT + RESULT == 705757184
@@ -20,7 +20,7 @@ def test_the_least_bytes_and_products():
     assert PROJECTIONS.cost(biased).bytes == X + 2 * 5 * 2048 * 2048 + 2 * 2048 + 2 * ROWS * 5 * 2048
 
 
-def test_variants_add_what_their_launches_hand_on():
+def test_variants_add_intermediate_results_between_launches():
     case = PROJECTIONS.case("bfloat16", **SIZES)
     activated = 2 * ROWS * (3 * 2048 + 16)
     added = {"unfused": 4 * X + 2 * activated, "wide": 2 * activated, "wide_activated": 2 * RESULT, "epilogue_persistent": 0}

@@ -1,4 +1,4 @@
-"""``projections`` in one launch on Hopper GPUs: how columns are cut, what a launch is handed, results on a GPU."""
+"""Tests of ``projections`` in one launch on Hopper GPUs: tiles of columns, launch arguments, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def chain_058(heads: int = 16) -> Layout:
     return layout_of((*(Segment(name, heads, 128, how) for name, how in parts), Segment("decay", heads, 1, "sigmoid")))
 
 
-# How columns are cut
+# Tiles of columns
 
 
 def columns_in(text: str) -> list[tuple[int, ...]]:
-    """What the header says of each tile: kind, row, count, column, norm, kept, bias."""
+    """Return the tile table of the generated header: kind, row, count, column, norm, kept, bias of each tile."""
     found, tile = [], 0
     for end, begin, *numbers in re.findall(r"if \(tile < (\d+)\) return at\(tile - (\d+), " + ", ".join([r"(\d+)"] * 9), text):
         step, kind, row, width, column, norm, heads, kept, bias = map(int, numbers)
@@ -73,7 +73,7 @@ KINDS = st.tuples(st.integers(1, 40), st.sampled_from([1, 7, 8, 24, 64]), st.sam
 
 
 @hypothesis.given(st.lists(KINDS, min_size=1, max_size=5), st.sampled_from([64, 96, 128, 160, 192, 224, 256]))
-def test_tiles_cover_every_column_once_and_know_what_it_is(kinds_given, columns):
+def test_tiles_cover_every_column_once_with_its_kind(kinds_given, columns):
     parts = [Segment(f"s{at}", *kind[:3], bias=kind[3]) for at, kind in enumerate(kinds_given)]
     layout = layout_of(tuple(parts))
     text = header(layout, columns)
@@ -111,7 +111,7 @@ def test_tiles_fit(head, rows, multicast):
     assert {taken(place, config.b_rows) % head for place in layout.places if place.norm is not None} == {0}
 
 
-def test_the_write_up_s_chain_has_the_widest_tiles_and_narrow_ones_for_the_decay():
+def test_the_write_ups_chain_has_wide_tiles_and_narrow_ones_for_the_decay():
     config = configuration(chain_058(), 32768, 2048, torch.bfloat16, 132, "nothing")
     assert (config.b_rows, config.narrow) == (256, 16)
     assert len(list(counts(chain_058(), 256))) == 33
@@ -121,8 +121,8 @@ def test_few_rows_get_more_tiles():
     assert configuration(chain_058(4), 128, 2048, torch.bfloat16, 132, "nothing").b_rows < WIDEST
 
 
-def test_a_round_for_the_decay_alone_costs_as_much_as_its_tiles():
-    """Eight tiles of rows, 4104 columns: 128 wide tiles and 8 narrow ones are a round and a bit for 132 programs."""
+def test_a_wave_for_the_decay_alone_costs_as_much_as_its_tiles():
+    """With eight tiles of rows and 4104 columns, 128 wide and 8 narrow tiles are slightly more than a wave of 132 CTAs."""
     assert configuration(chain_058(8), 1024, 1024, torch.bfloat16, 132, "nothing").b_rows == 128
 
 
@@ -138,7 +138,7 @@ def test_a_launch_has_ctas_for_every_sm_or_every_tile(rows, multicast, ctas):
     assert launch_hopper.ctas_of(chain_058(), config, rows, 132) == ctas
 
 
-# What is refused
+# Calls that are refused
 
 
 @pytest.mark.parametrize(
@@ -152,35 +152,38 @@ def test_a_launch_has_ctas_for_every_sm_or_every_tile(rows, multicast, ctas):
         {"B": 2**20, "T": 2**20},
     ],
 )
-def test_what_the_kernel_leaves_to_others(given, prose):
+def test_unsupported_calls_are_refused_with_the_reason(given, prose):
     case = PROJECTIONS.case(**{"dtype": "bfloat16", "B": 2, "T": 64, "D": 64, "H": 2, "K": 64, "V": 64, **given})
     prose(hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")))
 
 
 @pytest.mark.parametrize("chain", ["normalized", "gla", "3x7:silu:bias,2x100:none,5x1:sigmoid"])
-def test_what_the_kernel_takes(chain):
+def test_supported_calls(chain):
     case = PROJECTIONS.case("float16", B=1, T=3, D=24, H=2, K=96, V=100, segments=chain)
     assert hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")) is None
 
 
-def test_auto_prefers_one_launch_and_elsewhere_two():
+def test_auto_prefers_one_launch_on_hopper_and_two_on_other_gpus():
     case = PROJECTIONS.case("bfloat16", B=8, T=4096, D=2048, H=16, K=128, V=128)
     first = PROJECTIONS.preference(PROJECTIONS.query(case, "cuda:0"))
     assert first[:3] == ["epilogue_persistent", "wide_activated", "wide"]
 
 
 @each_variant
-def test_elsewhere_than_on_hopper(variant, prose):
+def test_without_a_hopper_gpu_the_variant_is_refused(variant, prose):
     case = PROJECTIONS.case("bfloat16", B=1, T=4, D=64, H=2, K=64, V=64)
     prose(PROJECTIONS.get(variant).why_not(PROJECTIONS.query(case, "cpu")))
 
 
-# What a launch is handed
+# Arguments of a launch
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
+    """Record launches of the kernel without a GPU.
+
+    Arguments are packed as in a launch, and tensor maps are checked by TMA's rules.
+    """
     calls, (layout, _) = [], _layout(launch_hopper.KINDS)
 
     def launch(grid, *arguments):
@@ -211,12 +214,12 @@ def launched(monkeypatch):
 def test_a_call_becomes_one_launch(chain, grad, variant, launched):
     case = PROJECTIONS.case("bfloat16", B=2, T=30, D=72, H=3, K=64, V=40, segments=chain)
     given = PROJECTIONS.make_inputs(case, torch.device("cpu"), 0).arguments
-    given["x"] = given["x"].mT.contiguous().mT.requires_grad_(grad)  # strides that no copy engine takes
+    given["x"] = given["x"].mT.contiguous().mT.requires_grad_(grad)  # strides that TMA does not support
     found = projections(**given, variant=variant)
     ((grid, values),) = launched
     bias, rstd, _, kept, rows, channels, x_bytes, eps = values[5:]
     assert (rows, channels, eps) == (60, 72, 1e-6)
-    assert x_bytes == (128 if variant == "cluster" else 64) * 128  # of few rows no more than there are
+    assert x_bytes == (128 if variant == "cluster" else 64) * 128  # no more rows than there are
     assert grid[0] % (1 if variant == "epilogue_persistent" else 2) == 0
     layout = layout_of(tuple(given["segments"]))
     assert (bool(bias), bool(rstd), bool(kept)) == (bool(layout.biases), grad and bool(layout.norms), grad and bool(layout.kept))
@@ -224,7 +227,7 @@ def test_a_call_becomes_one_launch(chain, grad, variant, launched):
     assert all(each.requires_grad == grad for each in found)
 
 
-# On a GPU
+# Results on a GPU
 
 CASES: dict[str, dict[str, Any]] = {
     "rows_of_half_a_tile": {"dtype": "bfloat16", "B": 1, "T": 57, "D": 200, "H": 2, "K": 128, "V": 128},
@@ -248,7 +251,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.gpu
 @each_variant
 @pytest.mark.parametrize("name", CASES)
-def test_results(name, variant, device):
+def test_results_are_correct(name, variant, device):
     case = PROJECTIONS.case(name=name, **CASES[name])
     assert_ok(judge(PROJECTIONS, case, variant=variant, device=device, directions=BOTH), PROJECTIONS, case, variant)
 
@@ -295,7 +298,7 @@ def test_nan_and_infinity_stay_in_their_rows(variant, device):
 @pytest.mark.gpu
 @each_variant
 def test_large_and_small_values_of_every_activation(variant, device):
-    """Where an exponential overflows or is lost, and where the sum of squares of a head is 0."""
+    """Cover exponentials that overflow or vanish, and a head whose sum of squares is 0."""
     parts = tuple(Segment(how, 1, 64, how) for how in ("l2norm", "silu", "sigmoid", "logsigmoid"))
     x = torch.zeros(1, 128, 64, device=device, dtype=torch.bfloat16)
     x[0, :, 0] = torch.linspace(-300, 300, 128)

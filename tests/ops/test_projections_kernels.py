@@ -1,4 +1,4 @@
-"""Kernels of ``projections`` in Triton: results and gradients, what is kept, layouts, and what they leave to others."""
+"""Tests of the Triton kernels of ``projections``: results, gradients, saved tensors, layouts, and calls that they refuse."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, SHORT, SMALL,
 from tests.ops.test_projections import check_packing, segments
 
 OWN = ["wide_activated", "epilogue"]
-"""Portable kernels of our own."""
+"""Variants with portable kernels of our own."""
 
 REFUSED = {("epilogue", "long_heads"): "normalizes heads of at most 256 channels, not 512"}
-"""Cases that a variant leaves to others, and why."""
+"""Cases that a variant refuses, with the reason."""
 
 
 def each_own_at(cases: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrize ``variant`` and ``name``, without what is refused."""
+    """Parametrize ``variant`` and ``name``, without pairs that are refused."""
     pairs = [pair for pair in itertools.product(OWN, cases) if pair not in REFUSED]
     return pytest.mark.parametrize(("variant", "name"), pairs)
 
@@ -38,14 +38,17 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 
 @pytest.mark.interpret
 @each_own_at(SHORT)
-def test_kernels_give_right_results_and_gradients(variant, name):
+def test_results_and_gradients_are_correct(variant, name):
     assert_one_call_correct(PROJECTIONS, case_of(name), variant)
     assert_one_call_correct(PROJECTIONS, case_of(name), variant, "forward")
 
 
 @pytest.mark.interpret
 def test_bfloat16():
-    """The interpreter cuts bits off where a GPU rounds: twice the error. Its products of bfloat16 are wrong, so none of ours."""
+    """The interpreter truncates where a GPU rounds, which doubles the error.
+
+    Its bfloat16 products are wrong, so no product of our kernels is used.
+    """
     for case in (PROJECTIONS.case("bfloat16", **SMALL), PROJECTIONS.case("bfloat16", **SMALL, segments="gla")):
         given = PROJECTIONS.make_inputs(case, torch.device("cpu"), 0).arguments
         for tensor in given.values():
@@ -57,7 +60,7 @@ def test_bfloat16():
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("chain", ["normalized", "gla"])
-def test_the_whole_gate(variant, chain):
+def test_kernels_pass_the_whole_gate(variant, chain):
     case = PROJECTIONS.case("float16", **{**SMALL, "T": 3}, segments=chain)
     assert_ok(judge(PROJECTIONS, case, variant=variant, directions=BOTH), PROJECTIONS, case, variant)
 
@@ -82,7 +85,7 @@ def test_results_are_aligned_views_of_one_packed_result(variant, lead):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("asking", [("x",), ("weight",), ("bias",), ("x", "bias"), ("weight", "bias")])
-def test_gradients_of_some_of_the_operands(variant, asking):
+def test_gradients_of_a_subset_of_the_operands(variant, asking):
     given = of_every_kind()
     given |= {name: given[name].requires_grad_() for name in asking}
     found, expected = (results(PROJECTIONS, given, name) for name in (variant, "unfused"))
@@ -93,7 +96,7 @@ def test_gradients_of_some_of_the_operands(variant, asking):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("used", [[0], [1], [2], [3], [4], [0, 4], [1, 2, 3]])
-def test_a_result_that_takes_no_part_has_no_gradient(variant, used):
+def test_an_unused_result_gets_no_gradient(variant, used):
     given = of_every_kind(grad=True)
     leaves = [given[name] for name in LEAVES]
     gradients = []
@@ -143,7 +146,7 @@ def test_operands_of_any_strides(variant):
 @pytest.mark.interpret
 @each_own
 def test_extreme_values(variant):
-    """Where exponentials overflow or vanish, and where a head is zero."""
+    """Cover exponentials that overflow or vanish, and a head of zeros."""
     z = torch.tensor([-1e4, -200.0, -90.0, -20.0, -1e-3, 0.0, 1e-3, 5.0, 20.0, 90.0, 200.0, 1e4])
     kinds = tuple(Segment(name, 12, 1, name) for name in ("silu", "sigmoid", "logsigmoid"))
     x = torch.ones(1, 1)
@@ -155,7 +158,10 @@ def test_extreme_values(variant):
         (answer["gradient"],) = torch.autograd.grad(sum(each.sum() for each in outputs), weight)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-5, atol=5e-7), name
-    for name, at in (("logsigmoid", (0, slice(7, 9))), ("gradient", (slice(31, 33), 0))):  # what an exponential loses beside 1
+    for name, at in (
+        ("logsigmoid", (0, slice(7, 9))),
+        ("gradient", (slice(31, 33), 0)),
+    ):  # tolerance: bits that an exponential loses when added to 1
         assert torch.allclose(found[name][at] / expected[name][at], torch.ones(2), rtol=1e-4), name
     (q,) = projections(torch.zeros(2, 3), torch.randn(8, 3), (Segment("q", 2, 4, "l2norm"),), variant=variant)
     assert not q.any()
@@ -165,7 +171,7 @@ def test_extreme_values(variant):
 @each_own
 def test_nan_stays_in_its_head(variant):
     given = of_every_kind(lead=(3,))
-    given["weight"][3, 0] = float("nan")  # of the first head of q
+    given["weight"][3, 0] = float("nan")  # channel of the first head of q
     q, *others = projections(**given, variant=variant)
     assert q[:, 0].isnan().all()
     assert not q[:, 1].isnan().any()
@@ -175,12 +181,12 @@ def test_nan_stays_in_its_head(variant):
 @pytest.mark.interpret
 @hypothesis.settings(max_examples=12, deadline=None)
 @hypothesis.given(st.lists(segments, min_size=1, max_size=5))
-def test_a_packed_call_is_that_of_its_segments(kinds):
+def test_a_packed_call_equals_calls_of_its_segments(kinds):
     check_packing(kinds, "wide_activated")
 
 
 @pytest.mark.interpret
-def test_what_is_kept_is_what_activations_are_undone_from():
+def test_the_backward_pass_saves_what_inverts_the_activations():
     from onelaunch.ops.projections import launch
 
     layout, z = layout_of(EVERY), torch.randn(5, 70)
@@ -196,7 +202,7 @@ def test_what_is_kept_is_what_activations_are_undone_from():
 
 @pytest.mark.interpret
 @each_own
-def test_gla_takes_the_results(variant):
+def test_gla_accepts_the_results(variant):
     given = PROJECTIONS.make_inputs(PROJECTIONS.case("float32", **{**SMALL, "K": 16, "V": 16}), torch.device("cpu"), 0).arguments
     given |= {name: given[name].requires_grad_() for name in ("x", "weight")}
     gradients = []
@@ -210,8 +216,8 @@ def test_gla_takes_the_results(variant):
 @pytest.mark.interpret
 @each_own
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_operators_keep_pytorchs_rules(variant, keep):
-    """Between segments there is memory that nobody writes, and that would differ from call to call: here there is none."""
+def test_the_operators_pass_opcheck(variant, keep):
+    """The layouts leave no gaps between segments: memory that nobody writes would differ from call to call."""
     kinds = tuple(Segment(each.name, 4 * each.heads, 2 * each.head_size, each.activation, each.normalizer) for each in EVERY)
     x, weight = torch.randn(2, 5, 12, requires_grad=keep), torch.randn(sum(each.width for each in kinds), 12, requires_grad=keep)
     code = layout_of(kinds).code
@@ -228,7 +234,7 @@ def test_the_operators_keep_pytorchs_rules(variant, keep):
 
 @pytest.mark.interpret
 @each_own
-def test_one_graph_serves_other_lengths(variant):
+def test_one_graph_supports_other_lengths(variant):
     layout = layout_of(EVERY)
     rest = (layout.code, 1e-6, True, variant)
 
@@ -299,7 +305,7 @@ def test_kernels_on_a_gpu(variant, name, device):
         {"B": 2**30, "T": 2**12},
     ],
 )
-def test_what_our_kernels_leave_to_others(changes, prose):
+def test_unsupported_calls_are_refused_with_the_reason(changes, prose):
     case = PROJECTIONS.case("float16", **{**SMALL, **changes})
     prose(PROJECTIONS.get("wide_activated").why_not(PROJECTIONS.query(case, "cpu")))
     assert PROJECTIONS.get("unfused").why_not(PROJECTIONS.query(case, "cpu")) is None
@@ -307,7 +313,7 @@ def test_what_our_kernels_leave_to_others(changes, prose):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(("variant", "name"), REFUSED)
-def test_what_no_test_runs_is_refused(variant, name):
+def test_untested_combinations_are_refused(variant, name):
     query = PROJECTIONS.query(case_of(name), "cpu")
     assert PROJECTIONS.get(variant).why_not(query) == REFUSED[variant, name]
 
@@ -317,5 +323,5 @@ def test_without_a_gpu_and_without_an_interpreter_pytorch_computes():
     assert reason is not None
 
 
-def test_every_own_variant_is_among_those_that_are_tested():
+def test_every_variant_with_own_kernels_is_tested():
     assert triton_variants(PROJECTIONS) == OWN

@@ -1,4 +1,4 @@
-"""``swiglu`` and its names for few bits, in PyTorch: results, gradients, shapes, and what PyTorch does with it."""
+"""Tests of ``swiglu`` and its functions for quantized weights, in PyTorch: results, gradients, shapes, and PyTorch features."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.trivial import trivial_answers
 each_variant = pytest.mark.parametrize("variant", pytorch_variants(SWIGLU))
 
 
-# Right answers
+# Correctness
 
 
 @each_variant
@@ -49,7 +49,7 @@ def test_results_of_quantized_operands(name, variant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["stacked", "fp8_rows", "every_code_in_weights", "nvfp4_swizzled"])
-def test_the_compiled_variant(name):
+def test_the_compiled_variant_is_correct(name):
     case = case_of(name)
     if reason := SWIGLU.get("compiled").why_not(SWIGLU.query(case, "cpu")):
         pytest.skip(reason)
@@ -57,16 +57,16 @@ def test_the_compiled_variant(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_thoughtless_answer_passes(name):
+def test_trivial_outputs_do_not_pass(name):
     from onelaunch.workbench.verify import Judge
 
     case = case_of(name)
-    if name != "one_of_everything":  # shifted by one, it is itself
+    if name != "one_of_everything":  # a single channel shifted by one is itself
         assert not trivial_answers(Judge().truth(SWIGLU, case))
 
 
 @pytest.mark.parametrize("more", [{}, {"format": "fp8"}, {"format": "fp8", "row_scales": True}])
-def test_the_wide_product_alone_is_right(more):
+def test_the_wide_product_alone_is_correct(more):
     case = SWIGLU.case("bfloat16", M=20, N=48, K=64, stacked=True, **more)
     assert judge_control(SWIGLU, case, "wide_gemm_alone").ok
 
@@ -75,12 +75,12 @@ def test_the_wide_product_alone_is_right(more):
     ("more", "message"),
     [({}, "w_up"), ({"stacked": True, "format": "nvfp4_weights"}, "w_gate")],
 )
-def test_the_wide_product_alone_says_what_it_does_not_take(more, message, prose):
+def test_the_wide_product_alone_refuses_unsupported_calls(more, message, prose):
     with prose.raises(ArgumentError, match=message):
         judge_control(SWIGLU, SWIGLU.case("bfloat16", M=4, N=16, K=64, **more), "wide_gemm_alone")
 
 
-def test_the_definition():
+def test_results_match_the_definition():
     given = made(M=5, N=16, K=48)
     x, w_gate, w_up = given.values()
     expected = F.silu(x @ w_gate.T) * (x @ w_up.T)
@@ -88,14 +88,14 @@ def test_the_definition():
     assert torch.allclose(swiglu(x, torch.cat([w_gate, w_up])), expected)
 
 
-def test_gradients_are_those_of_the_definition():
+def test_gradients_match_the_definition():
     given = {name: value.double().float().requires_grad_() for name, value in made().items()}
     (swiglu(**given) * torch.arange(16.0)).sum().backward()
     found = [value.grad for value in given.values()]
     again = {name: value.detach().double().requires_grad_() for name, value in given.items()}
     x, w_gate, w_up = again.values()
     (F.silu(x @ w_gate.T) * (x @ w_up.T) * torch.arange(16.0)).sum().backward()
-    for one, other in zip(found, again.values(), strict=True):  # sums of 32 products in float32, some of which cancel
+    for one, other in zip(found, again.values(), strict=True):  # tolerance: sums of 32 products in float32, some of which cancel
         assert torch.allclose(one.double(), other.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_definition():
 
 
 @pytest.mark.parametrize("lead", [(0,), (2, 3), (2, 0, 4), (1, 2, 3, 4)])
-def test_leading_dimensions_stay(lead):
+def test_leading_dimensions_are_kept(lead):
     given = made()
     x = torch.randn(*lead, 32)
     h = swiglu(x, given["w_gate"], given["w_up"])
@@ -113,7 +113,7 @@ def test_leading_dimensions_stay(lead):
         assert torch.equal(h.flatten(0, -2) if len(lead) > 1 else h, flat)
 
 
-def test_no_rows_are_an_empty_result_in_every_format():
+def test_no_rows_give_an_empty_result_in_every_format():
     for name, chosen in CASES.items():
         given = made(**{**chosen, "M": 0})
         h = SWIGLU(**given)
@@ -130,7 +130,7 @@ def test_any_strides():
     assert torch.allclose(swiglu(x, given["w_gate"], given["w_up"]), swiglu(x.contiguous(), given["w_gate"], given["w_up"]))
 
 
-def test_what_float16_cannot_hold_is_infinite_and_nan_stays():
+def test_overflow_in_float16_gives_infinity_and_nan_propagates():
     x, w_gate, w_up = torch.full((1, 16), 60.0), torch.full((16, 16), 10.0), torch.full((16, 16), 10.0)
     h = swiglu(x.half(), w_gate.half(), w_up.half())
     assert h.isposinf().all()
@@ -143,7 +143,7 @@ def test_what_float16_cannot_hold_is_infinite_and_nan_stays():
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
 def test_quantized_products_beyond_float16_still_make_finite_results(form):
-    """A gate of -100000 closes; its product is beyond float16, what is left of it is not."""
+    """A gate of -100000 closes. Its product overflows float16, but the result does not."""
     rows, weights = torch.full((2, 16), 250.0), torch.full((16, 16), 25.0)
     make = quantize_fp8 if form == "fp8" else quantize_nvfp4
     h = swiglu(make(rows), make(-weights), make(weights), out_dtype=torch.float16)
@@ -151,12 +151,12 @@ def test_quantized_products_beyond_float16_still_make_finite_results(form):
     assert not h.any()
 
 
-# Names for few bits
+# Functions for quantized weights
 
 
 @pytest.mark.parametrize("row_scales", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_swiglu_fp8_is_swiglu_of_its_matrices(row_scales, stacked):
+def test_swiglu_fp8_equals_swiglu_of_its_matrices(row_scales, stacked):
     given = made(dtype="bfloat16", format="fp8", row_scales=row_scales, stacked=stacked)
     x, gate, up = given["x"], given["w_gate"], given.get("w_up")
     parts = (x.values, gate.values, None if up is None else up.values)
@@ -165,14 +165,14 @@ def test_swiglu_fp8_is_swiglu_of_its_matrices(row_scales, stacked):
     assert swiglu_fp8(*parts, *scales, out_dtype=torch.float32).dtype == torch.float32
 
 
-def test_swiglu_nvfp4_is_swiglu_of_its_matrices():
+def test_swiglu_nvfp4_equals_swiglu_of_its_matrices():
     given = made(dtype="float16", format="nvfp4_weights")
     assert torch.equal(swiglu_nvfp4(**given), SWIGLU(**given))
     assert swiglu_nvfp4(given["x"][None], given["w_gate"], given["w_up"]).shape == (1, 6, 16)
 
 
 @pytest.mark.parametrize("swizzled", [False, True])
-def test_dual_gemm_nvfp4_is_swiglu_of_its_matrices(swizzled):
+def test_dual_gemm_nvfp4_equals_swiglu_of_its_matrices(swizzled):
     given = made(dtype="float16", format="nvfp4", swizzled_scales=swizzled)
     matrices = [given[name] for name in ("x", "w_gate", "w_up")]
     codes, scales = [each.codes for each in matrices], [each.scales for each in matrices]
@@ -183,13 +183,13 @@ def test_dual_gemm_nvfp4_is_swiglu_of_its_matrices(swizzled):
     alone = dual_gemm_nvfp4(*codes, *scales, swizzled=swizzled, out_dtype=torch.float32)
     decoded = [each.decode(torch.float64) for each in matrices]
     expected = F.silu(decoded[0] @ decoded[1].T) * (decoded[0] @ decoded[2].T)
-    assert torch.allclose(alone.double(), expected, rtol=1e-5)  # sums of 32 exact products in float32
+    assert torch.allclose(alone.double(), expected, rtol=1e-5)  # tolerance: sums of 32 exact products in float32
 
 
-# PyTorch
+# PyTorch features
 
 
-def test_autocast_lowers_plain_tensors():
+def test_autocast_casts_plain_tensors():
     given = made(grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         h = swiglu(**given)
@@ -200,7 +200,7 @@ def test_autocast_lowers_plain_tensors():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["odd_sizes", "stacked", "fp8_rows", "nvfp4_weights", "nvfp4_swizzled"])
-def test_it_compiles_without_a_break(name):
+def test_it_compiles_without_graph_breaks(name):
     given = SWIGLU.make_inputs(case_of(name), torch.device("cpu"), 0).arguments
     function = torch.compile(lambda **arguments: SWIGLU(**arguments), fullgraph=True, backend="aot_eager")
     assert torch.equal(function(**given), SWIGLU(**given))

@@ -1,4 +1,7 @@
-"""``swiglu`` by block-scaled matrix instructions: what the kernel reads and where, with an emulated product; what is refused."""
+"""Tests of ``swiglu`` by block-scaled matrix instructions: which codes and scales the kernel reads, and refused calls.
+
+The matrix instruction is emulated.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ SWIGLU = find_operation("swiglu")
 
 
 def decoded(codes: Any, scales: Any) -> Any:
-    """``[R, K]`` of packed codes ``[R, K / 2]`` and the bytes of scales ``[R, K / 16]``."""
+    """Decode packed codes ``[R, K / 2]`` and scale bytes ``[R, K / 16]`` to numbers ``[R, K]``."""
     values = np.array([*E2M1, *(-value for value in E2M1)], dtype=np.float32)
     pairs = np.stack((values[codes & 15], values[codes >> 4]), -1).reshape(codes.shape[0], -1)
     factors = torch.from_numpy(scales.astype(np.uint8)).view(torch.float8_e4m3fn).float().numpy()
@@ -29,7 +32,7 @@ def decoded(codes: Any, scales: Any) -> Any:
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """The product of block-scaled operands that Triton's interpreter lacks."""
+    """Emulate the block-scaled product, which Triton's interpreter lacks."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime.interpreter import TensorHandle
@@ -52,15 +55,15 @@ def test_the_kernel_reads_every_code_and_scale(M, N, K, swizzled, emulated):
     (expected,) = SWIGLU.reference(**{**arguments, "out_dtype": None})
     parts = [Matrix.of(arguments[name], swizzled=swizzled) for name in ("x", "w_gate", "w_up")]
     found, _ = blackwell.run_block_scaled(*parts, Wanted(torch.float32, swizzled, keep=False, constant_weights=False))
-    # sums of at most 512 products in float32
+    # tolerance: sums of at most 512 products in float32
     assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_it_is_never_chosen_before_it_has_run_on_hardware():
+def test_auto_does_not_choose_it_before_it_has_run_on_hardware():
     assert SWIGLU.get("block_scaled").capabilities.experimental
 
 
-def test_elsewhere_than_on_blackwell(prose):
+def test_without_a_blackwell_gpu_it_is_refused(prose):
     prose(SWIGLU.get("block_scaled").why_not(Query("swiglu", "cpu", torch.float16, (4, 16, 32), flags=("nvfp4",))))
 
 
@@ -68,7 +71,7 @@ def test_elsewhere_than_on_blackwell(prose):
     ("sizes", "flags"),
     [((4, 16, 32), ()), ((0, 16, 32), ("nvfp4",))],
 )
-def test_what_the_kernel_leaves_to_others(sizes, flags, monkeypatch, prose):
+def test_unsupported_calls_are_refused_with_the_reason(sizes, flags, monkeypatch, prose):
     monkeypatch.setattr(blackwell, "compute_capability", lambda device: 10)
     query = Query("swiglu", "cuda:0", torch.float16, sizes, flags=flags)
     prose(blackwell.needs_blackwell(query))

@@ -1,4 +1,4 @@
-"""What ``swiglu`` and its names for few bits refuse, by the names that the caller knows; and its dispatch key."""
+"""Tests of the arguments that ``swiglu`` and its functions for quantized weights refuse, and of the dispatch key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.prose import Prose
 
 @pytest.fixture
 def refused(prose: Prose) -> Callable[..., None]:
-    """A call that raises this error, whose message names this and is worded as recorded."""
+    """Expect a call to raise an error that names an argument and is worded as recorded."""
 
     def call(error: Any, named: str, function: Any = swiglu, /, *args: Any, **kwargs: Any) -> None:
         with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
@@ -65,7 +65,7 @@ def test_wrong_dtypes_are_named(refused):
     refused(DTypeError, "out_dtype", swiglu, rows, weights, weights, out_dtype=torch.float64)
 
 
-def test_operands_that_do_not_go_together_are_named(refused):
+def test_operands_that_do_not_match_are_named(refused):
     x, gate, up = made().values()
     known = r"^x is a torch\.Tensor and w_gate an Fp8Tensor; .*an Fp8Tensor with an Fp8Tensor"
     refused(ArgumentError, known, swiglu, x, quantize_fp8(gate))
@@ -76,7 +76,7 @@ def test_operands_that_do_not_go_together_are_named(refused):
 
 
 @pytest.mark.parametrize(("columns", "inner", "said"), [(16, 24, "^x has .*K that"), (24, 32, "^w_gate has .*N that")])
-def test_sizes_that_float8_units_do_not_take_are_named(columns, inner, said, refused):
+def test_sizes_unsupported_by_float8_units_are_named(columns, inner, said, refused):
     x, weight = quantize_fp8(torch.randn(4, inner)), quantize_fp8(torch.randn(columns, inner))
     refused(ShapeError, said, swiglu, x, weight, weight)
 
@@ -101,14 +101,14 @@ def test_no_variant_trains_quantized_operands(variant):
     assert SWIGLU.get(variant).why_not(query)
 
 
-def test_stacked_weights_with_swizzled_scales_part_between_atoms(refused):
+def test_stacked_weights_with_swizzled_scales_split_at_atoms(refused):
     x = quantize_nvfp4(torch.randn(4, 64), swizzled=True)
     refused(ShapeError, "w_gate", swiglu, x, quantize_nvfp4(torch.randn(64, 64), swizzled=True))
     both = quantize_nvfp4(torch.randn(256, 64))
     assert torch.equal(swiglu(x, both.swizzle()), swiglu(x, both.rows(0, 128), both.rows(128, 256)))
 
 
-def test_parts_are_named_as_the_caller_knows_them(refused):
+def test_errors_name_operands_as_the_caller_does(refused):
     given = made(dtype="float16", format="nvfp4")
     a, b1, b2 = (given[name].codes for name in ("x", "w_gate", "w_up"))
     sfa, sfb1, sfb2 = (given[name].scales for name in ("x", "w_gate", "w_up"))
@@ -126,7 +126,7 @@ def test_parts_are_named_as_the_caller_knows_them(refused):
     refused(ArgumentError, "up_scale", swiglu_fp8, *values, x.scale, w.scale)
 
 
-def test_a_case_of_an_unknown_format_says_which_there_are(refused):
+def test_a_case_of_an_unknown_format_lists_the_known_ones(refused):
     case = SWIGLU.case("float16", M=1, N=1, K=1, format="int4")
     refused(ArgumentError, "'int4'", SWIGLU.query, case, "cpu")
     assert isinstance(made(format="fp8")["x"], Fp8Tensor)
@@ -143,12 +143,12 @@ def test_a_case_of_an_unknown_format_says_which_there_are(refused):
         (DTypeError, "x", {"format": "nvfp4_weights", "dtype": "float32"}),
     ],
 )
-def test_a_case_is_refused_as_its_call_would_be(error, said, chosen, refused):
+def test_a_case_is_refused_like_its_call(error, said, chosen, refused):
     case = SWIGLU.case(**{"dtype": "float16", "M": 4, "N": 16, "K": 32, **chosen})
     refused(error, said, SWIGLU.query, case, "cpu")
 
 
-def test_names_for_few_bits_refuse_what_they_do_not_name(refused):
+def test_functions_for_quantized_weights_refuse_other_formats(refused):
     given = made(dtype="bfloat16")
     refused(ArgumentError, "w_gate", swiglu_nvfp4, **given)
     weight = quantize_nvfp4(torch.randn(16, 32))
@@ -157,7 +157,7 @@ def test_names_for_few_bits_refuse_what_they_do_not_name(refused):
         assert swiglu_nvfp4(torch.randn(4, 32), weight, weight).dtype == torch.bfloat16
 
 
-def test_parts_of_the_oracles_width_are_for_the_oracle_alone(refused):
+def test_float64_parts_are_accepted_only_by_the_oracle(refused):
     weight = quantize_fp8(torch.randn(16, 32))
     refused(
         DTypeError,
@@ -170,7 +170,7 @@ def test_parts_of_the_oracles_width_are_for_the_oracle_alone(refused):
     refused(DTypeError, "w_gate", swiglu, torch.randn(4, 32).half(), four)
 
 
-def test_the_query_of_a_case_is_that_of_its_call():
+def test_a_case_and_its_call_have_the_same_query():
     for name in CASES:
         case = case_of(name)
         given = SWIGLU.make_inputs(case, torch.device("cpu"), 0).arguments
@@ -189,14 +189,14 @@ def test_constant_weights_change_no_result(form):
 
 
 @pytest.mark.parametrize("word", [1, None, "yes", torch.ones((), dtype=torch.bool)])
-def test_a_promise_is_true_or_false(word, prose):
+def test_constant_weights_must_be_a_bool(word, prose):
     x, w_gate = torch.randn(3, 64), torch.randn(32, 64)
     with prose.raises(ArgumentError, match="constant_weights"):
         swiglu(x, w_gate, constant_weights=word)
 
 
 @pytest.mark.parametrize("promised", [True, False])
-def test_every_name_hands_on_that_weights_are_constant(promised, monkeypatch):
+def test_every_function_passes_on_that_weights_are_constant(promised, monkeypatch):
     heard = []
     monkeypatch.setattr(SWIGLU.get("eager"), "run", lambda call: heard.append(call.constant_weights) or (torch.empty(16, 32),))
     x, w_gate, w_up = (torch.randn(rows, 64, dtype=torch.bfloat16) for rows in (16, 32, 32))

@@ -1,11 +1,11 @@
-"""What ``swiglu`` must compute and move, and what its variants add."""
+"""Tests of the cost of ``swiglu``: the minimum of bytes and FLOPs, and what its variants add."""
 
 from __future__ import annotations
 
 from tests.ops.swiglu_cases import SWIGLU
 
 
-def test_the_least_bytes_and_products():
+def test_minimal_bytes_and_flops():
     dense = SWIGLU.case("bfloat16", M=512, N=4096, K=7168)
     assert SWIGLU.cost(dense).flops == 4 * 512 * 4096 * 7168
     assert SWIGLU.cost(dense).bytes == 2 * (512 * 7168 + 2 * 4096 * 7168 + 512 * 4096)
@@ -16,7 +16,7 @@ def test_the_least_bytes_and_products():
     assert SWIGLU.cost(both).bytes == (512 + 2 * 4096) * 7168 * 9 // 16 + 3 * 4 + 2 * 512 * 4096
 
 
-def test_variants_add_what_their_launches_hand_on():
+def test_variants_add_intermediate_results_between_launches():
     case = SWIGLU.case("bfloat16", M=512, N=4096, K=7168)
     result, x = 2 * 512 * 4096, 2 * 512 * 7168
     added = {"eager": 4 * result + x, "three_node": 4 * result + x, "wide": 4 * result, "two_node": 2 * result + x, "fused": 0}

@@ -1,4 +1,4 @@
-"""``swiglu`` in one launch on Hopper GPUs: what is refused, and results on a GPU."""
+"""Tests of ``swiglu`` in one launch on Hopper GPUs: refused calls, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_variant_for_hopper_is_tested_here():
     ]
 
 
-# What is refused
+# Calls that are refused
 
 
 def query(M=4, N=64, K=512, dtype=torch.bfloat16, grad=False, flags=()):
@@ -55,16 +55,16 @@ def query(M=4, N=64, K=512, dtype=torch.bfloat16, grad=False, flags=()):
         {"M": 2**31 - 1, "N": 8, "K": 8},
     ],
 )
-def test_what_the_kernel_leaves_to_others(given, prose):
+def test_unsupported_calls_are_refused_with_the_reason(given, prose):
     prose(hopper.sixteen_bits_or_fewer(query(**given)))
 
 
 @pytest.mark.parametrize("given", [{}, {"flags": ["fp8", "row_scales"]}, {"flags": ["nvfp4_weights"]}])
-def test_what_the_kernel_takes(given):
+def test_supported_calls(given):
     assert hopper.sixteen_bits_or_fewer(query(**given)) is None
 
 
-def test_many_rows_are_not_for_small_m(prose):
+def test_the_small_m_variant_refuses_many_rows(prose):
     assert hopper.few_rows(query(M=128)) is None
     prose(hopper.few_rows(query(M=129)))
 
@@ -79,30 +79,30 @@ def test_many_rows_are_not_for_small_m(prose):
         ({"M": 64, "flags": ["fp8"]}, "small_m"),
     ],
 )
-def test_the_first_choice_where_nothing_was_measured(given, first):
+def test_the_preferred_variant_without_measurements(given, first):
     assert SWIGLU.preference(query(**given))[0] == first
 
 
-def test_float8_elsewhere_takes_units_for_it_before_plain_pytorch():
+def test_float8_on_other_gpus_prefers_float8_units_to_plain_pytorch():
     order = SWIGLU.preference(query(flags=["fp8"]))
     assert order.index("wide") < order.index("three_node") < order.index("eager")
 
 
 @each_variant
-def test_elsewhere_than_on_hopper(variant, prose):
+def test_without_a_hopper_gpu_it_is_refused(variant, prose):
     case = SWIGLU.case("bfloat16", M=4, N=64, K=64)
     prose(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("columns", [8, 96, 256])
-def test_an_instruction_names_a_register_for_every_sum(dtype, columns):
+def test_a_wgmma_instruction_names_a_register_per_accumulator(dtype, columns):
     text = wgmma_header(dtype, [columns])
     assert text.count('"+f"(d[') == columns // 2
     assert f"n{columns}k{32 // dtype.itemsize}." in text
 
 
-# On a GPU
+# Results on a GPU
 
 DENSE: dict[str, dict[str, Any]] = {
     "one_row": {"dtype": "bfloat16", "M": 1, "N": 48, "K": 64},
@@ -142,7 +142,7 @@ def made(device, **given: Any) -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("variant", "name"), TAKEN)
-def test_results(variant, name, device):
+def test_results_are_correct(variant, name, device):
     case = SWIGLU.case(name=name, **CASES[name])
     directions = BOTH if "format" not in CASES[name] else BOTH[:1]
     assert_ok(judge(SWIGLU, case, variant=variant, device=device, directions=directions), SWIGLU, case, variant)
@@ -151,7 +151,7 @@ def test_results(variant, name, device):
 @pytest.mark.gpu
 @each_variant
 @pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
-def test_weights_in_the_other_order(form, variant, device):
+def test_weights_in_the_opposite_memory_order(form, variant, device):
     arguments = made(device, format=form)
     gate, up = arguments["w_gate"], arguments["w_up"]
     swapped = copied_behind(gate, up)
@@ -159,7 +159,7 @@ def test_weights_in_the_other_order(form, variant, device):
 
 
 def copied_behind(gate, up):
-    """Both weights again, with the gate's memory behind that of up; block scales keep their order."""
+    """Copy both weights so that the gate lies after up in memory. Block scales keep their order."""
     if isinstance(gate, NVFP4Tensor):
         codes = torch.stack((up.codes, gate.codes))
         return {
@@ -175,14 +175,14 @@ def copied_behind(gate, up):
 
 @pytest.fixture
 def replanned(monkeypatch):
-    """Plans are made anew, by what a test puts into their place, and are not kept after it."""
+    """Discard cached launch plans before and after a test that replaces how plans are made."""
     launch_hopper.plan_of.cache_clear()
     yield lambda name, function: monkeypatch.setattr(launch_hopper, name, function)
     launch_hopper.plan_of.cache_clear()
 
 
 def shared_by(runs):
-    """A cut of all work into so many runs, which end in the middle of tiles."""
+    """Return a function that splits all work into so many stream-K work units, which end in the middle of tiles."""
 
     def cut(config, shape, *_):
         rows, columns, channels = shape
@@ -197,14 +197,16 @@ def shared_by(runs):
 @pytest.mark.parametrize("runs", [7, 40, 100, 132])
 @pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
 @pytest.mark.parametrize("way", ["stream_k", "small_m"])
-def test_tiles_that_any_runs_share(way, form, runs, device, replanned):
-    """Runs that end in the middle of tiles, leave sums, and collect others; again and again, in graphs too."""
+def test_tiles_shared_by_any_stream_k_units(way, form, runs, device, replanned):
+    """Work units end within tiles, leave partial sums and reduce others, repeatedly and in CUDA graphs."""
     arguments = made(device, M=40, N=528, K=9 * 1024, format=form)
     expected = swiglu(**arguments, variant="eager").float()
 
     replanned("cut_of", shared_by(runs))
     first = swiglu(**arguments, variant=way)
-    assert (first.float() - expected).norm() / expected.norm() < 5e-3  # roundings to 16 bits, and what float8 units cut off
+    assert (
+        first.float() - expected
+    ).norm() / expected.norm() < 5e-3  # tolerance: rounding to 16 bits, and truncation in float8 units
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = [swiglu(**arguments, variant=way) for _ in range(2)]
@@ -214,25 +216,25 @@ def test_tiles_that_any_runs_share(way, form, runs, device, replanned):
 
 
 PAIRS: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
-    ((64, 64, 1, 1), {"M": 29, "N": 200, "K": 136}),  # all rows are the first program's
+    ((64, 64, 1, 1), {"M": 29, "N": 200, "K": 136}),  # all rows belong to the first CTA
     ((64, 64, 1, 1), {"M": 300, "N": 328, "K": 520, "dtype": "float16", "stacked": True}),
     ((64, 64, 2, 1), {"M": 61, "N": 136, "K": 1160}),
     ((128, 96, 1, 1), {"M": 250, "N": 312, "K": 264}),
     ((256, 64, 1, 1), {"M": 384, "N": 64, "K": 128}),
-    ((16, 64, 1, 1), {"M": 5, "N": 8, "K": 72}),  # one step for each
-    ((32, 64, 1, 1), {"M": 20, "N": 48, "K": 64}),  # one step: the first program has none
+    ((16, 64, 1, 1), {"M": 5, "N": 8, "K": 72}),  # one k-block for each CTA
+    ((32, 64, 1, 1), {"M": 20, "N": 48, "K": 64}),  # one k-block: the first CTA has none
     ((64, 64, 1, 1), {"M": 60, "N": 144, "K": 1040, "format": "fp8", "row_scales": True}),
     ((64, 64, 1, 2), {"M": 50, "N": 200, "K": 1152, "format": "nvfp4_weights", "codes": "full"}),
     ((64, 64, 2, 2), {"M": 64, "N": 72, "K": 384, "format": "nvfp4_weights", "codes": "full"}),
     ((128, 64, 1, 1), {"M": 141, "N": 136, "K": 320, "format": "nvfp4_weights", "codes": "full"}),
     ((64, 96, 1, 2), {"M": 64, "N": 200, "K": 256, "dtype": "float16", "format": "nvfp4_weights"}),
 ]
-"""Rows, columns, split and chunks of tiles of which two CTAs of a cluster have half of the k-blocks each."""
+"""Rows, columns, split and chunks of tiles whose k-blocks two CTAs of a cluster divide between them."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tiles", "given"), PAIRS)
-def test_pairs_of_programs(tiles, given, device, monkeypatch):
+def test_pairs_of_ctas(tiles, given, device, monkeypatch):
     case = SWIGLU.case(name="pairs", **{"dtype": "bfloat16", **given})
     rows, columns, split, chunks = tiles
 
@@ -255,8 +257,8 @@ def test_pairs_of_programs(tiles, given, device, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("form", ["dense", "nvfp4_weights"])
-def test_pytorchs_default_dtype_changes_nothing(form, dtype, device, replanned):
-    """Sums that programs leave for each other are float32, and so is a scale that is not given."""
+def test_pytorchs_default_dtype_does_not_matter(form, dtype, device, replanned):
+    """Partial sums that CTAs exchange are float32, and so is a scale that is not given."""
     arguments = made(device, M=40, N=528, K=9 * 1024, format=form)
     if form != "dense":
         arguments["w_up"] = NVFP4Tensor(arguments["w_up"].codes, arguments["w_up"].scales)
@@ -295,19 +297,19 @@ def test_equal_to_the_last_bit_beside_other_work_and_in_graphs(form, variant, de
 @pytest.mark.gpu
 @each_variant
 @pytest.mark.parametrize("per_row", ["x", "w_gate", "w_up"])
-def test_scales_of_rows_beside_one_scale(per_row, variant, device):
+def test_row_scales_combined_with_one_tensor_scale(per_row, variant, device):
     matrices = {"x": (24, 1040), "w_gate": (208, 1040), "w_up": (208, 1040)}
     given = {
         name: quantize_fp8(torch.randn(shape, device=device) / shape[1] ** 0.25, per_row=name == per_row)
         for name, shape in matrices.items()
     }
     found, expected = (swiglu(**given, variant=name).float() for name in (variant, "eager"))
-    assert (found - expected).norm() / expected.norm() < 5e-3  # roundings to bfloat16, and what float8 units cut off
+    assert (found - expected).norm() / expected.norm() < 5e-3  # tolerance: rounding to bfloat16, and truncation in float8 units
 
 
 @pytest.mark.gpu
 @each_variant
-def test_nan_stays_where_it_was_and_infinity_is_one(variant, device):
+def test_nan_stays_in_its_row_and_infinity_propagates(variant, device):
     arguments = made(device)
     x, w_up = arguments["x"].clone(), arguments["w_up"].clone()
     x[3, 5] = torch.nan
@@ -323,7 +325,7 @@ def test_nan_stays_where_it_was_and_infinity_is_one(variant, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_nan_scale_of_a_block_shows(variant, device):
+def test_a_nan_block_scale_propagates(variant, device):
     arguments = made(device, format="nvfp4_weights")
     gate = arguments["w_gate"]
     scales = gate.scales.clone()
@@ -343,7 +345,9 @@ def test_kept_products(device):
         h, both = launch_hopper.dual_gemm(config, x, (gate, up), None, None, keep=True)
         assert torch.equal(h, swiglu(x, gate, up, variant=variant))
         expected = torch.cat((x @ gate.T, x @ up.T), 1)
-        assert torch.allclose(both, expected, rtol=1e-2, atol=1e-2)  # both rounded to bfloat16, sums in another order
+        assert torch.allclose(
+            both, expected, rtol=1e-2, atol=1e-2
+        )  # tolerance: both are rounded to bfloat16, and sums are in another order
 
 
 @pytest.mark.gpu
@@ -351,7 +355,7 @@ def test_kept_products(device):
 @pytest.mark.parametrize("form", ["dense", "fp8", "nvfp4_weights"])
 @pytest.mark.parametrize("rows", [1, 20, 64, 100])
 def test_constant_weights(rows, form, early, device, replanned):
-    """Read beside the end of earlier launches, whose results are x: where that is thought to pay, and where it is not."""
+    """Weights are read while earlier launches run, whose results are x. One case expects that to pay off, another does not."""
     replanned("reads_early", lambda *_: early)
     arguments = made(device, M=rows, N=1024, K=1024, format=form)
     expected = {variant: swiglu(**arguments, variant=variant) for variant in ("stream_k", "small_m")}
@@ -380,7 +384,7 @@ def test_constant_weights(rows, form, early, device, replanned):
 @pytest.mark.parametrize("form", ["dense", "nvfp4_weights"])
 @pytest.mark.parametrize("rows", [1, 32, 100, 300])
 def test_many_launches_that_overlap(rows, form, device):
-    """Launches begin beside the end of those before them, whose results they need and whose words they share."""
+    """Launches begin while earlier ones end. They need the earlier results and share workspace words with them."""
     arguments = made(device, M=rows, N=512, K=512, format=form)
     weights = {name: arguments[name] for name in ("w_gate", "w_up")}
     variants = ["persistent", "stream_k", *(["small_m"] if rows <= hopper.FEW else [])]

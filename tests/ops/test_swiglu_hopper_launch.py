@@ -1,4 +1,4 @@
-"""Launches of the Hopper matrix product for ``swiglu``: weights where they lie, and everything else of a call."""
+"""Tests of launches of the Hopper matrix product for ``swiglu``: tensor maps of weights in place, and all other arguments."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from onelaunch.ops.swiglu.launch_hopper import together
 SWIGLU = find_operation("swiglu")
 VARIANTS = ("persistent", "stream_k", "small_m")
 
-# How weights are described
+# Tensor maps of weights
 
 
 def value_at(matrices, channel, row, which, group):
-    """What the copy engine would read, by the address."""
+    """Return the element that TMA would read, computed from its address."""
     strides = (matrices.dtype.itemsize, *matrices.strides)
     at = matrices.address + sum(index * stride for index, stride in zip((channel, row, which, group), strides, strict=True))
     return ctypes.c_int32.from_address(at).value
 
 
 @pytest.mark.parametrize("kind", ["stacked", "apart", "behind", "the_same", "other_strides", "column_major"])
-def test_two_weights_are_one_tensor(kind):
+def test_two_weights_are_described_as_one_tensor(kind):
     both = torch.arange(2 * 24 * 32, dtype=torch.int32).reshape(48, 32)
     first, second = {
         "stacked": (both[:24], both[24:]),
@@ -53,18 +53,21 @@ def test_two_weights_are_one_tensor(kind):
         assert value_at(matrices, channel, row, which, group) == order[which][8 * group + row, channel].item()
 
 
-def test_weights_that_lie_right_are_not_copied():
+def test_weights_in_a_supported_layout_are_not_copied():
     both = torch.zeros(48, 32)
     assert together(both[:24], both[24:]).address == both.data_ptr()
     assert together(both[24:], both[:24]).flipped
 
 
-# What a launch is handed
+# Arguments of a launch
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
+    """Record launches of the kernel without a GPU.
+
+    Arguments are packed as in a launch, and tensor maps are checked by TMA's rules.
+    """
     calls, (layout, _) = [], _layout(launch_hopper.KINDS)
 
     def launch(grid, *arguments):
@@ -107,7 +110,7 @@ def test_a_call_becomes_one_launch(form, stacked, promised, variant, launched):
     ((grid, numbers),) = launched
     assert (numbers["M"], numbers["N"], numbers["K"]) == (20, 1024, 512)
     assert (numbers["x_scales"], numbers["w_scales"]) == (form == "fp8",) * 2
-    assert numbers["early"] == promised  # few rows, and few steps
+    assert numbers["early"] == promised  # few rows, and few k-blocks
     assert 0 < grid[0] <= 132
 
 

@@ -1,4 +1,4 @@
-"""Work of the Hopper matrix product for ``swiglu``: tiles that fit, cuts that leave nothing undone, plans of launches."""
+"""Tests of the schedules of the Hopper matrix product for ``swiglu``: tiles, stream-K work units, and plans of launches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def begin(cut, run):
 
 
 def items(cut, run, steps):
-    """The pieces of tiles of a run, as the kernel walks them: tile, first step, last step."""
+    """Return the pieces of tiles in a stream-K work unit, as the kernel visits them: tile, first k-block, last k-block."""
     unit, end = begin(cut, run), begin(cut, run + 1)
     while unit < end:
         tile, first = divmod(unit, steps)
@@ -46,7 +46,7 @@ def items(cut, run, steps):
 
 
 def waits_for(cut, run, tile, steps):
-    """The runs whose sums the one that began a tile adds."""
+    """Return the work units whose partial sums the owner of a tile's first k-block adds."""
     later = run + 1
     while begin(cut, later) < (tile + 1) * steps:
         yield later
@@ -54,13 +54,13 @@ def waits_for(cut, run, tile, steps):
 
 
 @given(st.integers(1, 400), st.integers(1, 130), st.integers(1, 148), st.sampled_from([0.0, 1.0, 10.0]))
-def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles, steps, processors, sharing):
+def test_every_k_block_is_done_once_and_every_partial_sum_is_used(tiles, steps, processors, sharing):
     cut = cut_for(tiles, steps, processors, 0.5, sharing)
     assert cut.units <= processors
     done, left, added = set(), [], []
     for run in range(cut.units):
         pieces = list(items(cut, run, steps))
-        assert pieces  # a program without work would never be heard of
+        assert pieces  # a CTA without work would never signal its end
         for tile, first, last in pieces:
             done |= {(tile, step) for step in range(first, last)}
             if first > 0:
@@ -68,7 +68,9 @@ def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles
             elif last < steps:
                 added += waits_for(cut, run, tile, steps)
     assert len(done) == tiles * steps == begin(cut, cut.units)
-    assert sorted(left) == sorted(added)  # each leaves sums once, and somebody takes them: words are zero again
+    assert sorted(left) == sorted(
+        added
+    )  # each unit leaves partial sums once and another takes them, so that flags are zero again
     assert len(set(left)) == len(left)
     assert not left or cut.shares
 
@@ -78,13 +80,13 @@ def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles
     [
         (tiles_of(256), (512, 4096, 7168), 128, False),  # one wave that fills the chip
         (tiles_of(8, 32, 3), (1, 12288, 4096), 128, False),  # three whole tiles each
-        (tiles_of(256), (256, 4096, 7168), 128, True),  # two for each tile
+        (tiles_of(256), (256, 4096, 7168), 128, True),  # two CTAs for each tile
         (tiles_of(256), (512, 3072, 7168), 132, True),  # a long wave that would idle a quarter
         (tiles_of(8, 32, 3), (1, 3072, 1024), 96, False),  # a short one that does not pay
-        (nvfp4_tiles(8, 64, 2, chunks=4), (1, 4096, 7168), 128, True),  # steps of four times as many channels
+        (nvfp4_tiles(8, 64, 2, chunks=4), (1, 4096, 7168), 128, True),  # k-blocks of four times as many channels
     ],
 )
-def test_cuts_of_well_known_shapes(tiles, shape, runs, shares):
+def test_work_units_of_well_known_shapes(tiles, shape, runs, shares):
     cut = cut_of(tiles, shape, 132)
     assert (cut.units, cut.shares) == (runs, shares)
 
@@ -93,7 +95,7 @@ def test_cuts_of_well_known_shapes(tiles, shape, runs, shares):
     ("shape", "rows", "columns"),
     [
         ((512, 4096, 7168), 256, 64),  # the most reuse, and one wave
-        ((512, 3072, 7168), 128, 96),  # as many programs as the chip has processors
+        ((512, 3072, 7168), 128, 96),  # as many CTAs as the GPU has SMs
         ((256, 4096, 7168), 128, 64),
         ((8192, 4096, 7168), 256, 64),
     ],
@@ -114,7 +116,7 @@ def test_tiles_of_well_known_shapes(variant, shape, rows, columns):
         ((100, 4096, 320), True, nvfp4_tiles(128, 64, 1, chunks=1)),
     ],
 )
-def test_two_programs_share_tiles_that_fill_the_chip_so(variant, shape, nvfp4, tiles):
+def test_two_ctas_share_tiles_if_that_fills_the_gpu(variant, shape, nvfp4, tiles):
     formats = NVFP4 if nvfp4 else BFLOAT16
     assert configuration(variant, shape, formats, 132) == replace(tiles, schedule="split_k_cluster")
     assert configuration("persistent", shape, formats, 132).schedule == "persistent"
@@ -126,14 +128,14 @@ def test_two_programs_share_tiles_that_fill_the_chip_so(variant, shape, nvfp4, t
         ((256, 3072, 4096), torch.bfloat16, False, "split_k_cluster"),
         ((256, 4096, 7168), torch.bfloat16, True, "split_k_cluster"),
         ((256, 3072, 4096), torch.float8_e4m3fn, False, "stream_k"),  # slower
-        ((256, 4096, 7168), torch.bfloat16, False, "stream_k"),  # more programs than processors
+        ((256, 4096, 7168), torch.bfloat16, False, "stream_k"),  # more CTAs than SMs
         ((128, 12288, 4096), torch.bfloat16, False, "stream_k"),
         ((128, 1024, 4096), torch.bfloat16, False, "stream_k"),  # too few
         ((64, 4096, 7168), torch.bfloat16, False, "stream_k"),
         ((257, 3072, 4096), torch.bfloat16, False, "stream_k"),
     ],
 )
-def test_who_shares_tiles(shape, element, nvfp4, schedule):
+def test_schedules_of_well_known_shapes(shape, element, nvfp4, schedule):
     assert configuration("stream_k", shape, Formats(element, torch.bfloat16, nvfp4), 132).schedule == schedule
 
 
@@ -143,30 +145,30 @@ def test_who_shares_tiles(shape, element, nvfp4, schedule):
         (tiles_of(8, 32, 3), (1, 4096, 7168), True),
         (tiles_of(64, 32, 2), (64, 12288, 4096), True),
         (tiles_of(128, 32, 2), (65, 4096, 7168), False),
-        (nvfp4_tiles(8, 32, 4, chunks=4), (1, 3072, 1024), True),  # four steps
+        (nvfp4_tiles(8, 32, 4, chunks=4), (1, 3072, 1024), True),  # four k-blocks
         (nvfp4_tiles(8, 32, 4, chunks=4), (1, 3072, 3072), True),  # as many as there are stages
         (nvfp4_tiles(8, 32, 4, chunks=4), (1, 3072, 3328), False),
     ],
 )
-def test_when_weights_are_read_early(tiles, shape, early):
+def test_conditions_for_reading_weights_early(tiles, shape, early):
     assert reads_early(tiles, cut_of(tiles, shape, 132), shape[0]) is early
 
 
 @pytest.mark.parametrize(
     ("tiles", "schedule", "shape", "expected"),
     [
-        # whole tiles by a counter, of two words
+        # whole tiles, distributed by a counter of two words
         (
             tiles_of(256),
             "persistent",
             (8192, 4096, 7168),
             {"units": 132, "sums": 0, "words": 1, "numbers": (8192, 4096, 7168, 0, 0, 112)},
         ),
-        # two programs for each tile, which leave each other nothing in memory
+        # two CTAs of a cluster per tile, which exchange nothing through global memory
         (tiles_of(128), "split_k_cluster", (128, 4096, 7168), {"units": 128, "sums": 0, "words": 0, "result_rows": 64}),
-        # a tile for each program
+        # one tile per CTA
         (tiles_of(8, 32, 3), "stream_k", (1, 4096, 7168), {"units": 128, "sums": 0, "words": 0, "weight_box": (64, 8, 2, 4)}),
-        # runs that end within tiles leave all sums of one, and a word each
+        # work units that end within tiles leave one tile's partial sums and one flag each
         (tiles_of(256), "stream_k", (512, 3072, 7168), {"units": 132, "sums": 132 * 256 * 64 * 2, "words": 66, "early": False}),
         (
             nvfp4_tiles(8, 32, 4, chunks=4),
@@ -197,7 +199,7 @@ def test_tiles_fit(rows, nvfp4, channels):
         assert tiles.b_rows >= min(rows, 64)
         assert tiles.threads in (384, 512, 640)
         assert tiles.stages >= 2
-        assert tiles.stages % tiles.split == 0  # else a barrier's parity could mean another round
+        assert tiles.stages % tiles.split == 0  # otherwise a barrier's parity could be that of another round
         assert tiles.shared_bytes <= LARGEST_SHARED
         if nvfp4:
             assert channels % tiles.k_block == 0  # block scales are not padded

@@ -1,4 +1,4 @@
-"""Kernels of ``swiglu`` in Triton: results and gradients, exact decoding, layouts, and what they leave to others."""
+"""Tests of the Triton kernels of ``swiglu``: results, gradients, exact decoding, layouts, and calls that they refuse."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from tests.ops.cases import (
 from tests.ops.swiglu_cases import CASES, DENSE, LARGE, QUANTIZED, SWIGLU, case_of, made
 
 RUNS = {"three_node": (False, True), "wide": (True,), "two_node": (False, True), "fused": (False, True)}
-"""Our own kernels, with separate and with stacked weights."""
+"""Variants with kernels of our own, and whether they take stacked weights."""
 
 FORMS = [(name, stacked) for name, forms in RUNS.items() for stacked in forms]
 
 each_own = pytest.mark.parametrize(("variant", "stacked"), FORMS)
 
 TAKEN = [*DENSE, "fp8", "fp8_rows_bfloat16"]
-"""Cases that PyTorch's products take."""
+"""Cases that PyTorch's matrix products support."""
 
 INTERPRETED = ["one_of_everything", "odd_sizes", "float32", "fp8", "fp8_rows_bfloat16"]
-"""Of these, those that the interpreter computes rightly, whatever multiplies."""
+"""Cases of these that the interpreter computes correctly, whichever function multiplies."""
 
 
 def stacked_case(name: str, stacked: bool):
-    """A case with separate or with stacked weights; swizzled scales part between whole atoms."""
+    """Return a case with separate or stacked weights. Swizzled scales are split at whole atoms."""
     chosen = {**(CASES | LARGE)[name], "stacked": stacked}
     if stacked and chosen.get("swizzled_scales"):
         chosen["N"] = 128
@@ -51,16 +51,16 @@ def stacked_case(name: str, stacked: bool):
 
 
 def runs(fused_cases: list[str], other_cases: list[str]):
-    """Variant, stacked, name: every case with the variants that take it."""
+    """Return variant, stacked and case name, for every case and the variants that support it."""
     cells = [(*form, name) for form in FORMS for name in (fused_cases if form[0] == "fused" else other_cases)]
     return pytest.mark.parametrize(("variant", "stacked", "name"), cells)
 
 
 @pytest.mark.interpret
 @runs([*INTERPRETED, *(name for name, chosen in QUANTIZED.items() if name not in INTERPRETED)], INTERPRETED)
-def test_kernels_give_right_results_and_gradients(variant, stacked, name):
+def test_results_and_gradients_are_correct(variant, stacked, name):
     case = stacked_case(name, stacked)
-    if CASES[name].get("format") == "nvfp4_weights":  # the interpreter's products of bfloat16 are wrong
+    if CASES[name].get("format") == "nvfp4_weights":  # the interpreter's bfloat16 products are wrong
         case = dataclasses.replace(case, dtype=torch.float16)
     assert_one_call_correct(SWIGLU, case, variant, "forward_backward" if name in DENSE else "forward")
 
@@ -85,7 +85,7 @@ def test_products_of_other_sizes(variant, sizes):
 @pytest.mark.interpret
 @pytest.mark.parametrize("asking", [("x",), ("w_gate",), ("w_up",), ("x", "w_up")])
 @pytest.mark.parametrize("variant", ["two_node", "fused"])
-def test_gradients_of_some_of_the_operands(variant, asking):
+def test_gradients_of_a_subset_of_the_operands(variant, asking):
     given = made()
     found, expected = {}, {}
     for chosen, gradients in ((variant, found), ("eager", expected)):
@@ -98,7 +98,7 @@ def test_gradients_of_some_of_the_operands(variant, asking):
 @pytest.mark.interpret
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
 def test_every_float8_number_is_decoded_exactly(out_dtype):
-    """A row for each number, behind a gate of 64."""
+    """Each row holds one number, multiplied by a gate of 64."""
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     x = torch.zeros(256, 32).to(torch.float8_e4m3fn)
     x[:, 0], x[:, 1] = every, torch.ones(()).to(torch.float8_e4m3fn)
@@ -107,14 +107,14 @@ def test_every_float8_number_is_decoded_exactly(out_dtype):
     given = [Fp8Tensor(each.to(torch.float8_e4m3fn), torch.ones(())) for each in (x, gate, up)]
     h = swiglu(*given, out_dtype=out_dtype, variant="fused")
     expected = 64.0 * every.float()[:, None].expand(256, 16)  # silu(64) is 64
-    # to the last bit; the two NaN among them are equal to nothing
+    # bitwise; the two NaN among them are equal to nothing
     assert torch.allclose(h.float(), expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("form", ["nvfp4", "nvfp4_weights"])
 def test_every_code_times_every_scale_is_decoded_exactly(form):
-    """NaN and zeros of either sign included: column n of up has scale n, and row m of x picks its channel m."""
+    """NaN and zeros of either sign are included. Column n of up has scale n, and row m of x selects its channel m."""
     bytes_ = torch.arange(256, dtype=torch.uint8)
     codes = (torch.arange(8) * 2 + (torch.arange(8) * 2 + 1) * 16).to(torch.uint8)  # 0 to 15
     up = NVFP4Tensor(codes.expand(256, 8), bytes_[:, None].view(torch.float8_e4m3fn))
@@ -154,8 +154,8 @@ def test_operands_of_any_strides(variant):
 
 
 @pytest.mark.interpret
-def test_rows_in_16_bits_beside_nvfp4_of_any_strides():
-    """They are read as words of two channels, which odd strides and offsets do not allow."""
+def test_16_bit_rows_of_any_strides_with_nvfp4_weights():
+    """Rows are read as 32-bit words of two channels, which odd strides and offsets do not allow."""
     given = made(M=5, dtype="float16", format="nvfp4_weights")
     expected = SWIGLU(**given, variant="fused")
     for room in ((0, 3), (1, 1), (3, 2)):
@@ -165,7 +165,7 @@ def test_rows_in_16_bits_beside_nvfp4_of_any_strides():
 
 
 @pytest.mark.interpret
-def test_scales_that_are_swizzled_in_some_operands_alone():
+def test_scales_swizzled_in_only_some_operands():
     given = made(M=5, dtype="float16", format="nvfp4")
     expected = SWIGLU(**given, variant="fused")
     for name in given.keys() - {"out_dtype"}:
@@ -175,18 +175,20 @@ def test_scales_that_are_swizzled_in_some_operands_alone():
 @pytest.mark.interpret
 @pytest.mark.parametrize("per_row", ["x", "gate", "up"])
 @pytest.mark.parametrize("variant", ["two_node", "fused"])
-def test_scales_of_rows_beside_one_scale(variant, per_row):
+def test_row_scales_combined_with_one_tensor_scale(variant, per_row):
     matrices = {"x": torch.randn(6, 32), "gate": torch.randn(16, 32), "up": torch.randn(16, 32)}
     given = [quantize_fp8(matrix, per_row=name == per_row) for name, matrix in matrices.items()]
     expected = swiglu(*given, out_dtype=torch.bfloat16)
-    assert_near({"h": swiglu(*given, variant=variant)}, {"h": expected}, 2**-7)  # two roundings of bfloat16 more or less
+    assert_near(
+        {"h": swiglu(*given, variant=variant)}, {"h": expected}, 2**-7
+    )  # tolerance: two roundings to bfloat16 more or less
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("kernel", ["two_node", "fused"])
-def test_the_operator_keeps_pytorchs_rules(kernel, keep, stacked):
+def test_the_operator_passes_opcheck(kernel, keep, stacked):
     given = made(grad=keep, M=3, stacked=stacked)
     weights = (given["w_gate"], given.get("w_up"))
     forward = torch.ops.onelaunch.swiglu_forward.default
@@ -198,7 +200,7 @@ def test_the_operator_keeps_pytorchs_rules(kernel, keep, stacked):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", ["two_node", "fused"])
-def test_one_graph_serves_other_numbers_of_rows(variant):
+def test_one_graph_supports_other_numbers_of_rows(variant):
     rest = (*(None,) * 6, torch.float32, False, True, False, variant)
 
     def forward(x, gate, up):
@@ -233,7 +235,7 @@ def test_results_on_the_meta_device_have_their_shapes(variant, keep):
     ("variant", "name"),
     [("two_node", "odd_sizes"), ("two_node", "fp8"), ("fused", "odd_sizes"), ("fused", "fp8"), ("fused", "nvfp4_swizzled")],
 )
-def test_our_own_operator_compiles_without_a_break(variant, name):
+def test_the_operator_compiles_without_graph_breaks(variant, name):
     given = SWIGLU.make_inputs(case_of(name), torch.device("cpu"), 0).arguments
     leaves = [value.requires_grad_() for value in given.values() if name in DENSE]
     function = torch.compile(lambda **arguments: SWIGLU(**arguments, variant=variant), fullgraph=True, backend="aot_eager")
@@ -252,7 +254,7 @@ def test_float8_of_any_strides():
 
 
 @pytest.mark.interpret
-def test_rows_longer_than_a_program_takes():
+def test_rows_longer_than_one_ctas_block():
     case = SWIGLU.case("float16", M=2, N=2500, K=8, stacked=True)
     assert_one_call_correct(SWIGLU, case, "wide")
 
@@ -262,7 +264,7 @@ def test_kernels_take_products_of_any_strides():
     from onelaunch.ops.swiglu import launch
 
     gate, up, dh = (torch.randn(40, 12).T for _ in range(3))
-    # here and below, a sigmoid by another formula: a few roundings of numbers of unit size
+    # Tolerance here and below: the sigmoid has another formula, with a few more roundings of numbers of unit size.
     assert torch.allclose(launch.gate(gate, up), F.silu(gate) * up, atol=1e-6)
     leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
     expected = torch.autograd.grad(F.silu(leaves[0]) * leaves[1], leaves, dh)
@@ -296,10 +298,10 @@ def test_kernels_on_a_gpu(variant, stacked, name, device):
         ("fused", {"dtype": "float16", "M": 2**30}),
     ],
 )
-def test_what_our_kernels_leave_to_others(variant, changes, prose):
+def test_unsupported_calls_are_refused_with_the_reason(variant, changes, prose):
     case = SWIGLU.case(**{"dtype": "bfloat16", "M": 4, "N": 16, "K": 32, **changes})
     prose(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
 
 
-def test_every_own_variant_is_among_those_that_are_tested():
+def test_every_variant_with_own_kernels_is_tested():
     assert list(RUNS) == triton_variants(SWIGLU)

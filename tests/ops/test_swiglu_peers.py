@@ -1,4 +1,4 @@
-"""The peers of ``swiglu``: called as their own layers call them, with doubles in their place, and what they cannot do."""
+"""Tests of the peers of ``swiglu``: their arguments, with doubles in place of the packages, and the calls they refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SWIGLU = find_operation("swiglu")
 
 
 def pretend(monkeypatch, name: str, **held: Any) -> None:
-    """A module of that name that holds these."""
+    """Install a fake module of a given name with the given attributes."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         module = ModuleType(".".join(parts[:end]))
@@ -37,7 +37,10 @@ def expected(call):
 
 
 def assert_right(h, call):
-    """The doubles' products are sums of 24 in float32, of other shapes than the definition's: roundings of numbers up to 100."""
+    """Require the expected result within rounding errors of numbers up to 100.
+
+    The doubles' products are float32 sums of 24 terms with other shapes than the definition's.
+    """
     assert torch.allclose(h, expected(call), atol=1e-5)
 
 
@@ -82,7 +85,7 @@ def reason(monkeypatch, name: str, *, grad: bool = False, here: bool = True, cap
 
 
 @pytest.mark.parametrize("name", ["liger", "liger_fused", "quack"])
-def test_what_peers_cannot_do(name, monkeypatch, prose):
+def test_the_reasons_why_peers_cannot_run(name, monkeypatch, prose):
     assert reason(monkeypatch, name) is None
     prose(reason(monkeypatch, name, here=False))
     prose(reason(monkeypatch, name, format="fp8"))
@@ -91,7 +94,7 @@ def test_what_peers_cannot_do(name, monkeypatch, prose):
 
 
 @pytest.mark.parametrize("name", ["liger_fused", "quack"])
-def test_what_fused_peers_cannot_do(name, monkeypatch, prose):
+def test_the_reasons_why_fused_peers_cannot_run(name, monkeypatch, prose):
     prose(reason(monkeypatch, name, grad=True))
     prose(reason(monkeypatch, name, N=20))
     prose(reason(monkeypatch, name, dtype="float32"))

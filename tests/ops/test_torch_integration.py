@@ -1,4 +1,4 @@
-"""What users of PyTorch take for granted: compilation, autocast, any strides, the rules of autograd. Kernels are interpreted."""
+"""Tests of PyTorch features: compilation, autocast, any strides, and the rules of autograd. Kernels run in the interpreter."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.ops.cases import (
     first_of,
     pytorch_variants,
     results,
+    stepwise_baseline,
     triton_variants,
     weights_like,
-    yardstick,
 )
 
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
@@ -40,7 +40,7 @@ KERNELS = [
     pytest.param(operation, variant, id=f"{operation.name}-{variant}", marks=pytest.mark.interpret)
     for operation in OPERATIONS
     for variant in triton_variants(operation)
-    if variant != "three_launch_cublas"  # made of the same parts as others; interpreting is slow
+    if variant != "three_launch_cublas"  # left out, because they consist of the same parts as others and the interpreter is slow
 ]
 each_variant = pytest.mark.parametrize(("operation", "variant"), EVERYWHERE + KERNELS)
 each_kernel = pytest.mark.parametrize(("operation", "variant"), KERNELS)
@@ -56,7 +56,7 @@ def total(outputs) -> torch.Tensor:
 
 
 def with_strides(value, make):
-    """The same values in other strides, as a leaf that takes gradients if the value did."""
+    """Return the values in other strides, as a leaf that takes gradients if ``value`` did."""
     changed = make(value.detach())
     assert torch.equal(changed, value.detach())
     return changed.requires_grad_(value.requires_grad)
@@ -66,12 +66,17 @@ def with_strides(value, make):
 
 
 def in_graphs():
-    """Packed sequences for all but the loop over time, which reads the offsets; others as well where no operator hides them."""
+    """Return parameters for tests of compilation: operation, variant, and whether sequences are packed.
+
+    The loop over time reads the offsets and is never packed. Unpacked calls are included only where no operator hides the code.
+    """
     for each in EVERYWHERE + KERNELS:
         operation, variant = each.values
         for packed in (False, True):
-            read = packed and variant == yardstick(operation)
-            seen = not packed and (each in KERNELS or variant == "auto")  # "auto" in test_compiled_code_serves_other_lengths
+            read = packed and variant == stepwise_baseline(operation)
+            seen = not packed and (
+                each in KERNELS or variant == "auto"
+            )  # "auto" is tested in test_compiled_code_supports_other_lengths
             if not read and not seen:
                 yield pytest.param(*each.values, packed, id=f"{each.id}-{packed}", marks=each.marks)
 
@@ -91,10 +96,10 @@ def test_it_compiles_into_one_graph(operation, variant, packed):
 
 
 @each_operation
-def test_compiled_code_serves_other_lengths(operation):
+def test_compiled_code_supports_other_lengths(operation):
     torch.compiler.reset()
     function = torch.compile(operation, fullgraph=True, backend="aot_eager")
-    for length in (20, 33, 21):  # of its own, of any, of any again
+    for length in (20, 33, 21):  # compiled for this length, then for any length, then reused
         arguments = small(operation, T=length)
         expected = dict(enumerate(operation(**arguments)))
         assert_near(dict(enumerate(function(**arguments))), expected, 1e-6)
@@ -103,7 +108,7 @@ def test_compiled_code_serves_other_lengths(operation):
 @pytest.mark.interpret
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_scan_operators_keep_pytorchs_rules(separate, keep):
+def test_the_scan_operators_pass_opcheck(separate, keep):
     arguments = small(GATED_SCAN, grad=keep, log_decay_dtype="float32")
     given = [arguments[name] for name in ("v", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.gated_scan_forward.default
@@ -118,7 +123,7 @@ def test_the_scan_operators_keep_pytorchs_rules(separate, keep):
 @pytest.mark.interpret
 @pytest.mark.parametrize("kernel", ["chunked", "stepwise"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_layer_operators_keep_pytorchs_rules(kernel, keep):
+def test_the_layer_operators_pass_opcheck(kernel, keep):
     arguments = small(LINEAR_RNN, grad=keep)
     given = [arguments[name] for name in ("x", "weight", "log_decay", "gate", "initial_state")]
     forward = torch.ops.onelaunch.linear_rnn_forward.default
@@ -133,8 +138,8 @@ def test_the_layer_operators_keep_pytorchs_rules(kernel, keep):
 @pytest.mark.interpret
 @pytest.mark.parametrize("values_first", [False, True])
 @pytest.mark.parametrize("kernel", triton_variants(GLA))
-def test_the_attention_operators_keep_pytorchs_rules(kernel, values_first):
-    """Also where the caller keeps states with their values first: the operator then gets, and may give, a transposed one."""
+def test_the_attention_operators_pass_opcheck(kernel, values_first):
+    """If the caller keeps states with values first, the operator gets a transposed state and may return one."""
     for keep in (False, True):
         arguments = small(GLA, grad=keep)
         given = [arguments[name] for name in ("q", "k", "v", "g", "initial_state")]
@@ -150,26 +155,26 @@ def test_the_attention_operators_keep_pytorchs_rules(kernel, values_first):
 
 
 @pytest.mark.interpret
-def test_the_matrix_operator_keeps_pytorchs_rules():
+def test_the_matrix_operator_passes_opcheck():
     a, b = torch.randn(9, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     library.opcheck(torch.ops.onelaunch.matmul.default, (a, b))
 
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-"""Kernels are chosen by shape, so graphs of our operators are made for each."""
+"""Utilities that ``opcheck`` tests. Kernels are chosen by shape, so graphs of our operators are compiled for each shape."""
 
 
-# autocast
+# Autocast
 
 
 LOWERED = ("x", "weight", "gate", "q", "k", "v")
 
 
-@pytest.mark.parametrize("variant", ["auto", "yardstick"])
+@pytest.mark.parametrize("variant", ["auto", "stepwise_baseline"])
 @each_operation
-def test_autocast_lowers_all_but_the_log_decay(operation, variant):
-    """In both passes, and nothing inside the call: what is a float32 product there stays one."""
-    variant = yardstick(operation) if variant == "yardstick" else variant
+def test_autocast_casts_all_but_the_log_decay(operation, variant):
+    """This holds in both passes, and not inside the call: a float32 product there stays one."""
+    variant = stepwise_baseline(operation) if variant == "stepwise_baseline" else variant
     arguments = small(operation, grad=True)
     low = {name: value.detach().bfloat16() if name in LOWERED else value for name, value in arguments.items()}
     low = {name: value.requires_grad_() if name in LOWERED else value for name, value in low.items()}
@@ -190,7 +195,7 @@ def test_autocast_lowers_all_but_the_log_decay(operation, variant):
 
 
 def test_a_backward_pass_under_autocast_is_the_same():
-    """Not what PyTorch recommends, but a call that computes its forward pass again must not do so in bfloat16."""
+    """PyTorch advises against it. Still, a call that recomputes its forward pass must not do so in bfloat16."""
     arguments = small(GLA, T=70, grad=True)
     o, final = GLA(**arguments, variant="chunked")
     loss, leaves = total([o * weights_like(o), final * weights_like(final)]), list(differentiable(arguments).values())
@@ -201,8 +206,8 @@ def test_a_backward_pass_under_autocast_is_the_same():
 
 
 @each_operation
-def test_autocast_raises_a_low_log_decay(operation):
-    """Sums of it lose bits first; what is lost already stays lost, no more."""
+def test_autocast_casts_a_16_bit_log_decay_to_float32(operation):
+    """Sums of log-decays are the first to lose bits. Bits lost in the input stay lost, but no more are."""
     arguments = small(operation, dtype="bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = operation(**arguments)
@@ -279,7 +284,7 @@ def test_offsets_of_any_stride(operation, variant):
 
 @each_variant
 def test_expanded_gradients(operation, variant):
-    """``sum()`` hands back one element with strides of 0."""
+    """The gradient of ``sum()`` is one element with strides of 0."""
     arguments = small(operation, B=2, grad=True)
     leaves = list(differentiable(arguments).values())
     found = operation(**arguments, variant=variant)
@@ -295,7 +300,7 @@ def test_expanded_gradients(operation, variant):
 
 @each_variant
 def test_broadcast_inputs(operation, variant):
-    """One decay for the whole batch, one gate or key for every step."""
+    """Broadcast one decay over the whole batch, or one gate or key over every step."""
     arguments, decay, other = small(operation, B=2), decay_of(operation), "k" if operation is GLA else "gate"
     arguments[decay] = arguments[decay][:1].expand_as(arguments[decay])
     arguments[other] = arguments[other][:, :1].expand_as(arguments[other])
@@ -305,8 +310,8 @@ def test_broadcast_inputs(operation, variant):
 
 
 @pytest.mark.parametrize(("operation", "variant"), EVERYWHERE)
-def test_pytorchs_default_dtype_changes_nothing(operation, variant):
-    """What is made inside is made in a dtype of its own."""
+def test_pytorchs_default_dtype_does_not_matter(operation, variant):
+    """Temporary tensors state their dtype."""
     found = []
     arguments = small(operation, lengths=(5, 0, 15), grad=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -326,7 +331,7 @@ def test_pytorchs_default_dtype_changes_nothing(operation, variant):
 
 
 @each_variant
-def test_inputs_are_left_alone(operation, variant):
+def test_inputs_are_not_modified(operation, variant):
     arguments = small(operation, grad=True)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     before = {name: (value.detach().clone(), value._version) for name, value in tensors.items()}
@@ -340,13 +345,13 @@ def test_inputs_are_left_alone(operation, variant):
 
 
 @each_variant
-def test_each_result_alone_reaches_every_input_that_it_depends_on(operation, variant):
+def test_each_result_alone_gives_gradients_to_its_inputs(operation, variant):
     arguments = small(operation, grad=True)
     leaves = differentiable(arguments)
     for index, unreached in ((0, set()), (1, {"q"} if operation is GLA else {"gate"})):
         output = operation(**arguments, variant=variant)[index]
         found = torch.autograd.grad((output * weights_like(output)).sum(), list(leaves.values()), allow_unused=True)
-        output = operation(**arguments, variant=yardstick(operation))[index]
+        output = operation(**arguments, variant=stepwise_baseline(operation))[index]
         expected = torch.autograd.grad((output * weights_like(output)).sum(), list(leaves.values()), allow_unused=True)
         for name, ours, theirs in zip(leaves, found, expected, strict=True):
             if name in unreached:
@@ -356,7 +361,7 @@ def test_each_result_alone_reaches_every_input_that_it_depends_on(operation, var
 
 
 @each_variant
-def test_only_what_asks_for_a_gradient_gets_one(operation, variant):
+def test_only_inputs_that_require_gradients_get_them(operation, variant):
     arguments = small(operation, grad=True)
     expected = results(operation, arguments, variant)
     for name in differentiable(arguments):
@@ -390,18 +395,18 @@ def test_kernels_refuse_a_second_derivative(operation, variant):
 def test_plain_pytorch_has_second_derivatives(operation, variant):
     arguments, decay = small(operation, grad=True), decay_of(operation)
     found = {}
-    for name in (variant, yardstick(operation)):
+    for name in (variant, stepwise_baseline(operation)):
         y, _ = operation(**arguments, variant=name)
         (gradient,) = torch.autograd.grad(y.square().sum(), [arguments[decay]], create_graph=True)
         leaves = differentiable(arguments)
         second = torch.autograd.grad(gradient.square().sum(), list(leaves.values()))
         found[name] = dict(zip(leaves, second, strict=True))
-    assert_near(found[variant], found[yardstick(operation)], 1e-5)
+    assert_near(found[variant], found[stepwise_baseline(operation)], 1e-5)
 
 
 @each_variant
-def test_saved_tensors_may_be_kept_elsewhere(operation, variant):
-    """Offloading and checkpointing hook into what a call saves."""
+def test_saved_tensor_hooks_are_supported(operation, variant):
+    """Offloading and checkpointing use such hooks on the tensors that a call saves."""
     arguments = small(operation, grad=True)
     expected = results(operation, arguments, variant)
     with save_on_cpu():
@@ -409,7 +414,7 @@ def test_saved_tensors_may_be_kept_elsewhere(operation, variant):
 
 
 @pytest.mark.parametrize(("operation", "variant"), [each for each in KERNELS if each.values[0] is not GLA])
-def test_nothing_is_kept_where_nobody_asks_for_gradients(operation, variant, monkeypatch):
+def test_nothing_is_saved_without_gradients(operation, variant, monkeypatch):
     from onelaunch.kernels.scan import launch
     from onelaunch.ops.linear_rnn import launch as layer
 
@@ -438,7 +443,7 @@ def test_nothing_is_kept_where_nobody_asks_for_gradients(operation, variant, mon
 
 
 @each_operation
-def test_integer_offsets_and_flags_take_no_part_in_autograd(operation):
+def test_integer_offsets_and_flags_are_ignored_by_autograd(operation):
     arguments = small(operation, lengths=(5, 15), grad=True)
     y, final = operation(**arguments)
     assert y.requires_grad
@@ -451,12 +456,12 @@ def test_integer_offsets_and_flags_take_no_part_in_autograd(operation):
 
 @pytest.mark.interpret
 @each_operation
-def test_auto_is_the_chosen_variant_where_kernels_run(operation):
+def test_auto_runs_the_chosen_variant_in_the_interpreter(operation):
     check_auto(operation)
 
 
 @each_operation
-def test_auto_is_the_chosen_variant(operation):
+def test_auto_runs_the_chosen_variant(operation):
     check_auto(operation)
 
 
@@ -471,8 +476,8 @@ def check_auto(operation):
 
 
 @each_operation
-def test_the_query_of_a_case_is_the_query_of_its_call(operation):
-    """Studies ask by case, calls by tensors: both must find the same measured variant."""
+def test_a_case_and_its_call_have_the_same_query(operation):
+    """Studies query by case and calls by tensors. Both must find the same measured variant."""
     every: list[dict[str, Any]] = [{}, {"initial_state": True}, {"final_state": True}, {"lengths": (4, 0, 5)}]
     for options in every:
         sizes: dict[str, Any] = {name: {"B": 1, "T": 9, "H": 2, "D": 5, "K": 20, "V": 16}[name] for name in operation.dimensions}
@@ -482,13 +487,13 @@ def test_the_query_of_a_case_is_the_query_of_its_call(operation):
             assert operation.bind(**arguments).query() == operation.query(case, "cpu", grad=grad)
 
 
-def test_public_functions_say_what_they_are():
+def test_public_functions_are_documented():
     for operation in OPERATIONS:
         assert operation.__doc__
         assert all(variant.summary for variant in operation.variants.values())
 
 
-def test_wide_layers_prefer_the_librarys_product():
+def test_wide_layers_prefer_the_cublas_product():
     linear_rnn = find_operation("linear_rnn")
     narrow = linear_rnn.query(linear_rnn.case("float16", B=4, T=2048, D=256, V=64), "cuda:0")
     wide = linear_rnn.query(linear_rnn.case("float16", B=1, T=4096, D=2048, V=2048), "cuda:0")

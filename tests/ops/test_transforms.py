@@ -1,4 +1,4 @@
-"""Operations under PyTorch's tracers and function transforms: they work, or refuse with an error of ours."""
+"""Tests of operations under PyTorch's tracers and function transforms: they work, or raise an onelaunch error."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_fake_and_meta_tensors_have_shapes_and_no_values(operation):
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(each) for each in given]
         assert output(operation, *fake).shape == shape
-    assert output(operation, *fake).shape == shape  # after the mode has ended
+    assert output(operation, *fake).shape == shape  # after the fake-tensor mode has ended
     assert output(operation, *arguments(operation, "meta")).is_meta
 
 
 @OPERATIONS
-def test_fake_tensors_of_a_gpu_have_shapes_where_there_is_none(operation):
-    """As where a model is planned or exported on another machine than it will run on."""
+def test_fake_gpu_tensors_have_shapes_on_a_machine_without_a_gpu(operation):
+    """A model may be planned or exported on another machine than it will run on."""
     shape = output(operation, *arguments(operation)).shape
     kernels = [each for each in operation.variants.values() if each.launches == 1 and each.capabilities.automatic]
     with FakeTensorMode():
@@ -100,7 +100,7 @@ def test_packed_sequences_are_traced_too(operation):
     assert output(operation, *meta[:-1], cu_seqlens=meta[-1]).shape == shape
 
 
-def test_a_kernel_refuses_a_transform_with_the_remedy():
+def test_kernels_refuse_transforms_and_state_the_remedy():
     def run(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
@@ -130,12 +130,12 @@ def test_a_tensor_that_is_not_strided_is_refused_by_name(operation, kind, prose)
 
 
 @pytest.mark.parametrize("variant", [None, 3, b"auto"])
-def test_a_variant_is_named_by_a_string(variant, prose):
+def test_a_variants_name_must_be_a_string(variant, prose):
     with prose.raises(ArgumentError, match="variant"):
         swiglu(*arguments(swiglu), variant=variant)
 
 
-def test_an_unknown_variant_is_told_that_auto_exists():
+def test_the_error_about_an_unknown_variant_mentions_auto():
     with pytest.raises(UnknownVariant, match=r"Known: auto, "):
         swiglu(*arguments(swiglu), variant="nothing")
 
@@ -145,12 +145,12 @@ def test_an_unknown_variant_is_told_that_auto_exists():
     [(linear_rnn, "output_final_state"), (gated_scan, "output_final_state"), (gla, "output_final_state"), (gla, "state_v_first")],
 )
 @pytest.mark.parametrize("value", ["no", 1, None])
-def test_a_switch_is_true_or_false(operation, argument, value, prose):
+def test_a_switch_must_be_a_bool(operation, argument, value, prose):
     with prose.raises(ArgumentError, match=argument):
         operation(*arguments(operation), **{argument: value})
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
-def test_a_scale_is_finite(scale, prose):
+def test_a_scale_must_be_finite(scale, prose):
     with prose.raises(ArgumentError, match="scale"):
         gla(*arguments(gla), scale=scale)

@@ -1,4 +1,4 @@
-"""The memory of a launch's programs: zero when made, of a stream's own, and of a captured call's own."""
+"""Tests of the workspace of kernels: zero when allocated, separate for each stream, and separate for each captured call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No memory from other tests, none left for them."""
+    """Discard the workspaces of other tests before a test, and its own after it."""
     caches = (module._shared, module._counters, module._reserve)
     for cache in caches:
         cache.cache_clear()
@@ -37,8 +37,8 @@ def test_words_are_zero_and_as_many_as_asked_for():
         assert not memory.any()
 
 
-def test_calls_of_one_size_share_and_of_others_do_not():
-    """Words keep their phase between launches: what another launch leaves unwritten would be of the wrong one."""
+def test_only_calls_of_one_size_share_workspaces():
+    """Words keep their phase between launches. A launch of another size would leave words of the wrong phase."""
     first = workspace(CPU, 100)
     first.fill_(-1)
     assert workspace(CPU, 100).data_ptr() == first.data_ptr()
@@ -48,8 +48,8 @@ def test_calls_of_one_size_share_and_of_others_do_not():
         assert not overlap(first, other)
 
 
-def test_memory_in_use_survives_being_forgotten():
-    """More sizes than are remembered: a launch's own tensor keeps its memory."""
+def test_workspaces_in_use_survive_their_eviction():
+    """With more sizes than the cache holds, a launch's own tensor keeps its memory alive."""
     kept = workspace(CPU, 3)
     kept.fill_(5)
     for words in range(4, 80):
@@ -58,11 +58,11 @@ def test_memory_in_use_survives_being_forgotten():
     assert not workspace(CPU, 3).any()
 
 
-def test_an_empty_reserve_gives_nothing():
+def test_an_empty_reserve_returns_nothing():
     assert Reserve().take(1) is None
 
 
-def test_a_reserve_hands_every_word_out_once(monkeypatch):
+def test_a_reserve_allocates_every_word_once(monkeypatch):
     monkeypatch.setattr(module, "RESERVE", 1000)
     monkeypatch.setattr(module, "LARGE", 250)
     reserve = Reserve()
@@ -112,7 +112,7 @@ def test_large_calls_do_not_empty_the_reserve():
 
 
 class Capture:
-    """A GPU that captures a graph or not, as far as the workspace can tell."""
+    """Fake GPU that, as far as the workspace can tell, captures a graph or not."""
 
     def __init__(self, monkeypatch):
         self.capturing = False
@@ -135,7 +135,7 @@ def gpu(monkeypatch):
     return Capture(monkeypatch)
 
 
-def test_streams_do_not_share(gpu):
+def test_streams_do_not_share_workspaces(gpu):
     device = torch.device("cuda", 0)
     first = workspace(device, 100)
     gpu.stream = 2
@@ -145,7 +145,7 @@ def test_streams_do_not_share(gpu):
     assert workspace(device, 100).data_ptr() == first.data_ptr()
 
 
-def test_captured_calls_share_with_nobody_and_clear_nothing(gpu):
+def test_captured_calls_have_their_own_words_and_clear_nothing(gpu):
     device = torch.device("cuda", 0)
     eager = workspace(device, 100)
     gpu.capturing = True
@@ -158,7 +158,7 @@ def test_captured_calls_share_with_nobody_and_clear_nothing(gpu):
     assert later.data_ptr() == eager.data_ptr()
 
 
-def test_more_captured_calls_than_the_reserve_holds_clear_their_own(gpu):
+def test_captured_calls_beyond_the_reserve_clear_their_own_words(gpu):
     device = torch.device("cuda", 0)
     workspace(device, 100)
     gpu.capturing = True
@@ -168,13 +168,13 @@ def test_more_captured_calls_than_the_reserve_holds_clear_their_own(gpu):
     assert all(words.shape == (200,) and not words.any() for words in captured)
 
 
-def test_a_capture_without_any_call_before_clears_its_own(gpu):
+def test_a_capture_without_an_earlier_call_clears_its_own_words(gpu):
     gpu.capturing = True
     assert not workspace(torch.device("cuda", 0), 100).any()
     assert gpu.cleared_in_graph == 1
 
 
-def test_large_captured_calls_clear_their_own(gpu):
+def test_large_captured_calls_clear_their_own_words(gpu):
     device = torch.device("cuda", 0)
     workspace(device, 10)
     gpu.capturing = True
@@ -185,20 +185,20 @@ def test_large_captured_calls_clear_their_own(gpu):
 
 
 def test_a_graph_keeps_its_words_when_the_reserve_is_replaced(gpu):
-    """The graph knows an address, no tensor: memory that goes back to the allocator would be anybody's at the next replay."""
+    """The graph holds an address, not a tensor. If the memory were freed, other tensors could use it at the next replay."""
     device = torch.device("cuda", 0)
     workspace(device, 10)
     gpu.capturing = True
     held = [StorageWeakRef(workspace(device, 200).untyped_storage()) for _ in range(3)]
     gpu.capturing = False
-    workspace(device, 10)  # more than half of the reserve is gone: a new one takes its place
+    workspace(device, 10)  # more than half of the reserve is used, so a new one replaces it
     gpu.capturing = True
     assert StorageWeakRef(workspace(device, 200).untyped_storage()).cdata != held[0].cdata
     assert not any(reference.expired() for reference in held)
 
 
 @pytest.mark.gpu
-def test_counters_are_nobody_elses(device):
+def test_counters_are_not_shared(device):
     words = workspace(device, 50)
     words.fill_(-1)
     first = counters(device, 50)
