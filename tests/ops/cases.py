@@ -160,7 +160,7 @@ def case_of(operation: Operation[..., Any], name: str) -> Case:
 
 def stepwise_baseline(operation: Operation[..., Any]) -> str:
     """Return the PyTorch variant that loops over time step by step. It reads the offsets of packed sequences."""
-    return next(name for name, variant in operation.variants.items() if variant.tags.get("stepwise_baseline"))
+    return next(name for name, variant in operation.variants.items() if variant.tags.get("yardstick"))
 
 
 def first_of(operation: Operation[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""What the tests of the workbench share: plots that are drawn once."""
+"""Fixtures shared by tests of the workbench: plots that are drawn once."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.workbench.drawn import all_that_is_seen, draw_once
 
 @pytest.fixture(autouse=True)
 def plots_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of results that differ in what no plot shows have the same plots."""
+    """Let pages of results that differ only in values that no plot shows share their plots."""
     draw_once(monkeypatch, all_that_is_seen)

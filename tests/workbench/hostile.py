@@ -1,4 +1,4 @@
-"""A result whose every text comes from somebody hostile."""
+"""A result in which every string comes from an attacker."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ FIXED = frozenset(
         "slug",
     }
 )
-"""Fields that hold one of a few words, or that nothing shows as they are."""
+"""Fields that hold one of a few fixed words, or that are never shown unchanged."""
 
 
 def hostile(attack: str = ATTACK) -> Result:
-    """A result that is valid, and in which every free text, name and key ends with the attack."""
+    """Return a valid result in which every free text, name and key ends with the attack string."""
     honest = results.proceed_on_gpu().model_dump(mode="json")
     honest["cells"][0] |= {"status": "error", "reason": "failed"}
     honest["notes"] = ["No A/A run at target"]

@@ -1,7 +1,7 @@
-"""An operation that is all cost and tags and never runs: to hold plans, criteria and decisions against numbers made by hand.
+"""An operation with costs and tags that never runs, to test plans, criteria and decisions with numbers computed by hand.
 
-A layer of a matrix product and two elementwise steps over ``[N, V]``: 8 bytes a row and channel for three launches, 6 for two, 4
-for one, in float16. Timings are made up by :func:`measured`.
+It is a layer of a matrix product and two elementwise steps over ``[N, V]`` in float16. Per row and channel, three launches move
+8 bytes, two move 6 and one moves 4. :func:`measured` makes up the timings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RATES = StoredCeilings(
     measured_at="2026-11-20T12:00:00+00:00",
     software="made up",
 )
-"""1 MB takes 1 us, 100 MFLOP in float16 1 us, a launch half a us."""
+"""Peak rates at which 1 MB takes 1 us, 100 MFLOP in float16 take 1 us, and a launch takes 0.5 us."""
 
 
 class LadderCall(NamedTuple):
@@ -52,7 +52,7 @@ class LadderCall(NamedTuple):
     defaults={"cpu": ("three",), "cuda": ("one",)},
 )
 def ladder(x: torch.Tensor, *, variant: str = "auto") -> torch.Tensor:
-    """Twice ``x``, in the end."""
+    """Return twice ``x``."""
     return 2 * x
 
 
@@ -92,12 +92,12 @@ _register("peer", requires="a_package_that_nobody_has")
 
 @ladder.control("product", oracle=lambda x: 2 * x, cost=lambda case: Cost(0, 2 * case.sizes["N"] * case.sizes["V"], 1))
 def product(call: LadderCall) -> torch.Tensor:
-    """The product alone."""
+    """Compute only the matrix product."""
     return 2 * call.x
 
 
 MEGA = Shape(name="mega", dtype="float16", sizes={"N": 1000, "V": 1000})
-"""A floor of 4 us by bytes (1 us by FLOPs) at :data:`RATES`; three launches need 8 MB, two 6, one 4."""
+"""Shape whose roofline bound at :data:`RATES` is 4 us by bytes (1 us by FLOPs): 8 MB for three launches, 6 for two, 4 for one."""
 
 TINY = Shape(name="tiny", dtype="float32", scale="small", sizes={"N": 10, "V": 10})
 
@@ -143,7 +143,9 @@ def ok_cell(
     barriers: int | None = None,
     direction: Direction = "forward",
 ) -> Cell:
-    """A correct cell whose rounds alternate ``spread`` above and below ``time`` microseconds; ``counted`` bytes by ncu."""
+    """Return a correct measurement whose rounds alternate by ``spread`` around ``time`` microseconds; ncu counted ``counted``
+    bytes.
+    """
     values = tuple(time * (1 + spread * (-1) ** index) for index in range(rounds))
     planned = plan(of, variant, direction)
     by_arithmetic = Traffic(source="analytic", read=planned.bytes / 2, written=planned.bytes / 2)
@@ -173,7 +175,7 @@ def noise(floor: float = 1.01, of: Shape = MEGA, direction: Direction = "forward
 
 
 def measured(declared: Study, *cells: Cell, floor: float | None = 1.01, scale: str = "full", **more: Any) -> Result:
-    """A result of these cells, with an A/A run of that floor wherever something ran."""
+    """Return a result of these measurements, with an A/A run of the given noise floor wherever something ran."""
     places = dict.fromkeys((cell.shape, cell.direction) for cell in cells)
     runs = [] if floor is None else [noise(floor, declared.shape(shape), direction) for shape, direction in places]
     facts: Mapping[str, Any] = {

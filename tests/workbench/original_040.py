@@ -1,4 +1,4 @@
-"""The original 040 write-up as a result of the workbench: what it measured, and what it would have had to measure."""
+"""The original write-up 040 as a result of the workbench: what it measured, and what it would have had to measure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGET = "4x2048"
 
 
 def study(*, ratio: float) -> Study:
-    """The write-up's declaration, with the bound on bytes that it asks for."""
+    """Return the write-up's declaration, with the bound on bytes that it asks for."""
     criteria = FIGURES["criteria"]
     shapes = [
         Shape(name=f"{row['B']}x{row['T']}", dtype="float16", sizes={"B": row["B"], "T": row["T"], "D": 256, "V": 64})
@@ -51,14 +51,14 @@ def study(*, ratio: float) -> Study:
 
 
 def original(*, steady: bool = False, counted: bool = False, control: float | None = None, ratio: float | None = None) -> Result:
-    """The write-up's numbers, judged and decided.
+    """Return the write-up's numbers as a result, judged and decided.
 
     Args:
-        steady: as if the headline had been measured in twenty equal rounds with an A/A noise of 1 %. In truth its own sweep
-            measured the same shape again: two rounds, and a baseline that differs from itself 1.62-fold.
-        counted: as if the bytes had been counted, and been those of the arithmetic.
-        control: milliseconds of the library's product, scan and gate in three launches, had it been measured.
-        ratio: another bound on bytes than the write-up's.
+        steady: Pretend that the headline was measured in twenty equal rounds with an A/A noise of 1 %. In truth the write-up's
+            own sweep measured that shape again: two rounds, with a baseline that differs from itself 1.62-fold.
+        counted: Pretend that bytes were counted, and equal those of the arithmetic.
+        control: Milliseconds of the library's product, scan and gate in three launches, had they been measured.
+        ratio: Bound on bytes to use in place of the write-up's.
     """
     declared = study(ratio=ratio or FIGURES["criteria"]["dram_bytes_ratio_at_least"])
     plan = plan_study(declared, CEILINGS, "cuda:0", "full")
@@ -68,7 +68,7 @@ def original(*, steady: bool = False, counted: bool = False, control: float | No
         if (cell := _cell(planned, _rounds(planned.shape.name, planned.variant, steady, control), counted)) is not None
     )
     baseline = _rounds(TARGET, "three_launch", steady, control)
-    again = stats.ratio(baseline[::-1], baseline)  # the same kernel at the same shape: 1.38 and 0.85 ms
+    again = stats.ratio(baseline[::-1], baseline)  # the write-up measured the same kernel at the same shape with 1.38 and 0.85 ms
     noise = Noise(shape=TARGET, direction="forward", regime="cold", ratio=again, floor=stats.noise_floor(again))
     result = Result(
         study=declared,
@@ -93,7 +93,7 @@ def original(*, steady: bool = False, counted: bool = False, control: float | No
 
 
 def _rounds(shape: str, variant: str, steady: bool, control: float | None) -> tuple[float, ...]:
-    """Every time that was reported for a variant at a shape, in microseconds."""
+    """Return every time that was reported for a variant at a shape, in microseconds."""
     rows = [FIGURES["headline"]] if shape == TARGET else []
     if not (steady and rows):
         rows += [row for row in FIGURES["sweep"] if f"{row['B']}x{row['T']}" == shape]

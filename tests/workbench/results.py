@@ -1,4 +1,4 @@
-"""Made-up but realistic results, to test what reads results. No number here was measured."""
+"""Made-up but realistic results, for tests of code that reads results. No number here was measured."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SLOWER = {
     "fla": 14.0,
     "gemm": 1.1,
 }
-"""Times over the floor."""
+"""Times relative to the roofline bound, by variant."""
 NOTES = "The write-up reported 1.61x for two launches over three (T4, B=4 T=2048), never repeated; its own sweep has 0.97x there."
 
 
@@ -193,7 +193,7 @@ EXACT = Criterion(name="exact enough", measure="error", of="fused_chunked", at_m
 
 
 def proceed_on_gpu() -> Result:
-    """All went well on a GPU with counters; two variants could not run everywhere, one criterion was infeasible."""
+    """Return a complete run on a GPU with counters. Two variants could not run everywhere, and one criterion was infeasible."""
     shapes = [shape("target", B=4, T=2048, D=256, V=64)]
     shapes += [shape(f"{b}x{t}", B=b, T=t, D=256, V=64) for b, t in SWEEP if (b, t) != (4, 2048)]
     shapes += [shape("wide", B=8, T=4096, D=2048, V=2048)]
@@ -268,7 +268,7 @@ def proceed_on_gpu() -> Result:
 
 
 def interrupted_on_cpu() -> Result:
-    """Stopped by hand on a CPU after two of four shapes; no counters, no criterion that could be judged."""
+    """Return a run on a CPU that was stopped by hand after two of four shapes. It has no counters and no judged criterion."""
     shapes = tuple(shape(f"small-{t}", "small", "float32", B=2, T=t, D=64, V=64) for t in (128, 512, 1024, 2048))
     variants = ("eager", "chunked", "compiled", "fused_chunked")
     cells = [
@@ -300,7 +300,10 @@ def interrupted_on_cpu() -> Result:
 
 
 def wrong_and_invalid() -> Result:
-    """One variant is wrong, one faster than its floor, one not installed: nothing may be concluded from them."""
+    """Return a run from which nothing can be concluded.
+
+    One variant is wrong, one is faster than its roofline bound, and one is not installed.
+    """
     of = shape("target", B=4, T=2048, D=256, V=64)
     wrong = Verdict(
         ok=False,
@@ -335,7 +338,7 @@ def wrong_and_invalid() -> Result:
 
 
 def nothing_ran() -> Result:
-    """Every cell failed and nobody decided."""
+    """Return a run in which every measurement failed and nothing was decided."""
     of = shape("only", B=1, T=64, D=32, V=32)
     declared = study((of,), (), variants=("three_launch_cublas",), controls=(), notes="")
     return Result(
@@ -348,7 +351,7 @@ def nothing_ran() -> Result:
 
 
 def largest() -> Result:
-    """Nine variants at twenty shapes."""
+    """Return a result of nine variants at twenty shapes."""
     shapes = tuple(shape(f"T{64 * index}", B=2, T=64 * index, D=256, V=64) for index in range(1, 21))
     declared = study(shapes, (), controls=())
     return Result(

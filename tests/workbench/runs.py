@@ -1,4 +1,4 @@
-"""Runs of toy studies with steps that tests replace: what the tests of runs share."""
+"""Helpers shared by the tests of runs: toy studies whose steps tests can replace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def statuses(result, shape="first", direction="forward"):
 
 
 def interrupted_at(call, shape="second"):
-    """Ctrl-C as a shape begins (0), or within it, after the first one was measured."""
+    """Raise KeyboardInterrupt when a shape begins (``call`` "begin"), or within it, after its first measurement."""
 
     def measure(operation, case, *args, **more):
         if case.name != shape:
@@ -86,6 +86,6 @@ def counting(asked, *, fail=False):
 def quick(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(sampling, "CACHES", 0)  # these inputs are tiny: 30 000 of them would rotate
+    monkeypatch.setattr(sampling, "CACHES", 0)  # the inputs are so tiny that 30 000 sets would be rotated
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(module, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})

@@ -1,3 +1,5 @@
+"""Tests of adopting results into the dispatcher's measured tables."""
+
 from __future__ import annotations
 
 import json
@@ -31,17 +33,17 @@ def nearest(sizes: Any, direction: str = "forward", dtype: torch.dtype = torch.f
     return tables.nearest(GPU, "ladder", direction, dtype, sizes, flags)
 
 
-def test_the_dispatcher_finds_what_was_adopted(folder):
+def test_the_dispatcher_finds_adopted_times(folder):
     path = adopt([measured(study(), ok_cell("three", 10.1234), ok_cell("one", 5.0), ok_cell("product", 2.0))], folder)
     assert path == folder / "some-gpu.json"
     found = nearest({"N": 1100, "V": 1000})
-    assert found.microseconds == {"one": 5.0, "three": 10.123}  # controls are never dispatched to
+    assert found.microseconds == {"one": 5.0, "three": 10.123}  # controls are never dispatched
     assert found.where() == "N=1000, V=1000 on Some GPU"
     assert nearest(MEGA.sizes, "forward_backward") is None
     assert nearest(MEGA.sizes, dtype=torch.float32) is None
 
 
-def test_only_correct_and_believed_cold_times_are_adopted(folder):
+def test_only_accepted_cold_times_of_correct_variants_are_adopted(folder):
     cells = [ok_cell("one", 5.0), bad_cell("two", "incorrect", "off")]
     unverified = ok_cell("three", 1.0).model_copy(update={"verdict": None})
     failed = ok_cell("three_library", 1.0).model_copy(update={"verdict": Verdict(ok=False, problems=("off",))})
@@ -117,7 +119,7 @@ def test_a_folder_that_cannot_be_written_is_named(folder, prose):
 
 
 @pytest.mark.parametrize(("named", "error"), [("a file", OutputUnwritable), ("the package", TableFolderError)])
-def test_a_folder_that_the_environment_names_is_said_to_come_from_there(folder, monkeypatch, named, error):
+def test_errors_about_a_folder_name_the_environment_variable(folder, monkeypatch, named, error):
     (folder / "file").write_text("")
     monkeypatch.setenv("ONELAUNCH_TABLES", str(folder / "file" if named == "a file" else tables.TABLES))
     with pytest.raises(error, match="ONELAUNCH_TABLES") as told:
@@ -136,7 +138,7 @@ def test_the_table_of_a_cpu_holds_its_model(folder, prose):
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 0.0, 1e-9])
 @pytest.mark.parametrize("where", ["median", "a round"])
-def test_times_that_cannot_be_are_refused(folder, time, where, prose):
+def test_impossible_times_are_refused(folder, time, where, prose):
     cell = ok_cell("one", 5.0)
     timing = cell.timing("cold")
     median = timing.microseconds.model_copy(update={"median": time})
@@ -155,7 +157,7 @@ def test_a_broken_table_is_not_replaced(folder, text):
     assert (folder / "some-gpu.json").read_text() == text
 
 
-def test_options_that_flags_tell_are_found_by_them(folder, monkeypatch):
+def test_options_that_are_flags_are_matched_by_the_dispatcher(folder, monkeypatch):
     def flagged(case, device, grad):
         flags = ("odd",) if case.options.get("kind") == "odd" else ()
         return Query("ladder", device, case.dtype, tuple(case.sizes.values()), grad, flags)
@@ -166,5 +168,5 @@ def test_options_that_flags_tell_are_found_by_them(folder, monkeypatch):
     assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
     assert nearest(MEGA.sizes, flags=("odd",)).microseconds == {"two": 50.0}
     assert nearest(MEGA.sizes, flags=("odd",)).where() == "N=1000, V=1000, odd on Some GPU"
-    assert nearest(MEGA.sizes, flags=("strange",)).microseconds == {"one": 5.0}  # as near as another size
+    assert nearest(MEGA.sizes, flags=("strange",)).microseconds == {"one": 5.0}  # as near as the other size
     assert nearest(MEGA.sizes, flags=("a", "b", "c", "d")) is None

@@ -1,3 +1,5 @@
+"""Tests of the comparison of results: changes are claimed only beyond the noise within and between runs."""
+
 from __future__ import annotations
 
 import math
@@ -37,8 +39,8 @@ def test_a_change_is_claimed_only_beyond_the_noise(interval, change):
     assert classify(estimate(*interval), 1.02) == change
 
 
-def test_times_are_the_same_only_within_the_smaller_noise():
-    """Large noise between runs forbids to claim a change; it does not make a difference of 1.2x vanish."""
+def test_times_are_called_equal_only_within_the_smaller_noise():
+    """Large noise between runs forbids claiming a change. It does not make a difference of 1.2x disappear."""
     assert classify(estimate(1.19, 1.2, 1.21), 1.5, within=1.02) == "AMBIGUOUS"
     assert classify(estimate(0.99, 1.0, 1.01), 1.5, within=1.02) == "SAME"
 
@@ -72,15 +74,15 @@ def test_times_of_repeated_runs_are_compared(before, after, change, ratio):
 
 
 def test_one_run_on_each_side_claims_no_change():
-    """How noisy runs are between each other is unknown then, whatever the A/A noise within them."""
+    """The noise between runs is then unknown, whatever the A/A noise within them."""
     for before, after in ((10.0, 8.0), (8.0, 10.0), (10.0, 28.7)):
         time = changed(runs(before)[0], runs(after, commit="def5678")[0])
         assert (time.change, time.between, time.runs) == ("UNREPEATED", None, (1, 1))
     assert changed(runs(10.0)[0], runs(10.05, commit="def5678")[0]).change == "SAME"
 
 
-def test_repeats_whose_times_scatter_carry_no_smaller_change():
-    """Runs of one code took 7 and 13 us: 10 against 18.5 us, as was seen, is no change."""
+def test_scattered_repeats_do_not_support_a_smaller_change():
+    """Runs of one commit took 7 and 13 us. A change from 10 to 18.5 us, as was once observed, cannot be claimed."""
     time = changed(runs(7.0, 13.0), runs(18.0, 19.0, commit="def5678"))
     assert time.change == "AMBIGUOUS"
     assert time.noise == time.between > 2
@@ -89,15 +91,15 @@ def test_repeats_whose_times_scatter_carry_no_smaller_change():
     assert 1.01 < steady.between < 1.15
 
 
-def test_repeats_of_one_side_speak_for_the_other_but_carry_less():
+def test_repeats_of_one_side_also_bound_the_other_but_support_less():
     one_sided = changed(runs(10.0, 10.1, 9.9), runs(15.0, commit="def5678")[0])
     both = changed(runs(10.0, 10.1, 9.9), runs(15.0, 15.1, 14.9, commit="def5678"))
     assert (one_sided.change, both.change) == ("SLOWER", "SLOWER")
     assert one_sided.between > both.between
 
 
-def test_runs_of_the_same_code_are_noise_between_runs():
-    """Two runs of one commit: 1.85x is how far runs differ, and no change."""
+def test_runs_of_one_commit_measure_the_noise_between_runs():
+    """The two runs of one commit differ by 1.85x. That is noise and no change."""
     found = compare(runs(10.0)[0], runs(10.0, 18.5)[1])
     (time,) = found.times
     assert found.same_code
@@ -107,7 +109,7 @@ def test_runs_of_the_same_code_are_noise_between_runs():
 
 
 @pytest.mark.parametrize("commit", ["", "abc1234-dirty"])
-def test_a_commit_that_does_not_name_the_code_shows_no_same_code(commit):
+def test_an_ambiguous_commit_does_not_identify_code(commit):
     found = compare(runs(10.0, commit=commit)[0], runs(10.0, 18.5, commit=commit)[1])
     assert not found.same_code
     assert found.times[0].change == "UNREPEATED"
@@ -123,7 +125,7 @@ def test_two_devices_need_repeats_on_both_sides():
     assert compare(*runs(10.0, 11.0)).same_device
 
 
-def test_the_interval_holds_what_both_runs_leave_open():
+def test_the_interval_covers_both_runs_uncertainty():
     wide = changed(runs(10.0, 10.0, spread=0.2), runs(9.0, 9.0, spread=0.2, commit="def5678"))
     assert wide.change == "AMBIGUOUS"
     assert wide.ratio.low < 0.8 < 1.2 < wide.ratio.high
@@ -136,13 +138,13 @@ def test_the_noisier_run_decides_what_may_be_claimed():
         assert time.change == "SAME"  # 1.25x, within the noise
 
 
-def test_without_an_a_a_run_nothing_is_claimed():
+def test_without_an_a_a_run_no_change_is_claimed():
     time = changed(runs(10.0, 10.0, floor=None), runs(1.0, 1.0, commit="def5678"))
     assert time.change == "AMBIGUOUS"
     assert math.isinf(time.noise)
 
 
-def test_a_run_that_lacks_a_time_is_left_out_of_it():
+def test_a_run_without_a_time_is_left_out():
     first = runs(10.0, 10.1)
     failed = first[1].model_copy(update={"cells": (bad_cell("one", "error", "it fell"),)})
     assert changed([first[0], failed], runs(15.0, 15.1, commit="def5678")).runs == (1, 2)
@@ -150,7 +152,7 @@ def test_a_run_that_lacks_a_time_is_left_out_of_it():
 
 
 @pytest.mark.parametrize("facts", [{"commit": "def5678"}, {"versions": {"torch": "2.13.0"}}, {"device": "Another GPU"}])
-def test_runs_of_other_code_are_no_repeats(facts, prose):
+def test_runs_of_different_code_are_not_repeats(facts, prose):
     (other,) = runs(10.0, **facts)
     with prose.raises(ResultMismatch) as refused:
         compare([runs(10.0)[0], other], runs(12.0)[0])
@@ -161,7 +163,7 @@ def test_runs_of_other_code_are_no_repeats(facts, prose):
         compare([runs(10.0)[0], wider], runs(12.0)[0])
 
 
-def test_one_run_given_twice_is_no_repeat(prose):
+def test_one_run_given_twice_is_not_a_repeat(prose):
     (one,) = runs(10.0)
     with prose.raises(ResultMismatch):
         compare([one, one], runs(12.0)[0])
@@ -177,8 +179,8 @@ BIG = MEGA.model_copy(update={"sizes": {"N": 2000, "V": 1000}})
     (MEGA.model_copy(update={"dtype": "bfloat16"}), "dtypes differ: float16 and bfloat16"),
     (MEGA.model_copy(update={"options": {"masked": True}}), "options differ: no masked and masked=True"),
 ])  # fmt: skip
-def test_one_name_for_two_cases_is_not_compared(shape, reason):
-    """What differs is the question, so a longer time is no slowdown."""
+def test_two_cases_of_one_name_are_not_compared(shape, reason):
+    """The declared cases differ, so that a longer time is not a slowdown."""
     first = measured(study(), ok_cell("one", 10.0, peak=1000), ok_cell("one", 1.0, of=TINY))
     second = measured(study(shapes=(shape, TINY)), ok_cell("one", 28.9, of=shape, peak=3000), ok_cell("one", 1.0, of=TINY))
     found = compare(first, second)
@@ -197,7 +199,7 @@ def test_shapes_of_two_operations_are_not_compared():
 
 @pytest.mark.parametrize("which", ["low", "median", "high"])
 @pytest.mark.parametrize("time", [0.0, math.nan, math.inf, -1.0])
-def test_times_that_are_none_are_not_compared(time, which):
+def test_invalid_times_are_not_compared(time, which):
     (result,) = runs(10.0)
     (cell,) = result.cells
     (timing,) = cell.timings
@@ -212,7 +214,7 @@ def test_one_run_cannot_stand_on_both_sides(prose):
         with prose.raises(ResultMismatch):
             compare(*sides)
     again = judged(study(FASTER), ok_cell("three", 10.0), ok_cell("one", 5.0))
-    assert compare(again.model_copy(update={"outcomes": (), "decision": None}), again).outcomes  # judged again
+    assert compare(again.model_copy(update={"outcomes": (), "decision": None}), again).outcomes  # the same run, judged again
 
 
 def test_a_repeated_run_with_the_same_times_has_not_changed():
@@ -246,7 +248,7 @@ def test_peak_memory_is_compared_beyond_the_rounding_of_the_allocator():
     assert (change.variant, change.shape, change.before, change.after) == ("two", "mega", 1000, 500)
 
 
-def test_cells_of_one_result_alone_are_named(prose):
+def test_measurements_in_only_one_result_are_named(prose):
     found = compare(
         measured(study(), ok_cell("one", 5.0), ok_cell("two", 6.0)),
         measured(study(), ok_cell("one", 5.0), ok_cell("one", 5.0, direction="forward_backward")),
@@ -256,7 +258,7 @@ def test_cells_of_one_result_alone_are_named(prose):
     prose(second)
 
 
-def test_what_else_differs_is_named():
+def test_other_differences_are_named():
     one = measured(study(), ok_cell("one", 5.0))
     facts = one.provenance.model_copy(update={"driver": "2.0", "versions": {"torch": "2.13.0"}, "date": "later"})
     found = compare(one, one.model_copy(update={"provenance": facts}))
@@ -271,7 +273,7 @@ def test_other_declarations_are_named_down_to_the_criterion(prose):
     prose(found.declarations)
 
 
-def test_a_key_that_only_one_declaration_has_is_a_difference(prose):
+def test_a_key_in_only_one_declaration_is_a_difference(prose):
     lesson = FASTER.model_copy(update={"decides": False})
     for pair in ((FASTER, lesson), (lesson, FASTER)):
         found = compare(*(measured(study(criterion)) for criterion in pair))

@@ -1,4 +1,4 @@
-"""What is compiled before a study measures: which calls, in other processes, and that nothing depends on it."""
+"""Tests of compilation ahead of a study's measurements: which calls are compiled, in which processes, and its failures."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def study(operation: str = "toy_sum", **more):
     return Study(**(facts | more))
 
 
-def places(declared, processes=3):
+def cases(declared, processes=3):
     return list(places_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes))
 
 
 def test_every_call_that_can_run_here_is_made():
-    made = places(study())
+    made = cases(study())
     assert {(place.shape, place.direction) for place in made if place.variant == "eager"} == {
         (shape, direction) for shape in ("first", "second") for direction in ("forward", "forward_backward")
     }
 
 
-def test_each_process_compiles_a_part_of_what_is_tuned(monkeypatch):
+def test_each_process_compiles_some_of_the_tuned_configurations(monkeypatch):
     parallel = find_operation("toy_sum").get("parallel")
     monkeypatch.setattr(parallel, "capabilities", replace(parallel.capabilities, tunes=True))
-    made = places(study(), 4)
+    made = cases(study(), 4)
     tuned = [place for place in made if place.variant == "parallel" and place[:2] == ("first", "forward")]
     assert [(place.part, place.parts) for place in tuned] == [(part, 4) for part in range(4)]
     assert {place.parts for place in made if place.variant != "parallel"} == {1}
@@ -57,7 +57,7 @@ def test_each_process_compiles_a_part_of_what_is_tuned(monkeypatch):
     assert find_operation("gla_layer").get("fla").capabilities.tunes
 
 
-def test_a_part_of_tuning_tries_its_own_configurations_and_anew():
+def test_a_share_of_tuning_tries_only_its_own_configurations():
     triton = pytest.importorskip("triton")
     from triton.runtime.autotuner import Autotuner
 
@@ -83,7 +83,7 @@ def test_a_part_of_tuning_tries_its_own_configurations_and_anew():
     assert Autotuner.run is before
 
 
-def test_a_part_without_a_configuration_that_runs_is_no_note():
+def test_a_share_without_a_valid_configuration_is_not_reported():
     assert call_once(study(), Place("first", "forward", "raises", 1, 2), "cpu") is None
 
 
@@ -105,7 +105,7 @@ def test_a_call_is_made_as_it_is_measured(direction, monkeypatch):
     assert seen[-1] == ("parallel", direction == "forward_backward", ["y"] if direction == "forward_backward" else [])
 
 
-def test_what_a_call_raises_is_told_and_no_error():
+def test_an_exception_of_a_call_is_reported_and_not_raised():
     assert "raises" in toy.toy_sum.variants
     assert call_once(study(), Place("first", "forward", "raises"), "cpu") == "RuntimeError: the kernel fell over"
 
@@ -124,15 +124,15 @@ def test_calls_are_made_in_other_processes(prose):
     prose(line)
 
 
-def test_without_calls_no_process_is_started():
+def test_without_calls_no_process_starts():
     assert compile_ahead(study(), [], "cpu", 4, lambda *_: None) == []
 
 
-def test_a_run_compiles_what_is_not_finished_before_it_measures(prose):
+def test_a_run_compiles_unfinished_cases_before_it_measures(prose):
     asked, order = [], []
 
-    def compiled(declared, places, device, processes, tell):
-        asked.extend(places)
+    def compiled(declared, cases, device, processes, tell):
+        asked.extend(cases)
         order.append("compile")
         tell(asked[0], 1, len(asked))
         return ["eager at first: too large"]
@@ -140,7 +140,7 @@ def test_a_run_compiles_what_is_not_finished_before_it_measures(prose):
     result = run(study(), processes=3, steps=steps(compile=compiled), on_progress=lambda step: order.append(step.step))
     assert order[:2] == ["compile", "compile"]
     assert "verify" in order
-    assert len(asked) == len(places(study()))
+    assert len(asked) == len(cases(study()))
     prose([note for note in result.notes if "too large" in note])
 
 
@@ -153,7 +153,7 @@ def test_a_run_compiles_nothing_ahead_unless_asked():
 
 @pytest.mark.parametrize("variant", ["eager", "raises"])
 def test_a_call_leaves_no_tensors_behind(variant, monkeypatch):
-    """Also one that failed, whose error held them."""
+    """This includes a call that failed, whose exception held tensors."""
     left = []
 
     def make_and_note(*arguments):

@@ -1,4 +1,4 @@
-"""Counting DRAM bytes: the table that ncu writes, the command that asks for it, and what happens without it."""
+"""Tests of counting DRAM bytes: the table that ncu writes, the command line for it, and the fallback without it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_kernels_outside_every_range_do_not_count():
     assert count.parse(without) == count.parse(TABLE)
 
 
-def test_units_are_read_and_not_assumed():
+def test_units_are_read_from_the_table():
     kilo = TABLE.replace('"byte","byte","ns","byte"', '"Kbyte","byte","ns","byte"')
     assert kilo != TABLE
     assert count.parse(kilo)[1].read == pytest.approx(6_324_224_000)
@@ -51,12 +51,12 @@ def test_units_are_read_and_not_assumed():
         (TABLE.replace('"6,324,224"', '"n/a"'), "'n/a'"),
     ],
 )
-def test_a_table_that_cannot_be_read_says_why(text, why, prose):
+def test_an_unreadable_table_is_refused_with_the_reason(text, why, prose):
     with prose.raises(count.CountFailed, match=why):
         count.parse(text)
 
 
-def test_the_command_leaves_clocks_and_caches_alone_and_profiles_only_the_ranges():
+def test_the_command_keeps_clocks_and_caches_and_profiles_only_the_ranges():
     arguments = count.command("ncu", Path("log.csv"), Path("requests.json"), 2)
     text = " ".join(arguments)
     assert "--clock-control none --cache-control none" in text
@@ -66,7 +66,7 @@ def test_the_command_leaves_clocks_and_caches_alone_and_profiles_only_the_ranges
     assert arguments[-4:] == [sys.executable, "-m", "onelaunch.workbench.measure.count_child", "requests.json"]
 
 
-def test_on_a_cpu_bytes_come_from_arithmetic_and_say_so():
+def test_on_a_cpu_bytes_are_computed_and_marked_so():
     case = toy_case()
     found = count.count(toy_sum, case, "parallel")
     assert (found.source, found.total) == ("analytic", toy_sum.cost(case, toy_sum.get("parallel")).bytes)
@@ -81,7 +81,7 @@ def test_analytic_traffic_is_the_cost():
 
 @pytest.fixture
 def fake_ncu(tmp_path, monkeypatch):
-    """A profiler that is a shell script, where the device is said to be a GPU."""
+    """Install a shell script as ncu, on a machine whose device is reported to be a GPU."""
 
     def install(script: str) -> None:
         path = tmp_path / "ncu"
@@ -102,7 +102,7 @@ WRITE_THE_LOG = 'while [ "$1" != --log-file ]; do shift; done; log="$2"'
 FIND_THE_FOLDER = 'folder=$(dirname "$log")'
 
 
-def test_what_ncu_counted_is_divided_by_the_calls(fake_ncu, prose):
+def test_counted_bytes_are_divided_by_the_number_of_calls(fake_ncu, prose):
     fixture = Path(__file__).parent / "fixtures" / "ncu_raw.csv"
     report = '{"0": {"calls": 2, "sets": 40}, "1": {"error": "RuntimeError: it fell over"}}'
     fake_ncu(f"{WRITE_THE_LOG}; {FIND_THE_FOLDER}; cp {fixture} $log; echo '{report}' > $folder/report.json")
@@ -113,14 +113,14 @@ def test_what_ncu_counted_is_divided_by_the_calls(fake_ncu, prose):
     assert "it fell over" in second.note
 
 
-def test_a_profiler_without_permission_leaves_arithmetic_and_the_reason(fake_ncu):
+def test_without_permission_bytes_are_computed_and_the_reason_is_kept(fake_ncu):
     fake_ncu(f"{WRITE_THE_LOG}; echo '==ERROR== ERR_NVGPUCTRPERM - no permission' > $log; exit 1")
     for found in counted():
         assert found.source == "analytic"
         assert "ERR_NVGPUCTRPERM" in found.note
 
 
-def test_a_profiler_that_hangs_is_ended(fake_ncu, prose):
+def test_a_profiler_that_hangs_is_terminated(fake_ncu, prose):
     fake_ncu("sleep 60")
     for found in counted(timeout_seconds=0.3):
         assert found.source == "analytic"
@@ -128,14 +128,14 @@ def test_a_profiler_that_hangs_is_ended(fake_ncu, prose):
         prose(found.note)
 
 
-def test_no_profiler_at_all(monkeypatch):
+def test_without_a_profiler_bytes_are_computed(monkeypatch):
     monkeypatch.setattr(count, "find_ncu", lambda: None)
     assert all("not installed" in found.note for found in counted())
 
 
 @pytest.mark.gpu
 @pytest.mark.ncu
-def test_counted_bytes_are_near_the_fewest():
+def test_counted_bytes_are_near_the_minimum():
     case = toy_case(B=16, T=2048, V=1024)  # 128 MiB in, 128 MiB out, more than any cache
     found = count.count(toy_sum, case, "parallel", device="cuda")
     assert found.source == "ncu", found.note
@@ -144,7 +144,7 @@ def test_counted_bytes_are_near_the_fewest():
 
 
 def test_the_profiled_process_calls_each_request_inside_its_range(tmp_path, monkeypatch):
-    """On a CPU with the GPU's marks recorded: what runs, where, and what is reported."""
+    """On a CPU, with the GPU's range markers recorded: which calls run, in which range, and what is reported."""
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
     monkeypatch.setattr(sampling, "CACHES", 0.05)

@@ -1,3 +1,5 @@
+"""Tests of criteria that compare variants: speedups, time ratios, bytes, memory, errors, and means over shapes."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -59,15 +61,18 @@ def test_the_evidence_holds_the_numbers(prose):
     assert found.best_of == 1
 
 
-def test_ratios_are_taken_round_by_round():
-    """Both swing by half together: paired, their ratio is exact; unpaired, it would be anything from 0.5 to 4.5."""
+def test_ratios_are_paired_by_round():
+    """Both times vary by half, together. Their paired ratio is exact; unpaired, it would be between 0.5 and 4.5."""
     found = outcome(faster(1.4), ok_cell("three", 15.0, spread=0.5), ok_cell("one", 10.0, spread=0.5))
     assert found.status == "met"
     assert found.values["mega"].low == pytest.approx(1.5)
 
 
-def test_noise_alone_forbids_a_claim():
-    """The write-up's contradiction: 1.61x in the headline, 0.97x in its sweep. Nothing below 1.3 * 1.66 may be claimed."""
+def test_noise_alone_prevents_a_claim():
+    """This is the write-up's contradiction: 1.61x in the headline, 0.97x in its sweep.
+
+    Nothing below 1.3 * 1.66 may be claimed.
+    """
     cells = ok_cell("three", 1.61 * 10), ok_cell("one", 10.0)
     assert outcome(faster(), *cells).status == "met"
     noisy = outcome(faster(), *cells, floor=1.61 / 0.97)
@@ -77,7 +82,7 @@ def test_noise_alone_forbids_a_claim():
 
 @pytest.mark.parametrize(("spread", "reason"), [(0.0, "noise"), (0.3, "interval")])
 def test_a_miss_within_the_noise_is_inconclusive_and_says_why(spread, reason):
-    """A study on a busy machine: medians on the wrong side of the bound, under an A/A noise of 27.7."""
+    """A study on a busy machine has medians on the wrong side of the bound, under an A/A noise of 27.7."""
     found = outcome(faster(1.01), ok_cell("three", 5.0), ok_cell("one", 5.2, spread=spread), floor=27.7)
     assert found.status == "inconclusive", found.evidence
     assert reason in found.evidence.split("was asked: ")[1]
@@ -86,10 +91,10 @@ def test_a_miss_within_the_noise_is_inconclusive_and_says_why(spread, reason):
     assert outcome(faster(1.01), ok_cell("three", 5.0), ok_cell("one", 25.0), floor=1.5).status == "missed"
 
 
-def test_nothing_is_infeasible_by_a_baseline_whose_time_is_noise():
+def test_a_noisy_baseline_makes_nothing_infeasible():
     cells = ok_cell("three", 6.0), ok_cell("one", 5.0)
     assert outcome(faster(2.0), *cells, floor=1.2).status == "infeasible"
-    assert outcome(faster(2.0), *cells, floor=1.4).status == "missed"  # 6 us could be 8.4, and 4 is the bound
+    assert outcome(faster(2.0), *cells, floor=1.4).status == "missed"  # 6 us could be 8.4 us, and the roofline bound is 4 us
     assert outcome(faster(2.0), *cells, floor=1.8).status == "inconclusive"
     assert outcome(faster(2.0), *cells, floor=None).status == "inconclusive"
 
@@ -102,7 +107,7 @@ def test_no_noise_floor_or_too_few_rounds_decide_nothing():
     assert "2 rounds" in few.evidence
 
 
-def test_a_filter_stands_for_the_fastest_and_says_among_how_many():
+def test_a_filter_selects_the_fastest_and_states_among_how_many():
     cells = ok_cell("three", 15.0), ok_cell("two", 12.0), ok_cell("one", 10.0), ok_cell("forward_only", 90.0)
     found = outcome(faster(of={"launches": [1, 2]}), *cells)
     assert found.status == "met"
@@ -111,18 +116,18 @@ def test_a_filter_stands_for_the_fastest_and_says_among_how_many():
     assert found.evidence.startswith("one is 1.5x")
 
 
-def test_a_filter_over_others_compares_with_the_fastest_of_them():
+def test_a_filter_of_baselines_selects_the_fastest_of_them():
     cells = ok_cell("three", 15.0), ok_cell("three_library", 14.0), ok_cell("one", 10.0)
     assert outcome(faster(of="one", over={"launches": 3}), *cells).values["mega"].median == pytest.approx(1.4)
 
 
-def test_every_variant_by_an_empty_filter(prose):
+def test_an_empty_filter_matches_every_variant(prose):
     cells = ok_cell("product", 2.0), ok_cell("three", 15.0), ok_cell("two", 5.0), ok_cell("one", 10.0)
     prose(outcome(ratio(3.0, of={}), *cells).evidence)
 
 
-def test_the_fastest_is_held_against_the_fastest_of_the_others(prose):
-    """Against itself it would be 1.0 within any noise: here 1.04, with a bound of 1.03."""
+def test_the_fastest_is_compared_with_the_fastest_of_the_others(prose):
+    """Compared with itself, its ratio would always be 1.0. Here it is 1.04, with a bound of 1.03."""
     cells = ok_cell("three", 15.0), ok_cell("two", 12.0), ok_cell("one", 10.0)
     found = outcome(ratio(1.03, of="one", over={}), *cells, floor=1.04)
     assert (found.status, found.best_of) == ("met", 2)
@@ -151,7 +156,7 @@ def test_incorrect_variants_are_no_candidates(prose):
     prose(alone.evidence)
 
 
-def test_of_several_that_were_not_reached_none_is_named(prose):
+def test_several_variants_that_were_not_reached_are_not_listed(prose):
     cells = bad_cell("one", "interrupted", "because"), bad_cell("two", "interrupted", "because")
     found = outcome(faster(of={"launches": [1, 2]}), ok_cell("three", 15.0), *cells)
     prose(found.evidence)
@@ -160,14 +165,14 @@ def test_of_several_that_were_not_reached_none_is_named(prose):
 
 
 @pytest.mark.parametrize("status", ["unsupported", "not_installed", "out_of_memory", "error", "interrupted", "invalid"])
-def test_what_did_not_run_is_not_measured_with_the_reason(status):
+def test_a_variant_that_did_not_run_is_not_measured_with_the_reason(status):
     found = outcome(faster(), ok_cell("three", 15.0), bad_cell("one", status, "because"))
     assert found.status == "not_measured"
     assert "because" in found.evidence
 
 
 def test_a_speedup_beyond_the_floor_is_infeasible_once_the_baseline_is_measured(prose):
-    """The floor is 4 us: over a baseline of 6 us nothing can be 2x."""
+    """The roofline bound is 4 us. Relative to a baseline of 6 us, nothing can be 2x faster."""
     found = outcome(faster(2.0), ok_cell("three", 6.0), ok_cell("one", 5.0))
     assert found.status == "infeasible"
     prose(found.evidence)
@@ -190,7 +195,7 @@ def traffic(at_least):
     return Criterion(name="traffic", measure="dram_bytes_ratio", of="one", at_least=at_least)
 
 
-def test_bytes_count_only_when_both_sides_were_counted(prose):
+def test_bytes_are_judged_only_if_counted_on_both_sides(prose):
     one, three = ok_cell("one", 1.0, counted=4e6), ok_cell("three", 2.0, counted=8.4e6)
     assert outcome(traffic(2.0), three, one).status == "met"
     assert outcome(traffic(2.2), three, one).status == "missed"
@@ -201,7 +206,7 @@ def test_bytes_count_only_when_both_sides_were_counted(prose):
     assert found.values == {}
 
 
-def test_what_arithmetic_refutes_is_never_met_even_if_counted_so():
+def test_counts_never_meet_a_criterion_that_arithmetic_refutes():
     criterion = traffic(2.5)
     refuted = infeasibility(study(criterion), criterion)
     cells = ok_cell("three", 2.0, counted=12e6), ok_cell("one", 1.0, counted=4e6)
@@ -215,14 +220,14 @@ def error(at_most, of="one"):
     return Criterion(name="correct", measure="error", of=of, at_most=at_most)
 
 
-def test_errors_are_held_against_their_bound_without_noise():
+def test_errors_are_compared_with_their_bound_without_noise():
     assert outcome(error(5e-3), ok_cell("one", 1.0, error=3e-4), floor=None).status == "met"
     found = outcome(error(1e-3), ok_cell("one", 1.0, error=3e-3))
     assert found.status == "missed"
     assert "0.003 (y)" in found.evidence
 
 
-def test_the_worst_of_several_variants_counts_for_an_error():
+def test_an_error_criterion_uses_the_worst_of_several_variants():
     cells = ok_cell("one", 1.0, error=1e-4), ok_cell("two", 9.0, error=4e-3)
     assert outcome(error(1e-3, {"launches": [1, 2]}), *cells).status == "missed"
 
@@ -236,7 +241,7 @@ def test_an_incorrect_variant_misses_its_error_whatever_the_number(prose):
 
 def test_a_criterion_of_another_scale_is_not_measured_and_says_what_it_needs(prose):
     found = outcome(faster(), ok_cell("three", 1.0), scale="small")
-    assert found.status == "met" or "mega" in found.evidence  # cells of the shape are there: they count
+    assert found.status == "met" or "mega" in found.evidence  # measurements of the shape exist, so they are judged
     absent = evaluate(measured(study(faster()), scale="small"), {})[0]
     assert absent.status == "not_measured"
     prose(absent.evidence)
@@ -246,7 +251,7 @@ SWEEP = tuple(Shape(name=f"s{index}", dtype="float16", sizes=MEGA.sizes) for ind
 
 
 def sweep(times, needed=None, bound=1.3):
-    """`three` takes 15 us at each of five shapes, `one` takes the given times (None: it failed)."""
+    """Return a result in which `three` takes 15 us at each of five shapes and `one` the given times (None: it failed)."""
     cells = [ok_cell("three", 15.0, of=shape) for shape in SWEEP]
     for shape, time in zip(SWEEP, times, strict=True):
         cells.append(bad_cell("one", "error", "fell", of=shape) if time is None else ok_cell("one", time, of=shape))
@@ -271,7 +276,7 @@ def test_in_at_least_counts_shapes(times, needed, status):
     assert found.status == status, found.evidence
 
 
-def test_a_row_of_shapes_says_each_one(prose):
+def test_the_evidence_of_a_sweep_names_each_shape(prose):
     found = sweep((10, 10, 14, None, 11.5), 4)
     prose(found.evidence)
     assert "s2 1.07 (missed)" in found.evidence
@@ -279,14 +284,14 @@ def test_a_row_of_shapes_says_each_one(prose):
     assert set(found.values) == {"s0", "s1", "s2", "s4"}
 
 
-def test_out_of_reach_at_too_many_shapes_is_infeasible():
+def test_infeasible_at_too_many_shapes_is_infeasible():
     cells = [ok_cell("three", 15.0 if index < 2 else 4.5, of=shape) for index, shape in enumerate(SWEEP)]
     cells += [ok_cell("one", 4.2, of=shape) for shape in SWEEP]
     assert outcome(faster(in_at_least=3), *cells, shapes=SWEEP).status == "infeasible"
     assert outcome(faster(in_at_least=2), *cells, shapes=SWEEP).status == "met"
 
 
-def test_the_evidence_of_exact_numbers_says_where_they_miss(prose):
+def test_the_evidence_of_exact_numbers_names_the_shapes_that_miss(prose):
     cells = [ok_cell("three", 1.0, of=shape, counted=8e6) for shape in SWEEP]
     cells += [ok_cell("one", 1.0, of=shape, counted=4e6 if index else 7e6) for index, shape in enumerate(SWEEP)]
     found = outcome(traffic(1.5), *cells, shapes=SWEEP)
@@ -316,7 +321,7 @@ def mean(times, bound=1.5, over=15.0, floor=1.01, **more):
         ((5, 15, 7.5, 10, None), 1.01, "not_measured"),
     ],
 )
-def test_a_geometric_mean_is_held_against_the_bound_as_one_number(times, floor, status):
+def test_a_geometric_mean_is_compared_with_the_bound_as_one_number(times, floor, status):
     found = mean(times, floor=floor)
     assert found.status == status, found.evidence
 
@@ -336,7 +341,7 @@ def test_the_evidence_of_a_mean_holds_the_mean_and_every_shape(prose):
     assert found.values["s0"].median == pytest.approx(3.0)
 
 
-def test_a_mean_lacks_the_shapes_that_it_names(prose):
+def test_a_mean_names_the_shapes_that_it_lacks(prose):
     found = mean((5, 15, 7.5, 10, None))
     prose(found.evidence)
     assert found.overall is None
@@ -345,15 +350,15 @@ def test_a_mean_lacks_the_shapes_that_it_names(prose):
     prose(absent.evidence)
 
 
-def test_a_mean_beyond_all_floors_is_infeasible(prose):
-    """Floors of 4 us under a baseline of 5: 1.25x at most, everywhere."""
+def test_a_mean_beyond_the_roofline_bounds_is_infeasible(prose):
+    """Roofline bounds of 4 us under a baseline of 5 us allow at most 1.25x at every shape."""
     found = mean((4.5,) * 5, over=5.0)
     assert found.status == "infeasible"
     prose(found.evidence)
     assert mean((4.5,) * 5, over=5.0, bound=1.2).status == "missed"
 
 
-def test_a_mean_whose_baseline_is_noise_is_not_infeasible():
+def test_a_mean_with_a_noisy_baseline_is_not_infeasible():
     assert mean((4.5,) * 5, over=5.0, floor=1.4).status == "inconclusive"
 
 
@@ -378,8 +383,8 @@ def at_two(at_most=1.3, per=("N",), **more: Any) -> Criterion:
 
 
 @pytest.mark.parametrize(("time", "status"), [(40.0, "met"), (51.9, "inconclusive"), (60.0, "missed")])
-def test_times_at_two_shapes_are_held_against_each_other_for_their_share_of_the_work(time, status):
-    """Four times the rows in 40 us, against 10: 1x for each row."""
+def test_times_at_two_shapes_are_compared_per_unit_of_work(time, status):
+    """Four times the rows take 40 us, against 10 us: 1x per row."""
     found = outcome(at_two(), ok_cell("one", 10.0), ok_cell("one", time, of=LONG), shapes=(MEGA, LONG))
     assert found.status == status, found.evidence
     assert found.values["long"].median == pytest.approx(time / 40)
@@ -392,21 +397,21 @@ def test_the_evidence_of_two_shapes_names_both(prose):
     assert whole.values["long"].median == pytest.approx(4.0)
 
 
-def test_a_speed_at_two_shapes_is_the_inverse():
+def test_a_speedup_between_two_shapes_is_the_inverse_ratio():
     asked = at_two(measure="speedup", at_most=None, at_least=0.7)
     found = outcome(asked, ok_cell("one", 10.0), ok_cell("one", 50.0, of=LONG), shapes=(MEGA, LONG))
     assert (found.status, found.values["long"].median) == ("met", pytest.approx(0.8))
 
 
 def test_rounds_at_two_shapes_are_not_paired():
-    """Both swing by a tenth; only a pairing of rounds that were never taken together could cancel that."""
+    """Both times vary by a tenth. Only pairing rounds that were never taken together could cancel that."""
     cells = ok_cell("one", 10.0, spread=0.1), ok_cell("one", 44.0, of=LONG, spread=0.1)
     found = outcome(at_two(1.2), *cells, shapes=(MEGA, LONG))
     assert found.status == "inconclusive"
     assert found.values["long"].high > 1.3
 
 
-def test_the_noisier_of_two_shapes_decides():
+def test_the_noise_of_the_noisier_shape_counts():
     declared = study(at_two(1.05), shapes=(MEGA, LONG))
     result = measured(declared, ok_cell("one", 10.0), ok_cell("one", 40.0, of=LONG))
     assert evaluate(result, {})[0].status == "met"
@@ -415,20 +420,20 @@ def test_the_noisier_of_two_shapes_decides():
     assert evaluate(result.model_copy(update={"noise": result.noise[:1]}), {})[0].status == "inconclusive"
 
 
-def test_what_lacks_at_the_other_shape_is_said(prose):
+def test_a_missing_measurement_at_the_other_shape_is_named(prose):
     found = outcome(at_two(), bad_cell("one", "error", "fell"), ok_cell("one", 40.0, of=LONG), shapes=(MEGA, LONG))
     assert found.status == "not_measured"
     prose(found.evidence)
 
 
-def test_two_shapes_know_their_floor(prose):
-    """16 us at least for four times the rows, against 10 us: 0.4x a row and no less."""
+def test_a_ratio_of_two_shapes_has_a_roofline_bound(prose):
+    """Four times the rows take at least 16 us, against 10 us: at least 0.4x per row."""
     found = outcome(at_two(0.35), ok_cell("one", 10.0), ok_cell("one", 20.0, of=LONG), shapes=(MEGA, LONG))
     assert found.status == "infeasible"
     prose(found.evidence)
 
 
-# Memory, and bytes over the least
+# Memory
 
 
 def memory(at_most, **more: Any) -> Criterion:
@@ -436,7 +441,7 @@ def memory(at_most, **more: Any) -> Criterion:
     return Criterion(**(facts | more))
 
 
-def test_peak_memory_is_held_against_that_of_another(prose):
+def test_peak_memory_is_compared_with_another_variants(prose):
     cells = ok_cell("three", 2.0, peak=10 << 20), ok_cell("one", 1.0, peak=6 << 20)
     met = outcome(memory(0.6), *cells, floor=None)
     assert met.status == "met"
@@ -444,7 +449,7 @@ def test_peak_memory_is_held_against_that_of_another(prose):
     assert outcome(memory(0.5), *cells).status == "missed"
 
 
-def test_the_memory_of_several_is_that_of_the_fastest(prose):
+def test_the_memory_of_a_filter_is_that_of_the_fastest_variant(prose):
     cells = ok_cell("three", 9.0, peak=10), ok_cell("two", 2.0, peak=8), ok_cell("one", 3.0, peak=1)
     found = outcome(memory(0.6, of={"launches": [1, 2]}), *cells)
     assert (found.status, found.best_of) == ("missed", 2)
@@ -452,7 +457,7 @@ def test_the_memory_of_several_is_that_of_the_fastest(prose):
 
 
 @pytest.mark.parametrize(("one", "three"), [(None, 10), (10, None), (None, None)])
-def test_memory_that_was_not_measured_decides_nothing(one, three, prose):
+def test_unmeasured_memory_decides_nothing(one, three, prose):
     found = outcome(memory(0.6), ok_cell("three", 2.0, peak=three), ok_cell("one", 1.0, peak=one))
     assert (found.status, found.values) == ("not_measured", {})
     prose(found.evidence)

@@ -1,4 +1,4 @@
-"""Criteria that hold a variant against no other: bytes over the least, counts, times."""
+"""Tests of criteria about a single variant: bytes relative to the minimum, counts, and times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def least(at_most, **more: Any) -> Criterion:
     return Criterion(**(facts | more))
 
 
-def test_counted_bytes_are_held_against_the_least(prose):
+def test_counted_bytes_are_compared_with_the_minimum(prose):
     met = outcome(least(1.6), ok_cell("one", 1.0, counted=6e6))
     assert met.status == "met"
     prose(met.evidence)
     assert outcome(least(1.4), ok_cell("one", 1.0, counted=6e6)).status == "missed"
 
 
-def test_bytes_by_arithmetic_are_no_count_over_the_least_either(prose):
+def test_computed_bytes_are_not_a_count(prose):
     found = outcome(least(1.6, of="two"), ok_cell("two", 1.0))
     assert (found.status, found.values) == ("not_measured", {})
     prose(found.evidence)
@@ -35,7 +35,7 @@ def launched(at_most, **more: Any) -> Criterion:
     return Criterion(**(facts | more))
 
 
-def test_counted_launches_are_held_against_their_bound(prose):
+def test_counted_launches_are_compared_with_their_bound(prose):
     met = outcome(launched(6), ok_cell("one", 1.0, launches=6), floor=None)
     assert met.status == "met"
     prose(met.evidence)
@@ -44,7 +44,7 @@ def test_counted_launches_are_held_against_their_bound(prose):
 
 
 @pytest.mark.parametrize(("asked", "found", "status"), [(6, 6, "met"), (6, 5, "missed"), (6, 7, "missed"), (0, 0, "met")])
-def test_what_is_counted_may_be_asked_exactly(asked, found, status, prose):
+def test_a_count_may_have_an_exact_bound(asked, found, status, prose):
     launches = outcome(launched(None, equals=asked), ok_cell("one", 1.0, launches=found))
     barriers = outcome(launched(None, measure="barriers", equals=asked), ok_cell("one", 1.0, barriers=found))
     assert launches.status == barriers.status == status
@@ -53,7 +53,7 @@ def test_what_is_counted_may_be_asked_exactly(asked, found, status, prose):
     assert outcome(launched(None, measure="barriers", equals=asked), ok_cell("one", 1.0, launches=6)).status == "not_measured"
 
 
-def test_declared_launches_are_no_count(prose):
+def test_declared_launches_are_not_a_count(prose):
     found = outcome(launched(6), ok_cell("one", 1.0))
     assert (found.status, found.values) == ("not_measured", {})
     prose(found.evidence)
@@ -64,20 +64,20 @@ def over_floor(at_most, **more: Any) -> Criterion:
     return Criterion(**(facts | more))
 
 
-def test_a_time_is_held_against_its_floor(prose):
+def test_a_time_is_compared_with_its_roofline_bound(prose):
     cell = ok_cell("one", 10.0)
     floor = cell.plan.floor_microseconds
     met = outcome(over_floor(11 / floor), cell)
     assert met.status == "met"
     assert met.values["mega"].median == pytest.approx(10 / floor)
     prose(met.evidence)
-    assert outcome(over_floor(10.05 / floor), cell).status == "inconclusive"  # by less than the noise
+    assert outcome(over_floor(10.05 / floor), cell).status == "inconclusive"  # beyond the bound by less than the noise
     assert outcome(over_floor(9 / floor), cell).status == "missed"
     assert outcome(over_floor(9 / floor), cell, floor=1.2).status == "inconclusive"
     assert outcome(over_floor(11 / floor), cell, floor=None).status == "inconclusive"
 
 
-def test_a_time_is_held_against_microseconds(prose):
+def test_a_time_is_compared_with_microseconds(prose):
     asked = over_floor(11.0, measure="time")
     met = outcome(asked, ok_cell("one", 10.0))
     assert (met.status, met.values["mega"].median) == ("met", 10.0)
@@ -100,7 +100,7 @@ def in_regimes(cell, **times):
     )})  # fmt: skip
 
 
-def test_a_time_is_held_against_another_regime(prose):
+def test_a_time_is_compared_with_that_of_another_regime(prose):
     declared = {"regimes": ("cold", "running", "served")}
     criterion = ratio(1.05, over="one", regime="served", over_regime="running")
     cell = in_regimes(ok_cell("one", 10.0), running=10.0, served=10.3)
@@ -120,7 +120,7 @@ def test_a_time_is_held_against_another_regime(prose):
     prose(found.evidence)
 
 
-def test_a_cell_without_a_floor_is_held_against_none(prose):
+def test_a_measurement_without_a_roofline_bound_is_not_judged(prose):
     bare = ok_cell("one", 10.0).model_copy(update={"plan": None})
     found = outcome(over_floor(1.5), bare)
     assert (found.status, found.values) == ("not_measured", {})

@@ -1,3 +1,5 @@
+"""Tests of decisions: how criteria, noise, broken variants and unexplained savings lead to one."""
+
 from __future__ import annotations
 
 import pytest
@@ -27,7 +29,7 @@ def all_of(decision):
 
 
 def test_proceed_when_every_criterion_is_met(prose):
-    """one saves 5.1 us over three: 4 MB are 4 us, two launches 1 us."""
+    """``one`` saves 5.1 us over ``three``: 4 MB are 4 us, and two launches are 1 us."""
     decision = decided(study(FASTER, CORRECT), ok_cell("three", 10.1), ok_cell("one", 5.0))
     assert decision.kind == "proceed"
     prose(decision.because[0])
@@ -36,7 +38,7 @@ def test_proceed_when_every_criterion_is_met(prose):
     prose(decision.unexplained)
 
 
-def test_savings_are_bytes_launches_and_a_rest():
+def test_savings_are_split_into_bytes_launches_and_a_rest():
     cells = ok_cell("three", 10.1), ok_cell("two", 8.0), ok_cell("one", 5.0)
     (saving,) = explain_savings(measured(study(), *cells))
     assert (saving.variant, saving.shape, saving.direction, saving.traffic_source) == ("one", "mega", "forward", "analytic")
@@ -52,12 +54,12 @@ def test_counted_bytes_explain_savings_where_both_sides_have_them():
     assert (saving.by_bytes, saving.traffic_source) == (pytest.approx(5.0), "ncu")
 
 
-def test_no_saving_where_nothing_beats_the_baseline():
+def test_no_saving_if_nothing_beats_the_baseline():
     assert explain_savings(measured(study(), ok_cell("three", 4.0), ok_cell("one", 5.0))) == ()
 
 
 @pytest.mark.parametrize("status", ["incorrect", "invalid", "error"])
-def test_debug_when_a_variant_that_a_criterion_rests_on_is_broken(status):
+def test_debug_when_a_variant_that_a_criterion_needs_is_broken(status):
     decision = decided(study(FASTER), ok_cell("three", 10.0), bad_cell("one", status, "it went wrong"))
     assert decision.kind == "debug"
     assert "it went wrong" in all_of(decision)
@@ -71,31 +73,31 @@ def test_debug_even_if_other_criteria_are_met():
     assert "y is NaN." in all_of(decision)
 
 
-def test_a_broken_bystander_changes_nothing():
+def test_a_broken_variant_without_a_criterion_changes_nothing():
     decision = decided(study(FASTER), ok_cell("three", 10.0), ok_cell("one", 5.0), bad_cell("two", "incorrect", "off"))
     assert decision.kind == "proceed"
 
 
-def test_a_broken_baseline_is_no_bystander():
+def test_a_broken_baseline_leads_to_debug():
     decision = decided(study(FASTER), bad_cell("three", "incorrect", "off"), ok_cell("one", 5.0))
     assert decision.kind == "debug"
 
 
-def test_debug_names_the_bottleneck_when_missed_with_headroom(prose):
+def test_debug_names_the_bottleneck_of_a_miss_with_headroom(prose):
     decision = decided(study(FASTER), ok_cell("three", 100.0), ok_cell("one", 90.0))
     assert decision.kind == "debug"
     prose(all_of(decision))
 
 
 def test_a_miss_within_the_noise_is_no_reason_to_debug():
-    """Seen on a busy machine: 0.214x under an A/A noise of 27.7 was called missed, and the decision was to debug."""
+    """On a busy machine, 0.214x under an A/A noise of 27.7 was once called missed, and the decision was to debug."""
     noisy = decided(study(FASTER), ok_cell("three", 21.4), ok_cell("one", 100.0, spread=0.7), floor=27.7)
     assert noisy.kind == "measure_more"
     assert "inconclusive" in all_of(noisy)
     assert decided(study(FASTER), ok_cell("three", 21.4), ok_cell("one", 100.0)).kind == "debug"
 
 
-def test_no_study_is_abandoned_on_noise():
+def test_noise_does_not_lead_to_abandon():
     cells = ok_cell("three", 5.0), ok_cell("one", 4.5)
     assert decided(study(FASTER), *cells, floor=1.2).kind == "measure_more"
 
@@ -107,7 +109,7 @@ def test_a_stored_time_of_zero_explains_no_saving():
     assert explain_savings(measured(study(), other, broken)) == ()
 
 
-def test_the_bottleneck_is_the_largest_need_when_it_fills_the_time(prose):
+def test_the_bottleneck_is_the_largest_requirement_if_it_fills_the_time(prose):
     one = ok_cell("one", 5.0)
     prose(bottleneck(measured(study(), one), one))
     wasteful = ok_cell("one", 30.0, counted=25e6)
@@ -115,7 +117,7 @@ def test_the_bottleneck_is_the_largest_need_when_it_fills_the_time(prose):
 
 
 def test_abandon_when_no_variant_could_gain_enough(prose):
-    """The baseline takes 5 us and the floor is 4: 1.3x is beyond anything."""
+    """The baseline takes 5 us and the roofline bound is 4 us, so that 1.3x is impossible."""
     decision = decided(study(FASTER), ok_cell("three", 5.0), ok_cell("one", 4.5))
     assert decision.kind == "abandon"
     prose(all_of(decision))
@@ -128,7 +130,7 @@ def test_measure_more_when_inconclusive_or_not_measured():
     assert "needs it" in all_of(missing)
 
 
-def test_an_uncounted_criterion_forbids_proceed():
+def test_an_uncounted_criterion_prevents_proceed():
     feasible = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="one", at_least=1.5)
     cells = ok_cell("three", 10.0), ok_cell("one", 5.0)
     assert decided(study(FASTER, feasible), *cells).kind == "measure_more"
@@ -139,14 +141,14 @@ def test_an_uncounted_criterion_forbids_proceed():
 COUNTED = ok_cell("three", 10.0, counted=8.4e6), ok_cell("one", 5.0, counted=4.2e6)
 
 
-def test_an_infeasible_criterion_is_set_aside_and_named_once_it_was_looked_at(prose):
+def test_an_acknowledged_infeasible_criterion_is_excluded_and_named(prose):
     decision = decided(study(FASTER, HALVES), *COUNTED)
     assert decision.kind == "proceed"
     prose(decision.because[0])
     prose(decision.because[-1])
 
 
-def test_an_infeasible_criterion_that_nobody_looked_at_forbids_proceed(prose):
+def test_an_unacknowledged_infeasible_criterion_prevents_proceed(prose):
     decision = decided(study(FASTER, HALVES), ok_cell("three", 10.0), ok_cell("one", 5.0))
     assert decision.kind == "measure_more"
     prose(all_of(decision))
@@ -162,7 +164,7 @@ def test_a_study_without_criteria_decides_nothing():
     assert decided(study(), ok_cell("three", 10.0), ok_cell("one", 5.0)).kind == "measure_more"
 
 
-def test_a_full_run_sets_small_criteria_aside_and_a_small_run_nothing(prose):
+def test_only_a_full_run_excludes_criteria_of_small_scale(prose):
     cells = ok_cell("three", 10.0), ok_cell("one", 5.0)
     full = decided(study(FASTER, SMALL), *cells)
     assert full.kind == "proceed"
@@ -179,8 +181,8 @@ def test_a_small_study_can_be_decided_on_a_small_machine():
     assert decided(declared, *cells, scale="small").kind == "proceed"
 
 
-def test_a_saving_that_nothing_explains_and_nothing_isolates_forbids_proceed(prose):
-    """two differs from three in library and fusion at once; 500 us saved, 2.5 explained."""
+def test_an_unexplained_saving_without_a_control_prevents_proceed(prose):
+    """``two`` differs from ``three`` in library and fusion at once. Of 500 us saved, 2.5 us are explained."""
     criterion = Criterion(name="two is faster", measure="speedup", of="two", at_least=1.3)
     decision = decided(study(criterion), ok_cell("three", 1380.0), ok_cell("two", 860.0))
     assert decision.kind == "measure_more"
@@ -189,32 +191,32 @@ def test_a_saving_that_nothing_explains_and_nothing_isolates_forbids_proceed(pro
     prose(all_of(decision))
 
 
-def test_the_missing_control_lifts_it():
+def test_the_missing_control_allows_proceed():
     criterion = Criterion(name="two is faster", measure="speedup", of="two", at_least=1.3)
     cells = ok_cell("three", 1380.0), ok_cell("two", 860.0)
     assert decided(study(criterion), *cells, ok_cell("three_library", 1200.0)).kind == "proceed"
     no_gain = decided(study(criterion), *cells, ok_cell("three_library", 865.0))
-    assert no_gain.kind == "measure_more"  # against its control, two gains nothing: the library did
+    assert no_gain.kind == "measure_more"  # compared with its control, ``two`` gains nothing: the library did
 
 
-def test_what_stays_unexplained_is_said_even_when_a_control_isolates_it():
+def test_an_unexplained_rest_is_reported_even_with_a_control():
     decision = decided(study(FASTER), ok_cell("three", 1380.0), ok_cell("one", 860.0))
-    assert decision.kind == "proceed"  # one and three differ in fusion alone
+    assert decision.kind == "proceed"  # ``one`` and ``three`` differ only in fusion
     assert "515 µs (99%) stay unexplained" in all_of(decision)
 
 
-def test_comparisons_with_a_peer_are_facts_that_need_no_control():
+def test_comparisons_with_a_peer_need_no_control():
     criterion = Criterion(name="beats the peer", measure="speedup", of="one", over="peer", at_least=2)
     assert decided(study(criterion), ok_cell("peer", 1000.0), ok_cell("one", 5.0), ok_cell("three", 8.0)).kind == "proceed"
 
 
-def test_an_interrupted_run_says_so(prose):
+def test_an_interrupted_run_is_named_in_the_decision(prose):
     decision = decided(study(FASTER), ok_cell("three", 10.0), bad_cell("one", "interrupted", "stopped by hand"), interrupted=True)
     assert decision.kind == "measure_more"
     prose(decision.unexplained)
 
 
-def test_a_baseline_that_cannot_run_is_said(prose):
+def test_a_baseline_that_cannot_run_is_named(prose):
     near = Criterion(name="near", measure="time_ratio", of="one", over="product", at_most=3)
     decision = decided(study(near), bad_cell("three", "unsupported", "needs a GPU"), ok_cell("one", 5.0), ok_cell("product", 2.0))
     prose(decision.unexplained)
@@ -227,7 +229,7 @@ def test_savings_within_noise_are_not_called_unexplained():
     assert any("three_library" in sentence for sentence in decided(study(near), *cells, floor=1.001).unexplained)
 
 
-def test_the_shape_of_a_decision_is_the_one_stored():
+def test_a_decision_is_stored_with_its_shape():
     decision = decided(study(FASTER), ok_cell("three", 10.0, of=MEGA), ok_cell("one", 5.0))
     assert type(decision).model_validate_json(decision.model_dump_json()) == decision
 
@@ -236,19 +238,19 @@ LESSON = Criterion(name="lesson", measure="speedup", of="two", at_least=1.3, dec
 
 
 @pytest.mark.parametrize(("time", "status"), [(5.0, "met"), (20.0, "missed")])
-def test_what_is_declared_not_to_decide_is_said_and_decides_nothing(time, status, prose):
+def test_criteria_declared_not_to_decide_are_reported_only(time, status, prose):
     decision = decided(study(FASTER, LESSON), ok_cell("three", 10.0), ok_cell("one", 5.0), ok_cell("two", time))
     assert decision.kind == "proceed"
     prose(decision.because[0])
     prose(decision.because[-1])
 
 
-def test_not_even_a_broken_variant_decides_there():
+def test_a_broken_variant_of_such_a_criterion_does_not_decide():
     broken = bad_cell("two", "incorrect", "off")
     assert decided(study(FASTER, LESSON), ok_cell("three", 10.0), ok_cell("one", 5.0), broken).kind == "proceed"
 
 
-def test_a_missed_criterion_names_the_bottleneck_where_it_misses_most(prose):
+def test_a_missed_criterion_names_the_bottleneck_of_its_worst_shape(prose):
     half = MEGA.model_copy(update={"name": "half"})
     cells = [ok_cell("three", 100.0, of=shape) for shape in (MEGA, half)]
     cells += [ok_cell("one", 50.0), ok_cell("one", 90.0, of=half)]
@@ -256,14 +258,14 @@ def test_a_missed_criterion_names_the_bottleneck_where_it_misses_most(prose):
     prose(all_of(decision))
 
 
-def test_memory_that_is_missed_is_not_explained_by_time(prose):
+def test_a_missed_memory_criterion_is_not_explained_by_time(prose):
     memory = Criterion(name="memory", measure="peak_memory_ratio", of="one", at_most=0.5)
     decision = decided(study(memory), ok_cell("three", 10.0, peak=10), ok_cell("one", 9.0, peak=9))
     assert decision.kind == "debug"
     prose(all_of(decision))
 
 
-def test_debug_when_what_a_criterion_needs_at_its_other_shape_is_broken(prose):
+def test_debug_when_a_variant_at_the_other_shape_is_broken(prose):
     half = MEGA.model_copy(update={"name": "half"})
     near = Criterion(name="near", measure="time_ratio", of="one", over="one", at="mega", over_at="half", at_most=2)
     decision = decided(study(near, shapes=(MEGA, half)), ok_cell("one", 5.0), bad_cell("one", "incorrect", "off", of=half))

@@ -1,4 +1,4 @@
-"""Kernels compiled for other chips and taken apart, without a GPU."""
+"""Tests of kernels that are compiled for other GPUs and disassembled, without a GPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def matmul(tile: tuple[int, int, int] = (64, 64, 64), **facts: Any) -> KernelBui
 
 
 @pytest.mark.parametrize("architecture", CHECKED)
-def test_a_matrix_product_shows_the_instructions_that_were_meant(architecture):
+def test_a_matrix_product_has_the_intended_instructions(architecture):
     found = inspect_build(matmul(), architecture, variant="three")
     assert found.ok, found.problems
     assert any(name.startswith(ARCHITECTURES[architecture].matrix) for name in found.matrix)
@@ -81,7 +81,7 @@ def test_a_matrix_product_shows_the_instructions_that_were_meant(architecture):
         ("gfx942", "amdgcn", "v_mfma"),
     ],
 )
-def test_the_assembly_is_at_hand(architecture, stage, text):
+def test_the_assembly_is_available(architecture, stage, text):
     assert text in inspect_build(matmul(), architecture).assembly[stage]
 
 
@@ -94,21 +94,21 @@ def test_a_tile_too_large_for_the_registers_spills(architecture):
     assert "spills registers" in found.problems[0]
 
 
-def test_a_product_that_missed_the_matrix_unit_meant_is_a_problem():
-    """A tile of 16 rows is too small for the warpgroup instruction."""
+def test_a_product_without_the_intended_instruction_is_a_problem():
+    """A tile of 16 rows is too small for WGMMA."""
     found = inspect_build(matmul((16, 64, 64)), "sm_90a")
     assert list(found.matrix) == ["HMMA"]
     assert any("HGMMA" in problem for problem in found.problems)
     assert inspect_build(matmul((16, 64, 64), matrix=False), "sm_90a").ok
 
 
-def test_more_shared_memory_than_there_is_is_a_problem():
+def test_too_much_shared_memory_is_a_problem():
     found = inspect_build(matmul((128, 128, 64), num_stages=8, num_warps=8), "sm_80")
     assert found.shared_bytes > ARCHITECTURES["sm_80"].shared_bytes
     assert any("shared memory" in problem for problem in found.problems)
 
 
-def test_a_device_calls_hopper_sm_90():
+def test_sm_90_is_understood_as_hopper():
     assert find_architecture("sm_90").name == "sm_90a"
 
 
@@ -123,7 +123,7 @@ def test_a_kernel_that_does_not_compile_is_named(prose):
         inspect_build(build, "sm_80")
 
 
-def test_a_kernel_of_a_tuple_of_tensors_some_of_which_there_are():
+def test_a_kernel_with_a_tuple_of_optional_tensors():
     signature = {"parts": ("*fp16", "constexpr", "*fp32"), "strides": ("i32:16", "i32", "i32"), "out": "*fp32", "BM": "constexpr"}
     found = inspect_build(KernelBuild("sum", sum_kernel, signature, {"BM": 128}), "sm_90a")
     assert found.ok, found.problems
@@ -147,7 +147,9 @@ def test_a_failing_disassembler_is_reported(monkeypatch, prose):
     def fail(*_args, **_kwargs):
         raise subprocess.CalledProcessError(1, "cuobjdump")
 
-    only_ours = SimpleNamespace(run=fail, SubprocessError=subprocess.SubprocessError)  # Triton starts ptxas by the same module
+    only_ours = SimpleNamespace(
+        run=fail, SubprocessError=subprocess.SubprocessError
+    )  # Triton starts ptxas through the same module
     monkeypatch.setattr(inspection, "subprocess", only_ours)
     with prose.raises(InspectionError, match="'matmul'"):
         inspect_build(matmul(), "sm_80")
@@ -234,7 +236,7 @@ def product(text: str = MMA, **facts: Any) -> CudaBuild:
 
 @compiled
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a"])
-def test_a_cuda_kernel_is_taken_apart(architecture):
+def test_a_cuda_kernel_is_disassembled(architecture):
     found = inspect_build(rotate(), architecture, variant="ours")
     assert found.ok, found.problems
     assert (found.variant, found.kernel, found.architecture) == ("ours", "rotate, 64 values", architecture)
@@ -266,7 +268,7 @@ def test_the_launch_of_a_cuda_kernel_must_fit(prose):
 
 
 @compiled
-def test_matrix_instructions_of_a_cuda_kernel_are_those_that_were_meant(prose):
+def test_a_cuda_kernel_has_the_intended_matrix_instructions(prose):
     prose(inspect_build(rotate(matrix=True), "sm_90a").problems)
     assert "became HMMA" in inspect_build(product(matrix=True), "sm_90a").problems[0]
     assert inspect_build(product(matrix=True, by_warps=True), "sm_90a").ok
@@ -274,7 +276,7 @@ def test_matrix_instructions_of_a_cuda_kernel_are_those_that_were_meant(prose):
 
 
 @compiled
-def test_products_that_wait_for_one_another_are_a_problem():
+def test_serialized_wgmma_products_are_a_problem():
     found = inspect_build(product(SERIAL, matrix=True), "sm_90a")
     assert list(found.matrix) == ["HGMMA"]
     assert [problem for problem in found.problems if "wgmma.mma_async instructions are serialized" in problem] == list(
@@ -301,7 +303,7 @@ def test_without_nvrtc_the_message_says_what_to_install(monkeypatch, prose):
 
 
 @compiled
-def test_without_triton_a_cuda_kernel_cannot_be_taken_apart(monkeypatch, prose):
+def test_without_triton_a_cuda_kernel_cannot_be_disassembled(monkeypatch, prose):
     monkeypatch.setitem(sys.modules, "triton", None)
     with prose.raises(InspectionError, match="'product'"):
         inspect_build(product(), "sm_90a")

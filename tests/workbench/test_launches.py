@@ -1,4 +1,4 @@
-"""Counting launches: what a captured graph holds, and what cannot be counted."""
+"""Tests of counting launches: the nodes of a captured graph, and variants whose launches cannot be counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNEL, COPY, FILL, HOST, EMPTY = 0, 1, 2, 3, 5
 
 
 class Driver:
-    """A double of the CUDA driver, which knows one graph: its handle, and the kinds of its nodes."""
+    """Double of the CUDA driver with one graph: its handle, and the kinds of its nodes."""
 
     def __init__(self, *kinds: int, handle: int = 2**40 + 1, error: int = 0) -> None:
         self.kinds, self.handle, self.error = kinds, handle, error
@@ -42,7 +42,7 @@ GRAPH = SimpleNamespace(raw_cuda_graph=lambda: 2**40 + 1)
 @pytest.mark.parametrize(
     ("kinds", "found"), [((), 0), ((KERNEL, KERNEL, COPY, FILL, KERNEL), 5), ((EMPTY, KERNEL, HOST, EMPTY), 1)]
 )
-def test_kernels_copies_and_fills_are_launches(kinds, found, monkeypatch):
+def test_kernels_copies_and_memsets_are_launches(kinds, found, monkeypatch):
     monkeypatch.setattr(launches, "library", lambda: Driver(*kinds))
     assert launches.launches_in(GRAPH) == found
 
@@ -53,7 +53,7 @@ def test_a_driver_that_refuses_is_an_error(monkeypatch):
         launches.launches_in(GRAPH)
 
 
-def test_on_a_cpu_nothing_is_counted_and_why_is_said(prose):
+def test_on_a_cpu_nothing_is_counted_and_the_reason_is_given(prose):
     found = launches.count_launches(toy_sum, [Request(toy_case(), "parallel"), Request(toy_case(), "eager")])
     assert found[0] == found[1]
     prose(found[0])
@@ -64,7 +64,7 @@ def count_with(monkeypatch, name, counter):
     monkeypatch.setattr(variant, "capabilities", replace(variant.capabilities, barriers=counter))
 
 
-def test_barriers_are_what_the_variants_own_counter_says(monkeypatch, prose):
+def test_barriers_are_read_from_the_variants_own_counter(monkeypatch, prose):
     count_with(monkeypatch, "parallel", lambda call: 7 * int(call.x.shape == (1, 5, 3)))
 
     def broken(call):
@@ -91,7 +91,7 @@ def test_a_gpu_counts_every_launch(device):
 
 
 @pytest.mark.gpu
-def test_a_gpu_counts_variants_and_says_of_which_it_cannot(device):
+def test_a_gpu_counts_variants_and_names_those_that_it_cannot(device):
     case = toy_case("float16", B=4, T=64, V=64)
     requests = [Request(case, "parallel"), Request(case, "parallel", "forward_backward"), Request(case, "no_such_variant")]
     forward, both, unknown = launches.count_launches(toy_sum, requests, device=device)

@@ -1,4 +1,4 @@
-"""Measures are registered objects: a new one is one file, and everything from the declaration to the report knows it."""
+"""Tests of measures as registered objects: a new one is one file, and is used from the declaration to the report."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ assert toy.toy_sum.name == "toy_sum"  # registered by its import
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
-    """A copy of the registry, so that no other test knows what is registered here."""
+    """Replace the registry by a copy, so that no other test sees the measures registered here."""
     monkeypatch.setattr(measure, "_MEASURES", dict(measure._MEASURES))
 
 
 @pytest.fixture
 def operators():
-    """The measure of the one file, registered by running it."""
+    """Register the measure of that one file by running it."""
     spec = importlib.util.spec_from_file_location("toy_measure_of_one_file", FILE)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     return find_measure("operators")
@@ -87,7 +87,7 @@ def written(tmp_path, monkeypatch):
     return write
 
 
-def test_a_measure_of_one_file_goes_from_the_declaration_to_the_report(operators, written, prose):
+def test_a_measure_in_one_file_works_from_declaration_to_report(operators, written, prose):
     study = load_study(written())
     assert study.criteria[0].quantity is operators
     assert plan_study(study, RATES, "cpu", "small").infeasible == {}
@@ -112,14 +112,14 @@ def test_a_measure_of_one_file_goes_from_the_declaration_to_the_report(operators
     assert f"{cell.count('operators')} operators" in report.partition("Bytes and launches")[2]
 
 
-def test_a_criterion_that_is_missed_says_so(operators, written):
+def test_a_missed_criterion_is_reported(operators, written):
     study = load_study(written(("at_most = 60", "equals = 1")))
     result = run_study(study, device="cpu", steps=Steps(ceilings=lambda _: RATES), save_to=Path("result.json"))
     assert result.outcomes[0].status == "missed"
     assert result.decision.kind == "debug"
 
 
-def test_what_arithmetic_refutes_is_infeasible(operators, written):
+def test_a_bound_that_arithmetic_refutes_is_infeasible(operators, written):
     plan = plan_study(load_study(written(("at_most = 60", "equals = 0"))), RATES, "cpu", "small")
     assert "few operators" in plan.infeasible
 
@@ -135,7 +135,7 @@ def test_what_arithmetic_refutes_is_infeasible(operators, written):
     ],
     ids=["bound", "over", "its own rule", "count", "misspelt"],
 )
-def test_a_declaration_is_held_against_the_rules_of_its_measure(operators, written, changes, problem, prose):
+def test_a_declaration_is_checked_by_the_rules_of_its_measure(operators, written, changes, problem, prose):
     with prose.raises(StudyError, match=problem):
         load_study(written(*changes))
 
@@ -147,7 +147,7 @@ def test_a_measure_that_is_not_registered_is_refused(written, prose):
         Criterion(name="c", measure="operators", of="parallel", at_most=1)
 
 
-def test_a_name_is_registered_once(operators, prose):
+def test_a_measures_name_must_be_new_and_valid(operators, prose):
     with prose.raises(ValueError):
 
         @register
@@ -171,7 +171,7 @@ def test_a_name_is_registered_once(operators, prose):
     assert measure_names()[-1] == "operators"
 
 
-def test_a_measure_that_is_better_higher_alone_is_bounded_from_below(written, prose):
+def test_a_measure_that_is_better_when_higher_needs_a_lower_bound(written, prose):
     @register
     class Reuse(JudgedMeasure):
         name = "reuse"
@@ -187,7 +187,7 @@ def test_a_measure_that_is_better_higher_alone_is_bounded_from_below(written, pr
     assert load_study(written(('"operators"', '"reuse"'), ("at_most", "at_least"))).criteria[0].quantity.name == "reuse"
 
 
-def test_a_measure_without_a_judgement_is_named():
+def test_a_measure_without_a_judge_method_is_named():
     @register
     class Mute(Measure):
         name = "mute"
@@ -197,7 +197,7 @@ def test_a_measure_without_a_judgement_is_named():
 
 
 @pytest.mark.parametrize("each", measures(), ids=lambda each: each.name)
-def test_every_measure_explains_itself(each):
+def test_every_measure_has_a_description(each):
     assert isinstance(each, JudgedMeasure)
     assert each.meaning
     assert inspect.getdoc(type(each))

@@ -1,4 +1,7 @@
-"""The write-up said "proceed". From its own numbers the workbench must not, and each of its faults alone must be enough."""
+"""Tests with the numbers of the original write-up 040, which said "proceed".
+
+From these numbers the workbench must decide otherwise, and each of the write-up's faults alone must be enough.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ def test_the_original_numbers_do_not_proceed(prose):
     prose(said(result))
 
 
-def test_had_everything_been_done_they_would_have():
-    """Steady rounds, counted bytes, a bound that arithmetic allows, and the control: the other tests take one of them away."""
+def test_complete_and_steady_numbers_would_proceed():
+    """With steady rounds, counted bytes, a feasible bound and the control. Each other test removes one of these."""
     result = original(steady=True, counted=True, control=1.25, ratio=1.2)
     assert status(result) == {"faster": "met", "correct": "met", "traffic": "met"}
     assert result.decision.kind == "proceed", said(result)
 
 
-def test_the_contradiction_of_headline_and_sweep_alone_forbids_it():
+def test_the_contradiction_of_headline_and_sweep_alone_prevents_proceed():
     result = original(steady=False, counted=True, control=1.25, ratio=1.2)
     assert status(result) == {"faster": "inconclusive", "correct": "met", "traffic": "met"}
     assert result.decision.kind == "measure_more"
@@ -47,7 +50,7 @@ def test_the_contradiction_of_headline_and_sweep_alone_forbids_it():
     assert noise.floor == pytest.approx(1.38 / 0.85, rel=0.01)
 
 
-def test_its_noise_alone_forbids_it_even_with_many_rounds():
+def test_its_noise_alone_prevents_proceed_even_with_many_rounds():
     result = original(steady=True, counted=True, control=1.25, ratio=1.2)
     noisy = result.noise[0].model_copy(update={"floor": 1.38 / 0.85})
     from onelaunch.workbench.decide.criteria import evaluate
@@ -59,16 +62,19 @@ def test_its_noise_alone_forbids_it_even_with_many_rounds():
     assert decide(again).kind == "measure_more"
 
 
-def test_the_uncounted_traffic_alone_forbids_it():
-    for ratio in (1.2, 2.0):  # whether its bound was possible or not
+def test_uncounted_bytes_alone_prevent_proceed():
+    for ratio in (1.2, 2.0):  # both with the write-up's bound and with a feasible one
         result = original(steady=True, counted=False, control=1.25, ratio=ratio)
         assert status(result)["faster"] == "met"
         assert status(result)["traffic"] == ("not_measured" if ratio == 1.2 else "infeasible")
         assert result.decision.kind == "measure_more"
 
 
-def test_the_saving_that_bytes_do_not_explain_alone_forbids_it(prose):
-    """520 us claimed, 2 MiB saved: 7 us of the T4's bandwidth and 3 of one launch. The library changed as well as the fusion."""
+def test_a_saving_that_bytes_do_not_explain_alone_prevents_proceed(prose):
+    """The write-up claims 520 us for 2 MiB saved: 7 us at the T4's bandwidth, and 3 us for one launch.
+
+    The matrix product's library changed as well as the fusion.
+    """
     result = original(steady=True, counted=True, control=None, ratio=1.2)
     assert status(result) == {"faster": "met", "correct": "met", "traffic": "met"}
     assert result.decision.kind == "measure_more"
@@ -81,7 +87,7 @@ def test_the_saving_that_bytes_do_not_explain_alone_forbids_it(prose):
     assert "(98%) stay unexplained" in said(result)
 
 
-def test_a_control_that_shows_no_gain_does_not_lift_it():
+def test_a_control_without_a_gain_does_not_allow_proceed():
     assert original(steady=True, counted=True, control=0.865, ratio=1.2).decision.kind == "measure_more"
 
 
@@ -91,17 +97,17 @@ def test_an_impossible_criterion_never_counts_as_met(prose):
     prose(said(result))
 
 
-def test_the_replay_is_a_result_like_any_other(tmp_path):
+def test_the_replayed_result_can_be_saved_and_read(tmp_path):
     result = original()
     assert Result.load(result.save(tmp_path / "original.json")) == result
 
 
-def test_the_study_of_today_tells_the_original_figures(study_040):
+def test_todays_study_quotes_the_original_figures(study_040):
     for figure in ("90.13", "1.38", "0.86", "9.64", "1.61x", "0.97x", "0.0078", "0.85/0.88", "1.27/0.98"):
         assert figure in study_040.notes
 
 
-def test_the_study_of_today_asks_what_the_original_asked(study_040):
+def test_todays_study_has_the_original_criteria(study_040):
     sweep = {(row["B"], row["T"]) for row in FIGURES["sweep"]}
     full = {(shape.sizes["B"], shape.sizes["T"]) for shape in study_040.at_scale("full") if shape.sizes["D"] == 256}
     assert full == sweep

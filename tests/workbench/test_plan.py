@@ -1,3 +1,5 @@
+"""Tests of plans: roofline bounds of measurements, reasons not to run, and criteria that are infeasible by arithmetic."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,12 +22,12 @@ def test_a_plan_is_bytes_over_bandwidth_plus_launches(variant, bytes_, microseco
     plan = planned(variant).plan
     assert plan.bytes == bytes_
     assert plan.planned_microseconds == pytest.approx(microseconds)
-    assert plan.floor_microseconds == pytest.approx(4.0)  # 4 MB at 1 TB/s; its 100 MFLOP need 1 us
+    assert plan.floor_microseconds == pytest.approx(4.0)  # 4 MB at 1 TB/s take 4 us; its 100 MFLOP take 1 us
     assert plan.least_bytes == 4e6
     assert plan.flops == 1e8
 
 
-def test_the_matrix_rate_of_the_dtype_sets_the_floor_where_it_is_slower():
+def test_the_matrix_rate_of_the_dtype_sets_the_roofline_bound_if_slower():
     single = Shape(name="single", dtype="float32", sizes=MEGA.sizes)  # 1e8 flops at 1e13 is 10 us, 8 MB are 8 us
     assert planned("one", declared=study(shapes=(single,))).plan.floor_microseconds == pytest.approx(10.0)
 
@@ -46,17 +48,17 @@ READS = RATES.model_copy(update={"read_bytes_per_second": 1.25e12})
     ],
     ids=["reads", "just under a tenth", "a tenth", "writes", "not said", "no read rate measured", "reads measured slower"],
 )
-def test_the_read_rate_bounds_what_writes_less_than_a_tenth(written, rates, microseconds):
+def test_the_read_bandwidth_bounds_calls_that_write_less_than_a_tenth(written, rates, microseconds):
     cost = Cost(0, 1_000_000, written=written)
     assert floor_microseconds(cost, "float16", rates) == pytest.approx(microseconds)
 
 
-def test_nothing_to_do_sets_no_bound():
+def test_an_empty_case_has_no_roofline_bound():
     assert floor_microseconds(Cost(0, 0, written=0), "float16", READS) == 0
     assert bandwidth(0, 0, READS) == 1e12
 
 
-def test_a_plan_says_what_is_written():
+def test_a_plan_states_the_bytes_written():
     assert (planned("one").plan.written, planned("one").plan.least_written) == (None, None)
     assert planned("one").plan.model_dump().keys().isdisjoint({"written", "least_written"})
 
@@ -73,7 +75,7 @@ def test_a_shape_is_planned_in_its_own_directions():
     }  # fmt: skip
 
 
-def test_who_cannot_run_is_known_before_anything_runs(prose):
+def test_variants_that_cannot_run_are_known_before_the_run(prose):
     assert planned("forward_only").status is None
     backward = planned("forward_only", "forward_backward")
     assert backward.status == "unsupported"
@@ -85,7 +87,7 @@ def test_who_cannot_run_is_known_before_anything_runs(prose):
 
 
 @pytest.mark.parametrize("name", ["two", "product"])
-def test_what_a_shape_skips_is_planned_and_does_not_run(name, prose):
+def test_variants_that_a_shape_skips_are_planned_but_not_run(name, prose):
     left_out = planned(name, declared=study(shapes=(MEGA.model_copy(update={"skip": (name,)}),)))
     assert left_out.status == "unsupported"
     prose(left_out.reason)
@@ -100,7 +102,7 @@ def test_the_baseline_comes_first_and_controls_last_and_forward_only():
     assert (forward[0], backward[0], forward[-1]) == ("two", "two", "product")
     assert "product" not in backward
     control = next(cell for cell in cells if cell.control)
-    assert control.plan.floor_microseconds == pytest.approx(2.0)  # its own bytes, not the operation's
+    assert control.plan.floor_microseconds == pytest.approx(2.0)  # the control's own bytes, not the operation's
 
 
 def test_only_the_shapes_of_the_scale_are_planned():
@@ -113,7 +115,7 @@ def traffic(at_least, **more):
     return Criterion(name="traffic", measure="dram_bytes_ratio", of="one", at_least=at_least, **more)
 
 
-def test_fewer_bytes_than_must_move_are_infeasible_with_the_arithmetic(prose):
+def test_fewer_bytes_than_the_minimum_are_infeasible_with_the_arithmetic(prose):
     why = infeasibility(study(), traffic(2.5))
     prose(why)
     assert infeasibility(study(), traffic(2.0)) is None
@@ -142,7 +144,7 @@ def test_a_mean_of_bytes_is_infeasible_by_the_mean_of_the_arithmetic(prose):
     assert infeasibility(declared, at_most) is None
 
 
-def test_fewer_than_the_least_bytes_are_infeasible(prose):
+def test_a_bound_below_the_minimum_of_bytes_is_infeasible(prose):
     def least(at_most):
         return Criterion(name="least", measure="dram_bytes_over_least", of="one", at_most=at_most)
 
@@ -151,7 +153,7 @@ def test_fewer_than_the_least_bytes_are_infeasible(prose):
     prose(why)
 
 
-def test_less_than_the_floor_is_infeasible(prose):
+def test_a_time_below_the_roofline_bound_is_infeasible(prose):
     def floor(at_most):
         return Criterion(name="floor", measure="time_over_floor", of="one", at_most=at_most)
 
@@ -183,7 +185,7 @@ def test_an_error_below_the_rounding_of_the_dtype_is_infeasible(dtype, asked, fe
     assert why is None or dtype in why
 
 
-def test_rounding_once_is_not_below_what_the_plan_calls_infeasible():
+def test_the_error_of_one_rounding_is_feasible():
     import torch
 
     exact = torch.randn(100_000, dtype=torch.float64)
@@ -192,6 +194,6 @@ def test_rounding_once_is_not_below_what_the_plan_calls_infeasible():
         assert finest < error
 
 
-def test_times_cannot_be_refuted_before_they_are_measured():
+def test_times_are_not_infeasible_before_they_are_measured():
     assert infeasibility(study(), Criterion(name="t", measure="speedup", of="one", at_least=1e6)) is None
     assert infeasibility(study(), Criterion(name="t", measure="time_ratio", of="one", over="product", at_most=1e-6)) is None

@@ -1,4 +1,4 @@
-"""Reports say everything that a result holds, the same in every form, and nothing else."""
+"""Tests of reports: every form states everything that a result holds, in the same words, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def terminal(result: Result, width: int = 120, *, full: bool = False, **options:
 
 
 class Reader(html.parser.HTMLParser):
-    """Collects the text of a page, and complains about elements that are not closed in order."""
+    """Parser that collects the text of a page and rejects elements that are not closed in order."""
 
     VOID = frozenset({"meta", "br", "link", "img", "hr"})
     SVG_LEAVES = frozenset({"path", "use", "rect", "line", "circle"})
@@ -87,7 +87,7 @@ def read(make: Maker) -> Reader:
 
 
 def plain(text: str) -> str:
-    """Text without line breaks, table bars and escapes: what a reader takes in."""
+    """Return the text without line breaks, table bars and escapes, as a reader perceives it."""
     return " ".join(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", text).split())
 
 
@@ -110,7 +110,7 @@ def test_all_forms_agree_on_the_decision_and_its_grounds(make: Maker) -> None:
 
 
 @every_result
-def test_every_criterion_is_there_with_status_and_evidence(make: Maker) -> None:
+def test_every_criterion_is_shown_with_status_and_evidence(make: Maker) -> None:
     result = make()
     text, seen = plain(read(make).text), plain(markdown.render(result))
     for outcome in result.outcomes:
@@ -128,7 +128,7 @@ def test_the_decision_comes_first_and_the_provenance_last(make: Maker, prose) ->
 
 
 @every_result
-def test_every_cell_that_is_not_ok_is_named_with_its_reason(make: Maker) -> None:
+def test_every_failed_measurement_is_named_with_its_reason(make: Maker) -> None:
     result = make()
     summary = summarize(result)
     bad = [cell for cell in result.cells if cell.status != "ok"]
@@ -141,7 +141,7 @@ def test_every_cell_that_is_not_ok_is_named_with_its_reason(make: Maker) -> None
 
 
 @every_result
-def test_every_believed_time_is_there_with_its_interval(make: Maker) -> None:
+def test_every_accepted_time_is_shown_with_its_interval(make: Maker) -> None:
     result = make()
     text = markdown.render(result)
     for cell in result.cells:
@@ -149,7 +149,7 @@ def test_every_believed_time_is_there_with_its_interval(make: Maker) -> None:
             assert (q.interval(timing.microseconds) in text) or cell.status != "ok"
 
 
-def test_a_time_that_is_not_believed_stands_nowhere_as_a_time(prose) -> None:
+def test_a_rejected_time_is_never_shown_as_a_time(prose) -> None:
     result = results.wrong_and_invalid()
     fast = result.cell("target", "fused_chunked")
     assert fast
@@ -160,13 +160,13 @@ def test_a_time_that_is_not_believed_stands_nowhere_as_a_time(prose) -> None:
     prose([alert for alert in summarize(result).alerts if "fused_chunked, semi_fused" in alert])
 
 
-def test_an_incorrect_variant_says_what_was_wrong() -> None:
+def test_the_problem_of_an_incorrect_variant_is_shown() -> None:
     missing = summarize(results.wrong_and_invalid()).missing
     assert missing
     assert any("NaN in 12 %" in row[3] for row in missing.rows)
 
 
-def test_an_interrupted_result_says_so_first(prose) -> None:
+def test_an_interrupted_result_is_marked_first(prose) -> None:
     make = results.interrupted_on_cpu
     result = make()
     prose(summarize(result).alerts[0])
@@ -181,11 +181,11 @@ def test_a_moved_criterion_is_noticed() -> None:
     assert not summarize(result).alerts
 
 
-def test_history_is_marked_as_history_and_left_out_where_there_is_none(prose) -> None:
+def test_history_is_marked_as_history_and_left_out_if_there_is_none(prose) -> None:
     text = markdown.render(results.proceed_on_gpu())
     section = text[text.index("## Reported before (history)") :]
     prose(section.split("\n\n")[1])
-    assert "never repeated; its own sweep" in section  # from the declaration
+    assert "never repeated; its own sweep" in section  # quoted from the declaration
     assert "never repeated; its own sweep" not in text.removesuffix(section)
     assert "Reported before" not in markdown.render(results.nothing_ran())
 
@@ -200,7 +200,7 @@ def test_the_variant_to_use_is_the_fastest_correct_one() -> None:
         assert row[3] == q.interval(best.timings[0].microseconds)
 
 
-def test_a_variant_within_the_noise_is_named_beside_the_fastest() -> None:
+def test_a_variant_within_the_noise_is_named_with_the_fastest() -> None:
     of = results.shape("target", B=4, T=2048, D=256, V=64)
     one, other = results.ok_cell(of, "fused_chunked"), results.ok_cell(of, "semi_fused")
     same = tuple(results.timing(timing.regime, timing.microseconds.median * 1.002) for timing in one.timings)
@@ -210,7 +210,7 @@ def test_a_variant_within_the_noise_is_named_beside_the_fastest() -> None:
     assert summarize(result).use[0].rows[0][2] == "fused_chunked or semi_fused"
 
 
-def test_bytes_say_whether_they_were_counted(prose) -> None:
+def test_bytes_are_marked_as_counted_or_computed(prose) -> None:
     text = markdown.render(results.proceed_on_gpu())
     assert "counted (ncu)" in text
     assert "arithmetic" in text
@@ -219,7 +219,7 @@ def test_bytes_say_whether_they_were_counted(prose) -> None:
     prose([line for line in summarize(results.largest()).open if "DRAM" in line])
 
 
-def test_peak_memory_is_a_size_or_said_not_to_be_measured() -> None:
+def test_peak_memory_is_a_size_or_marked_as_not_measured() -> None:
     of = results.shape("target", B=4, T=2048, D=256, V=64)
     known = results.ok_cell(of, "semi_fused").model_copy(update={"peak_bytes": 96 * 2**20})
     unknown = results.ok_cell(of, "fused_chunked").model_copy(update={"peak_bytes": None})
@@ -227,10 +227,13 @@ def test_peak_memory_is_a_size_or_said_not_to_be_measured() -> None:
     result = results.wrong_and_invalid().model_copy(update={"cells": cells})
     table = next(section for section in details(result) if section.title.startswith("Bytes and launches")).tables[0]
     column = [each.title for each in table.columns].index("peak memory")
-    assert [row[column] for row in table.rows] == ["96.0 MiB", "not measured"]  # what did not run has no plan here, so no row
+    assert [row[column] for row in table.rows] == [
+        "96.0 MiB",
+        "not measured",
+    ]  # variants that did not run have no plan here, so no row
 
 
-def test_what_a_criterion_asks_is_said_in_words(prose) -> None:
+def test_a_criterions_requirement_is_stated_in_words(prose) -> None:
     of, long = results.shape("target", B=8, T=2048, D=64, V=64), results.shape("long", B=1, T=16384, D=64, V=64)
     declared = results.study((of, long), ())
 
@@ -269,7 +272,7 @@ def test_the_page_is_well_formed_and_fetches_nothing(make: Maker) -> None:
     assert 'name="viewport"' in text
 
 
-def test_the_page_escapes_what_a_study_says() -> None:
+def test_the_page_escapes_the_studys_text() -> None:
     result = results.nothing_ran()
     rude = result.study.model_copy(update={"question": "<script>alert(1)</script> & more", "name": '"quoted" <b>'})
     text = page.render(result.model_copy(update={"study": rude}))
@@ -298,7 +301,7 @@ def test_the_plots_show_time_distance_and_bytes_of_each_direction(prose) -> None
         assert f"DRAM bytes, {direction}, target" in titles
 
 
-def test_the_size_axis_shows_what_varies() -> None:
+def test_the_size_axis_shows_the_varying_dimension() -> None:
     along_time = next(plot.svg for plot in plots_of(results.interrupted_on_cpu) if plot.title.startswith("Time"))
     assert all(f">{label}<" in along_time for label in ("128", "512", "T (B=2)"))
     sweep = next(plot.svg for plot in plots_of(results.proceed_on_gpu) if plot.title == "Time, forward, D=256 V=64 float16")
@@ -306,7 +309,7 @@ def test_the_size_axis_shows_what_varies() -> None:
     assert order == sorted(order)
 
 
-def test_notes_of_the_author_are_read_as_markdown_and_fetch_nothing() -> None:
+def test_notes_of_the_author_are_rendered_as_markdown_and_fetch_nothing() -> None:
     result = results.nothing_ran()
     notes = "| a | b |\n|---|---|\n| **1** | 2 |\n\n<script>x</script> ![p](https://example.org/p.png)"
     text = page.render(result.model_copy(update={"study": result.study.model_copy(update={"notes": notes})}))
@@ -315,7 +318,7 @@ def test_notes_of_the_author_are_read_as_markdown_and_fetch_nothing() -> None:
     assert "<img" not in text
 
 
-def test_the_notes_of_a_run_are_kept_and_what_was_missed_comes_first() -> None:
+def test_the_notes_of_a_run_are_kept_and_missed_criteria_come_first() -> None:
     notes = (
         "T64, forward: 33 input sets rotated.",
         "T64, forward: No A/A run: it failed.",
@@ -327,7 +330,7 @@ def test_the_notes_of_a_run_are_kept_and_what_was_missed_comes_first() -> None:
     assert next(section for section in details(result) if section.title == "Notes of the run").text == notes
 
 
-def test_without_the_baseline_speeds_are_taken_over_another_and_it_is_said(prose) -> None:
+def test_without_the_baseline_speedups_use_another_that_is_named(prose) -> None:
     result = results.proceed_on_gpu()
     cells = tuple(cell for cell in result.cells if cell.variant != "three_launch_cublas")
     table = summarize(result.model_copy(update={"cells": cells})).use[-1]
@@ -343,7 +346,7 @@ def test_a_plot_of_times_draws_the_roofline_bound() -> None:
 
 @every_result
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_terminal_is_never_overrun_and_has_no_codes_in_a_pipe(make: Maker, width: int) -> None:
+def test_terminal_lines_fit_and_a_pipe_gets_no_escape_codes(make: Maker, width: int) -> None:
     for full in (False, True):
         text = terminal(make(), width, full=full)
         assert max(map(len, text.splitlines())) <= width
@@ -361,7 +364,7 @@ def test_the_full_terminal_has_every_section() -> None:
         assert section.title in text
 
 
-def test_a_disk_that_becomes_full_leaves_no_empty_report(tmp_path, monkeypatch, prose) -> None:
+def test_a_full_disk_leaves_no_empty_report(tmp_path, monkeypatch, prose) -> None:
     synced: list[int] = []
 
     def sync(handle: int) -> None:
@@ -400,14 +403,14 @@ def test_write_report_writes_three_files_and_keeps_another_result(tmp_path) -> N
 
 
 @pytest.mark.parametrize("which", ["use", "times", "criteria", "missing", "provenance"])
-def test_docs_tables_are_markdown_that_names_its_source(which) -> None:
+def test_tables_for_documents_are_markdown_with_their_source(which) -> None:
     text = docs_table(results.proceed_on_gpu(), which)
     assert text.count("\n| -") + text.count("\n|:-") >= 1
     assert "NVIDIA H200" in text.splitlines()[-1]
     assert "d1e54a6" in text.splitlines()[-1]
 
 
-def test_docs_tables_can_be_narrowed() -> None:
+def test_tables_for_documents_can_be_filtered() -> None:
     result = results.proceed_on_gpu()
     one = docs_table(result, "times", direction="forward", shape="target")
     assert one.count("**target") == 1
@@ -415,7 +418,7 @@ def test_docs_tables_can_be_narrowed() -> None:
     assert docs_table(result, "use", direction=DIRECTIONS[0]).count("**Forward") == 1
 
 
-def test_the_table_writer_keeps_odd_text_whole() -> None:
+def test_the_table_writer_preserves_unusual_text() -> None:
     table = Table("t", columns("a", ">b"), (("x | y <z>", "1"), ("`c` *d*", "22")), "note")
     lines = to_markdown(table).splitlines()
     assert lines[2] == "| a           |   b |"
@@ -452,5 +455,5 @@ def test_the_table_writer_keeps_odd_text_whole() -> None:
         (q.plural(2, "study", "studies"), "2 studies"),
     ],
 )
-def test_numbers_are_written_one_way(text: str, want: str) -> None:
+def test_numbers_have_one_spelling(text: str, want: str) -> None:
     assert text == want

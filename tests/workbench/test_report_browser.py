@@ -1,4 +1,4 @@
-"""Reports as a reader's browser shows them: the first screen, the margins, and no script of anybody's."""
+"""Tests of reports in a browser: the first screen, the margins, and no script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """One browser for the module, and the folder of the pages."""
+    """Start one browser for the module; return it with the folder of the pages."""
     folder = tmp_path_factory.mktemp("pages")
     made = {
         "h200": Result.load(H200 / "040-linear-rnn.json"),
@@ -83,7 +83,7 @@ return cut;
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("name", ["h200", "cpu", "hostile"])
-def test_nothing_is_cut_at_the_margin(browser: tuple[Any, Path], name: str, size: tuple[int, int]) -> None:
+def test_nothing_is_cut_off_at_the_margin(browser: tuple[Any, Path], name: str, size: tuple[int, int]) -> None:
     driver = show(browser, name, size)
     driver.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
@@ -91,7 +91,7 @@ def test_nothing_is_cut_at_the_margin(browser: tuple[Any, Path], name: str, size
     assert driver.execute_script(OVERFLOWING) == []
 
 
-def test_the_winning_columns_are_in_sight(browser: tuple[Any, Path]) -> None:
+def test_the_columns_of_the_fastest_variants_are_visible(browser: tuple[Any, Path]) -> None:
     driver = show(browser, "h200", DESKTOP)
     assert driver.execute_script(
         "return [...document.querySelectorAll('.found .scroll')].every(each => each.scrollWidth <= each.clientWidth)"
@@ -108,9 +108,9 @@ def test_labels_of_a_plot_are_inside_it(browser: tuple[Any, Path]) -> None:
     assert outside == []
 
 
-def test_no_script_of_a_name_runs(browser: tuple[Any, Path]) -> None:
+def test_a_script_in_a_name_does_not_run(browser: tuple[Any, Path]) -> None:
     driver = show(browser, "hostile", DESKTOP)
-    assert "PWNED" in driver.title  # the title is the name as it was written
+    assert "PWNED" in driver.title  # the page's title is the name, unchanged
     assert driver.title != "PWNED"
     assert driver.execute_script("return document.scripts.length") == 0
     handlers = (
@@ -124,7 +124,7 @@ def test_no_script_of_a_name_runs(browser: tuple[Any, Path]) -> None:
     assert driver.title != "PWNED"
 
 
-def test_a_script_that_got_in_would_be_stopped(browser: tuple[Any, Path]) -> None:
+def test_an_injected_script_is_blocked(browser: tuple[Any, Path]) -> None:
     driver, folder = browser
     text = (folder / "cpu.html").read_text(encoding="utf-8")
     broken = text.replace("<main>", "<main><script>document.title = 'RAN'</script><img src=x onerror=\"document.title = 'RAN'\">")
@@ -134,7 +134,7 @@ def test_a_script_that_got_in_would_be_stopped(browser: tuple[Any, Path]) -> Non
     assert driver.title != "RAN"
 
 
-def test_dark_and_light_differ_and_can_both_be_read(browser: tuple[Any, Path]) -> None:
+def test_dark_and_light_modes_differ_and_are_legible(browser: tuple[Any, Path]) -> None:
     colours = "const style = getComputedStyle(document.body); return [style.backgroundColor, style.color]"
     light = show(browser, "cpu", DESKTOP).execute_script(colours)
     dark = show(browser, "cpu", DESKTOP, "dark").execute_script(colours)

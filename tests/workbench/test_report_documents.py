@@ -1,4 +1,4 @@
-"""Markdown that the documentation makes from results: the winner beside its rivals, every other time, nothing that is markup."""
+"""Tests of the Markdown that documents take from results: fastest variants and rivals, all other times, and escaping."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ EVIL = ["<script>alert(1)</script>", "a|b", "`x`", "**b**", "[t](javascript:1)",
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    """The cells of every table, heads first."""
+    """Return the cells of every table, headers first."""
     found = re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.MULTILINE)
     return [[line.strip("| ").split(" | ") for i, line in enumerate(table.splitlines()) if i != 1] for table in found]
 
 
 load = functools.cache(Result.load)
-"""Read stored results once: nobody changes them."""
+"""Cached reader of stored results, which no test changes."""
 
 
 def stored(operation: str) -> Result:
@@ -36,7 +36,7 @@ def stored(operation: str) -> Result:
     return found
 
 
-def test_the_fastest_variant_stands_first_with_its_rivals_beside_it():
+def test_the_fastest_variant_comes_first_with_its_rivals():
     text = docs_section(stored("gla"), "results/x.json")
     heads, *rows = tables(text)[0]
     assert heads == ["shape", "fastest of onelaunch", "µs", "roofline", "`fla`", "`compiled`"]
@@ -44,7 +44,7 @@ def test_the_fastest_variant_stands_first_with_its_rivals_beside_it():
     assert row == ["1x8192x96x128", "`hopper`", "**462.3**", "51 %", "2,087.5 (4.52x)", "–"]
 
 
-def test_bold_is_the_least_time_even_where_it_is_the_peers():
+def test_the_smallest_time_is_bold_even_if_it_is_a_peers():
     heads, *rows = tables(docs_section(stored("gla"), "results/x.json"))[1]
     row = next(row for row in rows if row[0] == "1x1x32x128-decode")
     assert not row[2].startswith("**")
@@ -72,7 +72,7 @@ def test_every_time_is_in_a_table_of_all_variants(path):
     assert "Without a time" in text or all(cell.status == "ok" for cell in result.cells)
 
 
-def test_the_legend_says_what_the_numbers_of_a_name_are(prose):
+def test_the_legend_explains_the_numbers_in_a_name(prose):
     for operation, dimensions in (
         ("gla", "B x T x H x K"),
         ("swiglu", "M x N x K"),
@@ -91,7 +91,7 @@ def test_a_result_without_times_or_decision_has_a_section():
 
 
 @pytest.mark.parametrize("evil", EVIL)
-def test_names_and_texts_of_a_result_are_no_markup(evil):
+def test_names_and_texts_of_a_result_are_not_markup(evil):
     render = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
     shown = render(f"| h |\n| --- |\n| {escape(evil)} {code(evil)} |\n").partition("<tbody>")[2]
     assert "<script>" not in shown
@@ -99,7 +99,7 @@ def test_names_and_texts_of_a_result_are_no_markup(evil):
     assert html.unescape(re.sub(r"<[^>]+>", "", shown)).split() == [*evil.split(), *evil.split()]
 
 
-def test_a_foreign_result_puts_nothing_into_a_page():
+def test_an_untrusted_result_inserts_nothing_into_a_page():
     result = results.proceed_on_gpu()
     name = EVIL[0]
     first = result.study.shapes[0]

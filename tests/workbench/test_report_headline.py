@@ -1,4 +1,4 @@
-"""The first lines of a report: the decision, its strongest evidence, and each piece of evidence once."""
+"""Tests of the first lines of a report: the decision and its strongest evidence, with each piece of evidence given once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stored(name: str = "040-linear-rnn") -> Result:
 
 
 def text_of(page_text: str) -> str:
-    """The text of a page as a reader takes it in."""
+    """Return the text of a page as a reader perceives it."""
 
     class Text(html.parser.HTMLParser):
         found = ""
@@ -53,7 +53,7 @@ def decided(kind: str, *outcomes: Outcome, because: tuple[str, ...] = ()) -> Res
     return base.model_copy(update={"study": study, "outcomes": outcomes, "decision": decision, "interrupted": False})
 
 
-def test_met_and_excluded_criteria_are_counted_apart(prose) -> None:
+def test_met_and_excluded_criteria_are_counted_separately(prose) -> None:
     prose(counts(stored()))
     assert stored().decision.because[0] not in text_of(page.render(stored())), "the first screen counts the criteria"
     lesson = outcome("lesson", "met", median=3.0, decides=False)
@@ -62,7 +62,7 @@ def test_met_and_excluded_criteria_are_counted_apart(prose) -> None:
 
 
 @pytest.mark.parametrize("name", ["040-linear-rnn", "058-gla-layer", "dual-gemm-swiglu"])
-def test_the_evidence_of_a_criterion_stands_once_on_a_page(name: str) -> None:
+def test_the_evidence_of_a_criterion_is_on_a_page_once(name: str) -> None:
     result = stored(name)
     text, written = text_of(page.render(result)), " ".join(markdown.render(result).replace("\\", "").split())
     for one in result.outcomes:
@@ -79,7 +79,7 @@ def test_the_decision_to_proceed_quotes_a_met_speedup_with_its_numbers(prose) ->
     prose(sentence)
 
 
-def test_a_missed_criterion_is_named_with_what_was_asked(prose) -> None:
+def test_a_missed_criterion_is_named_with_its_requirement(prose) -> None:
     sentence = headline(decided("debug", outcome("a", "met", median=5.0), outcome("fast", "missed", median=0.5))).sentence
     prose(sentence)
 
@@ -87,10 +87,10 @@ def test_a_missed_criterion_is_named_with_what_was_asked(prose) -> None:
 def test_a_wrong_variant_is_named_first(prose) -> None:
     head = headline(results.wrong_and_invalid())
     prose(head.sentence)
-    assert not head.grounds  # it was said
+    assert not head.grounds  # the headline names it already
 
 
-def test_grounds_are_what_the_criteria_do_not_say() -> None:
+def test_grounds_omit_what_the_criteria_state() -> None:
     missed = outcome("fast", "missed", median=0.5)
     because = (
         "0 of 1 criteria are met: none.",
@@ -106,7 +106,7 @@ def test_grounds_are_what_the_criteria_do_not_say() -> None:
 
 
 def on_cpu(digest: str | None = None) -> Result:
-    """A CPU's run of study 040: its criteria are asked at shapes of full scale, which did not run."""
+    """Return a CPU's run of study 040. Its criteria are about shapes of full scale, which did not run."""
     gpu = stored()
     shapes = (*gpu.study.shapes, results.shape("small", "small", "float32", B=2, T=64, D=64, V=64))
     study = gpu.study.model_copy(update={"shapes": shapes})
@@ -130,7 +130,7 @@ def on_cpu(digest: str | None = None) -> Result:
     )
 
 
-def test_a_cpu_first_says_what_it_found_and_then_what_another_device_did(prose) -> None:
+def test_a_cpus_headline_is_its_own_result_then_another_devices(prose) -> None:
     head = headline(on_cpu())
     prose(head.found[0])
     assert "forward + backward" in head.found[0]
@@ -143,9 +143,9 @@ def test_a_cpu_first_says_what_it_found_and_then_what_another_device_did(prose) 
         assert form.index(head.found[0][:20]) < form.index("2 of 2 criteria") < form.index("NVIDIA H200")
 
 
-def test_a_committed_result_of_another_declaration_says_so() -> None:
+def test_a_committed_result_of_another_declaration_is_marked() -> None:
     assert "declared differently" in headline(on_cpu(digest="0" * 64)).elsewhere[0]
-    assert not headline(stored()).elsewhere  # the device itself needs no other
+    assert not headline(stored()).elsewhere  # the result's own device needs no other
 
 
 def test_no_gain_is_claimed_within_the_noise(prose) -> None:
@@ -162,14 +162,14 @@ def with_cells(keep, **changes) -> Result:
     return base.model_copy(update={"cells": tuple(cell.model_copy(update=changes) for cell in base.cells if keep(cell))})
 
 
-def test_a_time_that_was_taken_but_is_not_believed_is_no_missing_time() -> None:
+def test_a_rejected_time_does_not_count_as_missing() -> None:
     (said,) = headline(with_cells(lambda cell: cell.variant == "compiled" and cell.timings, status="invalid")).found
     assert "compiled" in said
     assert "not believed" in said
     assert headline(with_cells(lambda cell: True, status="error", timings=())).found == ("Nothing was timed.",)
 
 
-def test_a_variant_alone_is_not_compared_with_itself(prose) -> None:
+def test_a_single_variant_is_not_compared_with_itself(prose) -> None:
     (said,) = headline(with_cells(lambda cell: cell.variant == "eager")).found
     assert "eager" in said
     prose(said)
@@ -184,7 +184,7 @@ def test_the_best_of_several_gains_is_an_upper_bound() -> None:
     assert "up to" not in said
 
 
-def test_the_worst_miss_by_equals_is_named() -> None:
+def test_the_worst_miss_of_an_exact_bound_is_named() -> None:
     counted = {"at_least": None, "measure": "launches", "of": "chunked"}
     near = outcome("near", "missed", median=4.0, equals=3, **counted)
     far = outcome("far", "missed", median=30.0, equals=3, **counted)
@@ -194,7 +194,7 @@ def test_the_worst_miss_by_equals_is_named() -> None:
         assert headline(decided("debug", *outcomes)).sentence.startswith(f"'{worst}'")
 
 
-def test_short_tables_share_the_first_screen_and_long_ones_do_not() -> None:
+def test_only_short_tables_are_on_the_first_screen() -> None:
     first, later = first_tables(summarize(on_cpu()).use)
     assert (len(first), len(later)) == (2, 0)
     assert [bool(table.note) for table in first] == [False, True]
@@ -204,7 +204,7 @@ def test_short_tables_share_the_first_screen_and_long_ones_do_not() -> None:
     assert later[0].note
 
 
-def test_the_committed_headlines_are_those_of_the_results_in_the_repository() -> None:
+def test_committed_headlines_match_the_results_in_the_repository() -> None:
     path = Path(committed.__file__).with_name(committed.FILE)
     assert path.read_text(encoding="utf-8") == summarized(ROOT / "results"), "run: python -m tools.summarize_results"
     for entry in json.loads(path.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""Plots survive any name and any number, and join, label and colour what a reader can tell apart."""
+"""Tests of plots: any name and number can be drawn; lines, labels and colours are used where a reader can tell them apart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_the_study_with_most_variants() -> tuple[Result, tuple[Plot, ...]]:
 
 
 def named(shape: str, variant: str) -> Result:
-    """A result of two shapes, the first and its fastest variant under these names."""
+    """Return a result of two shapes in which the first shape and its fastest variant have these names."""
     shapes = (results.shape(shape, B=1, T=512, D=64, V=64), results.shape("other", B=2, T=512, D=64, V=64))
     cells = tuple(
         results.ok_cell(of, "fused_chunked" if name == variant else name).model_copy(update={"variant": name})
@@ -44,7 +44,7 @@ def labels(plot: Plot) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["$x_{$", "a$b$", "$\\frac{1}{$", "$$", "50$"])
-def test_a_dollar_in_a_name_is_a_dollar(name: str) -> None:
+def test_a_dollar_sign_in_a_name_is_drawn_as_such(name: str) -> None:
     drawn = plots(named(name, name))
     assert drawn
     assert any(name in labels(plot) for plot in drawn)
@@ -67,7 +67,7 @@ def test_a_long_name_is_clipped_with_an_ellipsis() -> None:
     assert set(found) == {"x" * (LONGEST_LABEL - 1) + "…"}
 
 
-def test_a_name_with_an_underscore_in_front_is_in_the_legend() -> None:
+def test_a_name_with_a_leading_underscore_is_in_the_legend() -> None:
     assert any("_mine" in label for label in labels(plots(named("shape", "_mine"))[0]))
 
 
@@ -81,7 +81,7 @@ def without_bounds(result: Result) -> Result:
 
 
 @pytest.mark.parametrize("make", [results.proceed_on_gpu, results.interrupted_on_cpu, results.largest])
-def test_a_bound_of_zero_gives_a_report_without_ratios(make) -> None:
+def test_a_roofline_bound_of_zero_gives_a_report_without_ratios(make) -> None:
     result = without_bounds(make())
     assert {times_floor(cell, "cold") for cell in result.cells} == {None}
     assert {row[-1] for table in summarize(result).use for row in table.rows} == {"–"}
@@ -102,7 +102,7 @@ def test_shapes_of_size_zero_are_drawn_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("median", [0.0, -1.0, float("inf")])
-def test_a_time_that_cannot_be_is_not_drawn_and_stops_nothing(median: float) -> None:
+def test_an_impossible_time_is_not_drawn_and_raises_no_error(median: float) -> None:
     base = named("shape", "odd")
     broken = base.cells[1].model_copy(
         update={
@@ -123,10 +123,10 @@ def drawn_on_cpu() -> tuple[Plot, ...]:
 
 
 def joined(plot: Plot) -> bool:
-    """Whether any series of the plot is a line through several shapes."""
+    """Return whether any series of the plot is a line through several shapes."""
     strokes = [each for each in ET.fromstring(plot.svg).iter("path") if "stroke: var(--v" in each.get("style", "")]
     drawn = [each.get("d", "") for each in strokes]
-    return any(_is_slanted(line) for line in drawn if "C" not in line and "z" not in line)  # markers are closed
+    return any(_is_slanted(line) for line in drawn if "C" not in line and "z" not in line)  # paths of markers are closed
 
 
 def _is_slanted(line: str) -> bool:
@@ -145,7 +145,7 @@ def test_shapes_of_equal_size_are_points_and_not_a_line() -> None:
     assert joined(drawn_on_cpu()[0])
 
 
-def test_the_numbers_of_bytes_stand_right_of_every_tick() -> None:
+def test_labels_of_bytes_are_to_the_right_of_every_tick() -> None:
     plot = next(plot for plot in of_the_study_with_most_variants()[1] if plot.title.startswith("DRAM bytes"))
     root = ET.fromstring(plot.svg)
     numbers = [
@@ -164,7 +164,7 @@ def test_the_numbers_of_bytes_stand_right_of_every_tick() -> None:
         assert float(number.get("x", "nan")) - width > max(ticks)
 
 
-def test_of_many_variants_the_fastest_the_baseline_and_the_peer_are_prominent() -> None:
+def test_among_many_variants_fastest_baseline_and_peer_are_prominent() -> None:
     result, drawn = of_the_study_with_most_variants()
     series = Series.of(result)
     assert {"three_launch_cublas", "fla", "fused_chunked", "fused_hopper"} <= set(series.prominent)
@@ -184,6 +184,6 @@ def test_few_variants_are_all_prominent_and_those_without_a_time_are_not_counted
     assert not [label for plot in drawn_on_cpu() for label in labels(plot) if "others" in label]
 
 
-def test_the_same_plots_are_drawn_whatever_a_study_says_and_decides() -> None:
-    """Which is why tests of pages may share plots among results that differ in that alone."""
+def test_plots_do_not_depend_on_a_studys_text_and_decision() -> None:
+    """For this reason, tests of pages may share plots among results that differ only in that."""
     assert plots(unseen_changed(results.interrupted_on_cpu())) == drawn_on_cpu()

@@ -1,4 +1,4 @@
-"""No text of a study or result becomes markup: not in HTML, SVG or Markdown, and no command to a terminal."""
+"""Tests that no text of a study or result becomes markup in HTML, SVG or Markdown, or a command to a terminal."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ ELEMENTS = frozenset(
         "hr",
     ]
 )
-"""All that a page of ours is made of."""
+"""Names of all elements that a page may contain."""
 
 
 WEB_PAGES = ["https://example.org/p.png", "https://example.org/"]
-"""Links of the hostile notes that stay links: a picture becomes one, and is not fetched."""
+"""Links of the hostile notes that stay links. A picture becomes a link too, and is not fetched."""
 
 
 class Elements(html.parser.HTMLParser):
-    """The elements of a page with their attributes."""
+    """Parser that collects the elements of a page with their attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_a_page_of_hostile_texts_has_only_our_elements_and_no_handlers() -> None
 
 
 def test_the_name_of_a_shape_stays_inside_the_label_of_its_plot() -> None:
-    """The attack of a shape's name that closes the attribute of the SVG and adds a handler."""
+    """The attack is a shape's name that closes the SVG attribute and adds an event handler."""
     result = results.proceed_on_gpu()
     name = 's" onload="document.body.innerHTML=1" x="'
     renamed = result.model_validate_json(result.model_dump_json().replace('"target"', '"' + name.replace('"', '\\"') + '"'))
@@ -115,7 +115,7 @@ def test_the_name_of_a_shape_stays_inside_the_label_of_its_plot() -> None:
     assert any(name in plot.title for plot in drawn)
 
 
-def test_a_page_forbids_scripts_and_everything_from_elsewhere() -> None:
+def test_a_page_forbids_scripts_and_external_resources() -> None:
     policy = next(attrs["content"] for _, attrs in Elements(hostile_page()).found if attrs.get("http-equiv"))
     assert policy is not None
     assert policy.startswith("default-src 'none';")
@@ -127,17 +127,19 @@ def tokens_of(text: str) -> set[str]:
     return {each.type for token in parsed for each in (token, *(token.children or ()))}
 
 
-def test_a_report_in_markdown_has_only_our_structure() -> None:
+def test_a_markdown_report_has_only_its_own_structure() -> None:
     text = markdown.render(hostile.hostile())
     kinds = tokens_of(text)
     assert not {kind for kind in kinds if "html" in kind or "link" in kind or "image" in kind}
     assert not kinds & {"code_inline", "em_open", "s_open", "hr", "ordered_list_open", "code_block"}
-    assert "strong_open" in kinds  # titles of tables are ours
+    assert "strong_open" in kinds  # titles of tables are the report's own
     honest = markdown.render(results.proceed_on_gpu())
     heads = [line for line in text.splitlines() if line.startswith("#")]
     assert [line.partition(" ")[0] for line in heads if "Notes" not in line][:3] == ["#", "##", "##"]
     assert "\x1b" not in text
-    assert honest.count("\n## ") <= text.count("\n## ") <= honest.count("\n## ") + 1  # the run's notes have a section
+    assert (
+        honest.count("\n## ") <= text.count("\n## ") <= honest.count("\n## ") + 1
+    )  # the run's notes have a section of their own
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_a_report_in_markdown_has_only_our_structure() -> None:
         "www.example.org http://example.org",
     ],
 )
-def test_an_escaped_text_reads_as_it_was_written(text: str) -> None:
+def test_an_escaped_text_is_rendered_unchanged(text: str) -> None:
     said = escaped(text)
     parser = MarkdownIt("gfm-like", {"linkify": False, "html": True})
     tokens = parser.parse(f"- {said}")
@@ -229,7 +231,7 @@ def test_a_cell_of_a_table_cannot_become_two() -> None:
     assert 'data-head="c | d"' in to_html(table)
 
 
-def test_notes_are_markdown_without_elements_and_with_links_to_web_pages_alone() -> None:
+def test_notes_allow_markdown_and_web_links_but_no_elements() -> None:
     written = str(notes_html(hostile.NOTES))
     assert "<h4>Notes</h4>" in written
     assert [attrs["href"] for tag, attrs in Elements(written).found if tag == "a"] == WEB_PAGES
@@ -247,7 +249,7 @@ def test_notes_are_markdown_without_elements_and_with_links_to_web_pages_alone()
         assert "<a" not in str(notes_html(f"[a]({link}) <{link}>")), link
 
 
-def test_a_heading_in_notes_cannot_pass_for_the_decision() -> None:
+def test_a_heading_in_notes_cannot_imitate_the_decision() -> None:
     forged = "# Decision: proceed\n\nDecision: proceed\n===\n\n## Decision: proceed\n\n- # Decision: proceed\n\n> ### Decision"
     assert {tag for tag, _ in Elements(str(notes_html(forged))).found if tag.startswith("h")} == {"h4"}
     base = results.proceed_on_gpu()
@@ -257,23 +259,23 @@ def test_a_heading_in_notes_cannot_pass_for_the_decision() -> None:
     assert text.count("<h2") == page.render(base).count("<h2")
 
 
-def test_a_block_of_notes_ends_where_we_end_it() -> None:
+def test_a_block_of_notes_cannot_extend_beyond_its_end() -> None:
     parsed = MarkdownIt("commonmark").parse(f"{markdown_block(hostile.NOTES)}\n\nafter")
     assert [token.type for token in parsed] == ["fence", "paragraph_open", "inline", "paragraph_close"]
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_terminal_gets_no_command_from_a_text(full: bool) -> None:
+def test_texts_send_no_commands_to_a_terminal(full: bool) -> None:
     buffer = io.StringIO()
     show(hostile.hostile(hostile.CODES), Console(file=buffer, width=100, force_terminal=True, color_system=None), full=full)
     said = buffer.getvalue()
     assert not [character for character in said if character != "\n" and ord(character) < 32]
     assert "\u202e" not in said
     assert "␛" in said
-    assert "[red]" in said  # not read as a colour
+    assert "[red]" in said  # square brackets are not read as a colour
 
 
-def test_a_table_in_a_terminal_reads_no_markup() -> None:
+def test_a_table_in_a_terminal_interprets_no_markup() -> None:
     table = Table("[bold]title[/bold]", columns("[red]head"), (("[/red] \x1b[2J and more words",),), "[link=x]note")
     buffer = io.StringIO()
     Console(file=buffer, width=60).print(to_rich(table, 60))
@@ -293,5 +295,5 @@ def test_an_option_is_kept_on_one_line() -> None:
     assert ".option { white-space: nowrap; }" in hostile_page()
 
 
-def test_results_of_earlier_versions_read_with_the_same_unit() -> None:
+def test_results_of_earlier_versions_are_shown_with_the_same_unit() -> None:
     assert escaped("5.98 us against 11.5 us, thus 3 users") == "5.98 µs against 11.5 µs, thus 3 users"

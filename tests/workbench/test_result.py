@@ -1,4 +1,4 @@
-"""What was stored stays readable, and says what it said."""
+"""Tests of stored results: they stay readable and keep their content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def committed(root):
     return sorted((root / "results").glob("*/*.json"))
 
 
-def test_every_committed_result_is_read_and_its_study_is_the_one_that_ran(pytestconfig):
+def test_every_committed_result_is_readable_and_matches_its_study(pytestconfig):
     found = committed(pytestconfig.rootpath)
     assert "040-linear-rnn.json" in [path.name for path in found]
     for path in found:
@@ -31,7 +31,7 @@ def test_every_committed_result_is_read_and_its_study_is_the_one_that_ran(pytest
         assert not [alert for alert in summarize(result).alerts if "digest" in alert], path
 
 
-def test_a_result_of_version_1_stays_one_when_it_is_saved_again(pytestconfig, tmp_path):
+def test_a_result_of_version_1_keeps_its_version_when_saved_again(pytestconfig, tmp_path):
     (path,) = [path for path in committed(pytestconfig.rootpath) if path.name == "040-linear-rnn.json"]
     raw = json.loads(path.read_text())
     assert raw["schema_version"] == 1
@@ -40,21 +40,21 @@ def test_a_result_of_version_1_stays_one_when_it_is_saved_again(pytestconfig, tm
     assert again == raw
 
 
-def test_every_committed_result_of_version_2_is_the_same_when_it_is_saved_again(pytestconfig, tmp_path):
+def test_every_committed_result_of_version_2_is_unchanged_when_saved_again(pytestconfig, tmp_path):
     found = [path for path in committed(pytestconfig.rootpath) if json.loads(path.read_text())["schema_version"] == 2]
     assert found
     for path in found:
         assert Result.load(path).save(tmp_path / path.name).read_bytes() == path.read_bytes(), path
 
 
-def test_new_results_have_the_version_that_this_one_writes(tmp_path):
+def test_new_results_have_the_current_version(tmp_path):
     path = results.proceed_on_gpu().save(tmp_path / "new.json")
     assert json.loads(path.read_text())["schema_version"] == SCHEMA == 3
     assert Result.load(path) == results.proceed_on_gpu()
 
 
 @pytest.mark.parametrize("version", [0, "2", None, True, 1.0])
-def test_other_versions_are_refused_with_those_that_can_be_read(tmp_path, version, prose):
+def test_other_versions_are_refused_with_the_readable_ones(tmp_path, version, prose):
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"schema_version": version}))
     with prose.raises(ResultCorrupt, match=", ".join(map(str, READABLE))):
@@ -69,14 +69,14 @@ def test_a_newer_schema_asks_for_an_update_of_onelaunch(tmp_path, prose):
     assert (told.value.schema, told.value.newest) == (SCHEMA + 1, SCHEMA)
 
 
-def test_a_missing_file_is_said_to_be_missing(tmp_path, prose):
+def test_a_missing_file_is_reported(tmp_path, prose):
     with prose.raises(ResultMissing, match=r"nowhere\.json") as told:
         Result.load(tmp_path / "nowhere.json")
     assert isinstance(told.value, FileNotFoundError)
 
 
 def changed(*path, value):
-    """A valid result as plain values, with one of them changed."""
+    """Return a valid result as plain values, with one of them changed."""
     raw = json.loads(results.proceed_on_gpu().model_dump_json())
     here = raw
     for part in path[:-1]:
@@ -119,7 +119,7 @@ SENSELESS = {
 
 
 @pytest.mark.parametrize("kind", SENSELESS)
-def test_a_result_that_makes_no_sense_is_refused_with_the_place(tmp_path, kind):
+def test_an_inconsistent_result_is_refused_with_the_location(tmp_path, kind):
     place, value = SENSELESS[kind]
     path = tmp_path / "tampered.json"
     path.write_text(json.dumps(changed(*place, value=value)))
@@ -130,8 +130,8 @@ def test_a_result_that_makes_no_sense_is_refused_with_the_place(tmp_path, kind):
         assert str(place[0]) in str(told.value)
 
 
-def test_a_measurement_that_stands_twice_is_refused(tmp_path, prose):
-    """A reader would take one of the two, and another reader the other."""
+def test_a_duplicate_measurement_is_refused(tmp_path, prose):
+    """Readers of the result could otherwise use different ones of the two."""
     raw = json.loads(results.proceed_on_gpu().model_dump_json())
     path = tmp_path / "twice.json"
     path.write_text(json.dumps(raw | {"cells": [*raw["cells"], raw["cells"][0]]}), encoding="utf-8")
@@ -151,7 +151,7 @@ def test_control_characters_in_free_text_are_written_as_escapes(tmp_path):
 
 
 def test_results_are_utf_8_in_every_locale(tmp_path):
-    """A result once ended in UnicodeEncodeError, or was unreadable on another machine."""
+    """In some locales a result once raised UnicodeEncodeError, or was unreadable on another machine."""
     code = (
         "import sys; from pathlib import Path; from tests.workbench import results\n"
         "base = results.proceed_on_gpu(); study = base.study.model_copy(update={'question': 'Gr\\u00f6\\u00dfe \\u2265 3?'})\n"
@@ -165,7 +165,7 @@ def test_results_are_utf_8_in_every_locale(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"null"])
-def test_what_is_no_result_is_refused(tmp_path, content, prose):
+def test_an_invalid_result_file_is_refused(tmp_path, content, prose):
     path = tmp_path / "broken.json"
     path.write_bytes(content)
     with prose.raises(
@@ -185,7 +185,7 @@ def test_a_file_that_is_too_large_or_endless_is_not_read(tmp_path, prose):
             Result.load(each)
 
 
-def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch, prose):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch, prose):
     path = results.nothing_ran().save(tmp_path / "kept.json")
 
     def full(_):
@@ -198,7 +198,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, mon
     assert Result.load(path) == results.nothing_ran()
 
 
-def test_a_read_bandwidth_is_stored_and_shown_where_it_was_measured(tmp_path):
+def test_a_measured_read_bandwidth_is_stored_and_shown(tmp_path):
     old = results.proceed_on_gpu()
     peaks = old.ceilings.model_copy(update={"read_bytes_per_second": 4.6e12, "spread": {"read": 0.01}})
     new = old.model_copy(update={"ceilings": peaks})

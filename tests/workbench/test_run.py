@@ -1,3 +1,5 @@
+"""Tests of runs of a study: from plan to decision, files, failures of variants, interruption, resuming, and provenance."""
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -50,14 +52,14 @@ def test_a_study_runs_from_plan_to_decision(tmp_path):
     assert {step.places for step in told} == {4}
 
 
-def test_the_result_is_saved_where_it_says_and_read_again(tmp_path):
+def test_the_result_is_saved_at_the_given_path_and_readable(tmp_path):
     result = run(study(FASTER))
     assert default_path(study(), "cpu").as_posix() == "results/cpu/toy-study.json"
     assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
     assert [path.name for path in (tmp_path / "results" / "cpu").iterdir()] == ["toy-study.json"]
 
 
-def test_a_result_is_never_replaced_unasked_and_nothing_runs_before_that_is_said(tmp_path):
+def test_an_existing_result_is_refused_before_anything_runs(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text("precious")
     never = steps(measure=lambda *_, **__: pytest.fail("measured"), ceilings=lambda _: pytest.fail("measured"))
@@ -68,7 +70,7 @@ def test_a_result_is_never_replaced_unasked_and_nothing_runs_before_that_is_said
     assert Result.load(path).study.name == "toy-study"
 
 
-def test_what_a_killed_run_left_is_not_replaced_unasked_either(tmp_path, prose):
+def test_a_killed_runs_partial_result_is_not_replaced_unasked(tmp_path, prose):
     path = tmp_path / "mine.json"
     partial_path(path).write_text("half")
     with prose.raises(ResultExists, match=r"mine\.partial\.json"):
@@ -77,7 +79,7 @@ def test_what_a_killed_run_left_is_not_replaced_unasked_either(tmp_path, prose):
     assert not partial_path(path).exists()
 
 
-def test_a_study_without_shapes_for_this_device_says_so(tmp_path, prose):
+def test_a_study_without_shapes_for_this_device_is_refused(tmp_path, prose):
     with prose.raises(StudyError):
         run(study(), scale="full")
     assert not (tmp_path / "results").exists()
@@ -102,16 +104,16 @@ def test_a_study_made_in_python_follows_the_rules_of_names_before_it_runs(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_what_an_interrupted_run_left_can_be_continued_and_the_error_says_so(tmp_path):
+def test_the_error_about_a_partial_result_suggests_resuming(tmp_path):
     path = tmp_path / "mine.json"
     run(study(), save_to=path, steps=interrupted_at("begin", "second"))
     with pytest.raises(ResultExists, match=r"resume=True.*force=True") as told:
         run(study(), save_to=path)
     assert told.value.resumable
-    assert "--" not in str(told.value)  # options are the command line's
+    assert "--" not in str(told.value)  # names of options belong to the command line
 
 
-def test_a_result_that_cannot_be_saved_at_the_end_is_saved_elsewhere(tmp_path, monkeypatch, prose):
+def test_a_result_that_cannot_be_saved_at_its_path_is_saved_elsewhere(tmp_path, monkeypatch, prose):
     path = tmp_path / "r" / "mine.json"
     written = files.write_text
 
@@ -139,12 +141,12 @@ def test_a_user_s_package_is_named_with_its_version(monkeypatch):
     _distributions.cache_clear()
 
 
-def test_a_device_that_is_not_here():
+def test_a_missing_device_is_refused():
     with pytest.raises(NoDeviceError):
         run(study(), device="cuda:7")
 
 
-def test_whatever_a_variant_does_wrong_is_its_result_and_the_rest_goes_on():
+def test_a_failing_variant_is_recorded_and_the_others_continue():
     names = ("eager", "parallel", "gpu_only", "missing_package", "zeros", "mutates", "raises", "runs_out")
     result = run(study(FASTER, variants=names))
     expected = {
@@ -190,7 +192,7 @@ def test_a_shape_that_does_not_fit_is_recorded_and_the_next_one_runs():
 
 
 @pytest.mark.parametrize("when", ["begin", "within"])
-def test_ctrl_c_keeps_what_was_measured_and_judges_it(tmp_path, when):
+def test_ctrl_c_keeps_and_judges_the_measurements(tmp_path, when):
     result = run(study(FASTER), steps=interrupted_at(when))
     assert result.interrupted
     assert set(statuses(result).values()) == {"ok"}
@@ -203,7 +205,7 @@ def test_ctrl_c_keeps_what_was_measured_and_judges_it(tmp_path, when):
     assert bool(kept) == (when == "within")
 
 
-def test_ctrl_c_at_the_first_shape_still_leaves_a_result(tmp_path):
+def test_ctrl_c_at_the_first_shape_leaves_a_result(tmp_path):
     result = run(study(FASTER), steps=interrupted_at("begin", "first"))
     assert result.interrupted
     assert result.outcomes[0].status == "not_measured"
@@ -211,7 +213,7 @@ def test_ctrl_c_at_the_first_shape_still_leaves_a_result(tmp_path):
     assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
 
 
-def test_what_cannot_run_stays_so_when_interrupted():
+def test_an_interruption_keeps_the_reasons_of_unsupported_variants():
     result = run(study(variants=("eager", "gpu_only")), steps=interrupted_at("begin", "first"))
     assert statuses(result, "second") == {"eager": "interrupted", "gpu_only": "unsupported"}
 
@@ -231,7 +233,7 @@ def test_every_finished_shape_is_on_disk_before_the_next_begins(tmp_path):
     assert not partial_path(path).exists()
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, prose):
+def test_an_interrupted_run_resumes_where_it_stopped(tmp_path, prose):
     first = run(study(FASTER), steps=interrupted_at("begin", "second"))
     assert statuses(first, "second") == {"eager": "interrupted", "parallel": "interrupted"}
     measured = []
@@ -252,10 +254,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, prose):
     with pytest.raises(ResultExists):
         run(study(FASTER), resume=True)
     run(study(FASTER), resume=True, force=True, steps=steps(measure=measure))
-    assert measured == ["second", "first", "second"]  # a finished one is begun again
+    assert measured == ["second", "first", "second"]  # a finished run starts anew
 
 
-def test_what_a_killed_run_left_is_gone_on_with_too(tmp_path):
+def test_a_killed_run_can_be_resumed(tmp_path):
     path = tmp_path / "mine.json"
     run(study(), save_to=path, steps=interrupted_at("begin", "second"))
     path.rename(partial_path(path))
@@ -264,11 +266,11 @@ def test_what_a_killed_run_left_is_gone_on_with_too(tmp_path):
     assert not partial_path(path).exists()
 
 
-def test_without_an_earlier_run_resuming_begins(tmp_path):
+def test_resuming_without_an_earlier_run_starts_a_new_one(tmp_path):
     assert not run(study(), save_to=tmp_path / "mine.json", resume=True).interrupted
 
 
-def test_floors_of_a_resumed_run_rest_on_the_same_rates():
+def test_a_resumed_run_keeps_the_peaks_of_its_roofline_bounds():
     run(study(), steps=interrupted_at("begin", "second"))
     twice = Ceilings(2e12, {"float32": 2e13, "float16": 2e13}, 1e-6, "2026-11-21T12:00:00+00:00", "made up")
     result = run(study(), resume=True, steps=steps(ceilings=lambda _: twice))
@@ -284,15 +286,15 @@ def test_floors_of_a_resumed_run_rest_on_the_same_rates():
         ({"study": study(question="Does it run twice?")}, "study "),
     ],
 )
-def test_what_differs_is_not_gone_on_with(change, said, prose):
+def test_a_run_with_other_settings_is_not_resumed(change, said, prose):
     run(study(), steps=interrupted_at("begin", "second"))
     declared = change.pop("study", study())
     with prose.raises(ResultMismatch, match=r"toy-study\.json.*force=True"):
         run(declared, resume=True, **change)
 
 
-def test_faster_than_the_floor_is_not_believed():
-    slow = Ceilings(1.0, {"float32": 1.0}, 1e-6, "", "made up")  # a byte a second: every time is below the floor
+def test_a_time_below_the_roofline_bound_is_rejected():
+    slow = Ceilings(1.0, {"float32": 1.0}, 1e-6, "", "made up")  # one byte per second: every time is below the roofline bound
     result = run(study(FASTER), steps=steps(ceilings=lambda _: slow))
     assert set(statuses(result).values()) == {"invalid"}
     assert result.decision.kind == "debug"
@@ -301,12 +303,12 @@ def test_faster_than_the_floor_is_not_believed():
 
 
 LOADED = Ceilings(1.0, {"float32": 1.0}, 1e-6, "then", peaks.software("cpu"), spread={"copy": 0.02})
-"""Peaks as they come out when much else runs: a byte a second, so that every time is below its bound."""
+"""Peaks as measured on a loaded machine: one byte per second, so that every time is below its roofline bound."""
 FREE = Ceilings(1e12, {"float32": 1e13}, 1e-6, "now", peaks.software("cpu"), 2e12, {"copy": 0.02})
 
 
 def test_peaks_measured_under_load_are_measured_again(monkeypatch):
-    """Before a time that seems shorter than any could be is called invalid."""
+    """This happens before a time that seems impossibly short is called invalid."""
     peaks.remember("cpu", LOADED)
     measured = []
     monkeypatch.setattr(peaks, "measure", lambda device: measured.append(device) or FREE)
@@ -321,8 +323,8 @@ def test_peaks_measured_under_load_are_measured_again(monkeypatch):
     assert Result.load(default_path(study())) == result
 
 
-def test_shapes_that_were_refused_before_are_believed_once_the_peaks_are_right():
-    """At the first shape the peaks come out as low as before, at the second the load is over."""
+def test_rejected_times_are_accepted_once_the_peaks_are_corrected():
+    """At the first shape the repeated peaks are as low as before. At the second the load is over."""
     answers = iter([LOADED, FREE])
     result = run(study(FASTER), steps=steps(ceilings=lambda _: LOADED, remeasure=lambda *_: next(answers)))
     assert {cell.status for cell in result.cells} == {"ok"}
@@ -340,7 +342,7 @@ def test_ctrl_c_while_peaks_are_measured_again_keeps_the_times():
     assert result.cell("first", "parallel").timing("cold") is not None
 
 
-def test_where_the_baseline_cannot_run_another_gives_the_noise():
+def test_if_the_baseline_cannot_run_another_variant_gives_the_noise():
     result = run(study(baseline="gpu_only", variants=("eager", "parallel")))
     assert statuses(result)["gpu_only"] == "unsupported"
     assert result.noise
@@ -357,7 +359,7 @@ def test_rounds_and_scale_can_be_chosen():
     assert {cell.shape for cell in large.cells} == {"full"}
 
 
-def test_provenance_says_where_and_with_what():
+def test_provenance_names_machine_and_versions():
     facts = run(study(), command="onelaunch study run toy-study").provenance
     assert facts.slug == "cpu"
     assert facts.driver == ""
@@ -368,7 +370,7 @@ def test_provenance_says_where_and_with_what():
     assert facts.date.endswith("+00:00")
 
 
-def test_the_commit_says_when_the_checkout_differs(monkeypatch):
+def test_the_commit_is_marked_if_the_checkout_differs(monkeypatch):
     from onelaunch.workbench.result import provenance
 
     answers: dict[str, str | None] = {"ls-files": "__init__.py", "rev-parse": "abc123", "status": " M errors.py"}
@@ -380,15 +382,15 @@ def test_the_commit_says_when_the_checkout_differs(monkeypatch):
     assert commit() == ""
 
 
-def test_clocks_of_all_shapes_become_one():
+def test_clock_samples_of_all_shapes_are_merged():
     samples = [{"sm_mhz": 1980.0, "sm_mhz_lowest": 1900.0}, {"sm_mhz": 1970.0, "sm_mhz_lowest": 1500.0}, {"sm_mhz": 1975.0}]
     assert merge_clocks(samples) == {"sm_mhz": 1975.0, "sm_mhz_lowest": 1500.0}
 
 
-def test_the_toy_operation_is_the_one_that_runs():
+def test_the_toy_operation_is_registered():
     assert toy.toy_sum.name == "toy_sum"
 
 
-def test_the_command_leaves_out_folders_of_this_machine():
+def test_the_stored_command_omits_folders_of_this_machine():
     given = ["/somewhere/bin/onelaunch", "study", "run", "x.toml", "--out", "/elsewhere/a/r.json"]
     assert spelled(given) == "onelaunch study run x.toml --out r.json"

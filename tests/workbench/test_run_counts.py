@@ -1,4 +1,4 @@
-"""Runs of a study that count bytes, launches and barriers."""
+"""Tests of runs of a study that count bytes, launches and barriers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def test_bytes_that_were_not_counted_yet_are_counted_on_resuming():
     assert result.outcomes[0].status == "met"
 
 
-def test_bytes_are_counted_where_a_criterion_asks_for_them():
+def test_bytes_are_counted_if_a_criterion_needs_them():
     asked = []
     result = run(study(FEWER, controls=("product",), directions=("forward", "forward_backward")), steps=counting(asked))
     (requests,) = asked
     assert {request[:2] for request in requests} == {("first", "forward")}
     assert {request[2:] for request in requests} == {("eager", False), ("parallel", False), ("product", True)}
-    assert requests[-1][2] == "eager"  # the slowest last
+    assert requests[-1][2] == "eager"  # the slowest variant comes last
     assert result.cell("first", "eager").traffic.source == "ncu"
     assert result.cell("second", "eager").traffic.source == "analytic"
     assert result.outcomes[0].status == "met"
     assert result.outcomes[0].values["first"].median == 2.0
 
 
-def test_bytes_over_the_least_are_counted_of_what_the_criterion_names_alone():
+def test_bytes_over_the_minimum_are_counted_only_for_the_named_variants():
     asked = []
     least = Criterion(name="least", measure="dram_bytes_over_least", of="parallel", at="first", at_most=1.6)
     result = run(study(least, baseline="eager"), steps=counting(asked))
@@ -56,7 +56,7 @@ def test_loops_of_unknown_length_are_counted_only_if_a_criterion_names_them():
     assert {request[2] for request in asked[0]} == {"product", "parallel", "eager"}
 
 
-def test_counting_can_be_had_everywhere_or_nowhere():
+def test_counting_can_be_enabled_for_all_or_disabled():
     asked = []
     run(study(FEWER), steps=counting(asked), count=False)
     assert asked == []
@@ -64,14 +64,14 @@ def test_counting_can_be_had_everywhere_or_nowhere():
     assert len(asked) == 2
 
 
-def test_counters_that_fail_leave_the_arithmetic_and_a_note(prose):
+def test_failing_counters_leave_computed_bytes_and_a_note(prose):
     result = run(study(FEWER), steps=counting([], fail=True))
     assert result.cell("first", "eager").traffic.source == "analytic"
     prose([note for note in result.notes if "RuntimeError: no counters here" in note])
     assert result.outcomes[0].status == "not_measured"
 
 
-def test_launches_are_counted_where_a_criterion_asks_for_them_and_of_what_it_names():
+def test_launches_are_counted_for_the_variants_of_a_criterion():
     asked = []
 
     def launches(operation, requests, *, device):
@@ -89,7 +89,7 @@ def test_launches_are_counted_where_a_criterion_asks_for_them_and_of_what_it_nam
     assert asked == []
 
 
-def test_barriers_are_counted_where_a_criterion_asks_for_them():
+def test_barriers_are_counted_if_a_criterion_needs_them():
     asked = []
 
     def barriers(operation, requests, *, device):

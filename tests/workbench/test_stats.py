@@ -1,4 +1,4 @@
-"""Medians, intervals, paired ratios."""
+"""Tests of statistics: medians, confidence intervals, paired ratios, and noise."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def test_one_slow_round_does_not_move_the_median():
     assert disturbed.median == pytest.approx(steady.median, rel=0.01)
 
 
-def test_an_estimate_of_nothing_is_refused(prose):
+def test_an_estimate_without_samples_is_refused(prose):
     with prose.raises(ValueError):
         stats.estimate([])
 
 
-def test_ratios_are_taken_round_by_round():
-    drift = np.linspace(1.0, 3.0, 20)  # the clocks fall to a third while we measure
+def test_ratios_are_paired_by_round():
+    drift = np.linspace(1.0, 3.0, 20)  # the clock rate falls to a third during the measurement
     found = stats.ratio((2.0 * drift).tolist(), drift.tolist())
     assert (found.low, found.median, found.high) == pytest.approx((2.0, 2.0, 2.0))
     unpaired = stats.estimate((2.0 * drift).tolist())
     assert unpaired.high / unpaired.low > 1.2, "the drift must matter for this test to say anything"
 
 
-def test_a_ratio_uses_the_rounds_that_both_have():
+def test_a_ratio_uses_only_shared_rounds():
     assert stats.ratio([2.0, 4.0, 6.0], [1.0, 2.0]).samples == 2
 
 
@@ -63,11 +63,11 @@ def test_the_geometric_mean_of_a_ratio_and_its_inverse_is_one():
     ("ratios", "floor"),
     [([1.0, 1.0, 1.0], 1.01), ([1.1, 1.1, 1.1], 1.1), ([0.8, 0.8, 0.8], 1.25)],
 )
-def test_the_noise_floor_is_how_far_an_a_a_ratio_strays_from_one(ratios, floor):
+def test_the_noise_floor_is_the_deviation_of_an_a_a_ratio_from_one(ratios, floor):
     assert stats.noise_floor(stats.estimate(ratios)) == pytest.approx(floor)
 
 
-def test_a_ratio_without_shared_rounds_leaves_open_what_both_intervals_do():
+def test_a_ratio_without_shared_rounds_combines_both_intervals():
     one, other = stats.estimate([9.0, 10.0, 11.0]), stats.estimate([4.0, 5.0, 6.0, 5.0])
     found = stats.unpaired_ratio(one, other)
     assert found.median == pytest.approx(2.0)
@@ -75,7 +75,7 @@ def test_a_ratio_without_shared_rounds_leaves_open_what_both_intervals_do():
     assert found.samples == 3
 
 
-def test_the_mean_of_ratios_errs_as_if_all_erred_alike():
+def test_the_error_of_a_mean_assumes_fully_correlated_errors():
     found = stats.mean_estimate([stats.estimate([1.9, 2.0, 2.1]), stats.estimate([7.6, 8.0, 8.4, 8.0])])
     assert found.median == pytest.approx(4.0)
     assert (found.low, found.high) == pytest.approx((0.95 * 4, 1.05 * 4), rel=0.01)
@@ -83,8 +83,8 @@ def test_the_mean_of_ratios_errs_as_if_all_erred_alike():
 
 
 @pytest.mark.parametrize("counts", [(2, 1), (2, 2), (3, 3), (5, 4), (6, 6)])
-def test_the_noise_between_runs_covers_runs_of_the_same_code_95_times_in_100(counts):
-    """Drawn medians of runs that scatter by 3 %: how often their means differ by more than the noise says."""
+def test_the_noise_between_runs_has_95_percent_coverage(counts):
+    """Draw medians of runs that scatter by 3 %, and count how often their means differ by more than the noise."""
     generator = np.random.default_rng(2)
     beyond, tries = 0, 4000
     for _ in range(tries):
@@ -97,7 +97,7 @@ def test_the_noise_between_runs_covers_runs_of_the_same_code_95_times_in_100(cou
 
 
 def test_the_noise_between_runs_is_that_of_a_two_sample_t_interval():
-    """Logarithms 0 and 0.02 against 1 and 1.02: a pooled standard deviation of 0.0141, two degrees of freedom."""
+    """Logarithms 0 and 0.02 against 1 and 1.02 have a pooled standard deviation of 0.0141 and two degrees of freedom."""
     found = stats.noise_between_runs(np.exp([0.0, 0.02]).tolist(), np.exp([1.0, 1.02]).tolist())
     assert found == pytest.approx(np.exp(4.303 * 0.0002**0.5))
 

@@ -1,3 +1,5 @@
+"""Tests of study files: keys, mistakes, names and text, folders, and digests."""
+
 from __future__ import annotations
 
 import json
@@ -55,7 +57,7 @@ def written(tmp_path):
     return write
 
 
-def test_a_study_is_read_with_sizes_and_options_sorted(written):
+def test_a_study_is_read_with_sizes_separated_from_options(written):
     study = load_study(written())
     big, small = study.shapes
     assert (big.sizes, big.options, big.dtype, big.scale) == ({"N": 4, "V": 8}, {"kind": "odd"}, "float16", "full")
@@ -69,11 +71,11 @@ def test_a_shape_may_run_in_some_of_the_directions(written):
     study = load_study(written(GOOD.replace('kind = "odd"', 'kind = "odd"\ndirections = ["forward"]')))
     assert [study.directions_at(shape) for shape in study.shapes] == [("forward",), ("forward", "forward_backward")]
     assert all(whole.directions_at(shape) == whole.directions for shape in whole.shapes)
-    assert "directions" not in whole.shapes[0].model_dump()  # studies of older results keep their digests
+    assert "directions" not in whole.shapes[0].model_dump()  # studies of older results keep their digests at the default
     assert study.shapes[0].model_dump()["directions"] == ("forward",)
 
 
-def test_what_a_study_answers(written):
+def test_queries_of_a_study(written):
     study = load_study(written())
     (faster,) = study.criteria
     assert study.select(faster.of) == ("two", "one", "forward_only")
@@ -183,7 +185,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_every_mistake_is_named_with_its_file_and_what_would_be_right(written, name, prose):
+def test_every_mistake_is_named_with_its_file_and_the_remedy(written, name, prose):
     right, wrong = MISTAKES[name]
     assert right in GOOD
     path = written(GOOD.replace(right, wrong, 1))
@@ -210,12 +212,12 @@ def edited(*changes):
     [(GOOD[GOOD.index("[[shapes]]"):], "[shapes]\nN = 1")],
     [(GOOD[GOOD.index("[[criteria]]"):], GOOD[GOOD.index("[[criteria]]"):] * 2)],
 ])  # fmt: skip
-def test_mistakes_that_take_two_places(written, changes, prose):
+def test_mistakes_that_involve_two_places(written, changes, prose):
     with prose.raises(StudyError):
         load_study(written(edited(*changes)))
 
 
-def test_a_file_that_is_no_text(tmp_path, prose):
+def test_a_binary_file_is_refused(tmp_path, prose):
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe\x00")
     with prose.raises(StudyError):
@@ -236,14 +238,14 @@ def folders(tmp_path, monkeypatch, written):
     return here, other
 
 
-def test_built_in_studies_are_found_beside_the_project_s_own(folders, tmp_path):
+def test_built_in_studies_are_found_in_addition_to_the_projects_own(folders, tmp_path):
     assert find_study("040-linear-rnn")[1].operation == "linear_rnn"
     assert {"mine", "theirs", "040-linear-rnn"} <= {entry.name for entry in list_studies()}
     (folders[0] / "studies" / "040-linear-rnn.toml").write_text(GOOD)
-    assert find_study("040-linear-rnn")[1].operation == "ladder"  # the project's own comes first
+    assert find_study("040-linear-rnn")[1].operation == "ladder"  # the project's own study takes precedence
 
 
-def test_a_folder_of_studies_that_is_not_there_is_told_once(folders, tmp_path, monkeypatch):
+def test_a_missing_folder_of_studies_is_reported_once(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("ONELAUNCH_STUDIES", f"{tmp_path / 'missing'}:{folders[1]}")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
@@ -273,7 +275,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize(("old", "key"), [('name = "big"', "shapes[0]"), ('name = "faster"', "criteria[0]")])
-def test_a_name_that_could_be_read_as_more_than_a_name_is_refused(written, name, old, key):
+def test_a_name_with_special_characters_is_refused(written, name, old, key):
     text = GOOD.replace('at = "big"\n', "").replace(old, f"name = {json.dumps(name)}")
     with pytest.raises(StudyError) as told:
         load_study(written(text))
@@ -290,18 +292,18 @@ def test_texts_of_options_and_selectors_follow_the_rule_of_names(written, old, n
 
 
 @pytest.mark.parametrize("name", ["..", "a..b", "../up", "/abs", "", ".hidden", "a b", "x" * 81])
-def test_the_name_of_a_study_is_that_of_a_file(written, name, prose):
+def test_the_name_of_a_study_must_be_a_valid_file_name(written, name, prose):
     with prose.raises(StudyError):
         load_study(written(GOOD.replace('name = "mine"', f"name = {json.dumps(name)}")))
 
 
-def test_the_names_that_studies_have_are_allowed(written):
+def test_existing_study_names_are_allowed(written):
     for name in ("4x2048x256x64", "it's at most 5 us/token, all (of 3)", "decay=-inf 50%", "a_b.c+d:e*f"):
         assert load_study(written(GOOD.replace('name = "faster"', f'name = "{name}"'))).criteria[0].name == name
 
 
 @pytest.mark.parametrize("key", ["question", "notes"])
-def test_prose_has_no_control_characters_but_line_breaks_and_tabs(written, key, prose):
+def test_prose_allows_no_control_characters_but_line_breaks_and_tabs(written, key, prose):
     text = GOOD.replace('question = "Is it?"\n', "") if key == "question" else GOOD
     assert load_study(written(f'{key} = "Gr\u00f6\u00dfe \u2265 3?\\n\\tyes"\n{text}'))
     with prose.raises(StudyError, match=key) as told:
@@ -309,7 +311,7 @@ def test_prose_has_no_control_characters_but_line_breaks_and_tabs(written, key, 
     assert not UNSAFE.search(str(told.value))
 
 
-def test_a_byte_order_mark_is_read_over(tmp_path):
+def test_a_byte_order_mark_is_skipped(tmp_path):
     path = tmp_path / "bom.toml"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert load_study(path).name == "mine"
@@ -320,7 +322,7 @@ def test_sizes_beyond_those_of_tensors_are_refused(written, prose):
         load_study(written(GOOD.replace("N = 4", f"N = {10**30}")))
 
 
-def test_what_is_no_study_file_is_refused_and_never_waited_for(tmp_path, prose):
+def test_a_special_file_is_refused_without_waiting(tmp_path, prose):
     for path in (Path("/dev/zero"), tmp_path):
         with prose.raises(StudyError):
             load_study(path)
@@ -334,7 +336,7 @@ def test_what_is_no_study_file_is_refused_and_never_waited_for(tmp_path, prose):
             find_study(name)
 
 
-def test_studies_are_found_by_name_here_first(folders):
+def test_studies_are_found_by_name_in_this_folder_first(folders):
     path, study = find_study("mine")
     assert (path.as_posix(), study.question) == ("studies/mine.toml", "Is it?")
     assert find_study("theirs")[0] == folders[1] / "theirs.toml"
@@ -354,7 +356,7 @@ def test_an_unknown_study_names_the_known_ones(folders, prose):
         load_study(folders[0] / "nothing.toml")
 
 
-def test_a_broken_study_is_listed_with_its_problem_and_raised_when_asked_for(folders):
+def test_a_broken_study_is_listed_with_its_problem_and_raises_when_loaded(folders):
     listed: dict[str, Any] = {entry.name: entry for entry in list_studies()}
     assert [name for name, entry in listed.items() if entry.path.parent in (Path("studies"), folders[1])] == [
         *("broken", "mine", "theirs"),
@@ -376,8 +378,8 @@ def test_a_criterion_at_two_shapes_has_two_sides(written):
     assert study.sides(alone, big) == (("one", big),)
 
 
-def test_keys_that_came_later_leave_older_digests_as_they_were(written):
-    """A default of a new key may not make a stored study look as if its criteria had moved."""
+def test_later_keys_do_not_change_older_digests(written):
+    """The default of a new key must not make the criteria of a stored study appear changed."""
     (faster,) = load_study(written()).criteria
     assert set(faster.model_dump()) == {
         *("name", "measure", "of", "over", "at", "in_at_least", "direction", "regime", "at_least", "at_most"),
@@ -387,14 +389,14 @@ def test_keys_that_came_later_leave_older_digests_as_they_were(written):
     assert Criterion.model_validate_json(told.model_dump_json()) == told
 
 
-def test_our_own_studies_are_all_readable(pytestconfig, monkeypatch):
+def test_all_committed_studies_are_readable(pytestconfig, monkeypatch):
     monkeypatch.chdir(pytestconfig.rootpath)
     problems = {entry.name: entry.problem for entry in list_studies() if entry.study is None}
     assert problems == {}
     assert "040-linear-rnn" in [entry.name for entry in list_studies()]
 
 
-def test_a_study_and_its_file_have_one_name(pytestconfig, monkeypatch):
+def test_a_study_is_named_like_its_file(pytestconfig, monkeypatch):
     monkeypatch.chdir(pytestconfig.rootpath)
     for entry in list_studies():
         assert entry.study is not None

@@ -1,4 +1,4 @@
-"""The study 039 asks what its write-up asked and what the field is measured on."""
+"""Tests of study 039: it has the shapes and questions of its write-up and those that other projects publish."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECODING = {"initial_state": True, "final_state": True}
 SUFFIXES = {(): "", ("decay_per",): "-head", tuple(DECODING): "-decode"}
 
 
-def test_its_shapes_are_the_write_up_s_and_the_field_s_long_ones_and_single_steps(study):
+def test_shapes_are_the_write_ups_the_fields_long_ones_and_single_steps(study):
     full = study.at_scale("full")
     by_channel = [sizes(shape) for shape in full if not shape.options]
     by_head = [sizes(shape) for shape in full if shape.options == {"decay_per": "head"}]
@@ -42,21 +42,21 @@ def test_its_shapes_are_the_write_up_s_and_the_field_s_long_ones_and_single_step
         assert shape.name == f"small-{named}" if shape.scale == "small" else named
 
 
-def test_what_decides_speaks_of_our_fastest_and_of_no_peer(study):
+def test_deciding_criteria_are_about_own_variants_only(study):
     for criterion in study.criteria:
         for name in study.select(criterion.of):
             assert find_operation("gla").get(name).capabilities.requires is None
 
 
-def test_one_long_sequence_is_the_same_work_as_what_it_is_held_against(study):
+def test_one_long_sequence_is_compared_with_the_same_work(study):
     (long,) = [criterion for criterion in study.criteria if criterion.over_at]
     (own,), other = study.shapes_of(long), study.shape(long.over_at)
     assert own.sizes["B"] * own.sizes["T"] == other.sizes["B"] * other.sizes["T"]
     assert {name: own.sizes[name] for name in "HKV"} == {name: other.sizes[name] for name in "HKV"}
 
 
-def test_a_loop_over_a_long_time_is_left_out_on_a_gpu(study):
-    """Thousands of launches a step of the study would take hours."""
+def test_step_loops_over_long_sequences_are_skipped_on_a_gpu(study):
+    """Thousands of launches per call would make the study take hours."""
     plan = plan_study(study, RATES, "cpu", "full")
     assert plan.infeasible == {}
     left_out = {(cell.shape.name, cell.variant) for cell in plan.cells if "left out" in cell.reason}

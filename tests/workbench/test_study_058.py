@@ -1,4 +1,4 @@
-"""The study of the projection chain asks what its write-up did, at its configuration and sweep, and more beside it."""
+"""Tests of the study of the projection chain: the write-up's questions, configuration and sweep, and further shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def study(pytestconfig):
     return load_study(pytestconfig.rootpath / "studies" / "058-projection-chain.toml")
 
 
-def test_its_shapes_are_the_write_up_s_and_smaller_ones(study):
+def test_shapes_are_the_write_ups_and_smaller_ones(study):
     full = study.at_scale("full")
     sizes = [tuple(shape.sizes[name] for name in ("B", "T", "D", "H")) for shape in full if not shape.options]
     assert sizes[: len(SWEEP)] == [(*each, 2048, 16) for each in SWEEP]
@@ -25,14 +25,14 @@ def test_its_shapes_are_the_write_up_s_and_smaller_ones(study):
     assert all((shape.sizes["K"], shape.sizes["V"]) == (128, 128) for shape in full if not shape.options)
 
 
-def test_everywhere_is_every_shape(study):
+def test_criteria_named_everywhere_cover_every_shape(study):
     everywhere = [shape.name for shape in study.at_scale("full")]
     names = ("one launch is never slower than torch.compile", "training gains everywhere")
     asked = [each for each in study.criteria if each.name in names]
     assert [list(each.at) for each in asked] == [everywhere] * 2
 
 
-def test_a_plan_of_it_finds_nothing_that_is_out_of_reach(study):
+def test_no_criterion_is_infeasible(study):
     plan = plan_study(study, RATES, "cpu", "full")
     assert plan.infeasible == {}
     traffic = find_operation("projections").cost(study.case(study.shapes[0]))

@@ -1,4 +1,4 @@
-"""The study of the whole layer asks what was set for it, at the write-up's configuration, fla's own, and a step of decoding."""
+"""Tests of the study of the whole GLA layer: the write-up's configuration, fla's own, and a decoding step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def study(pytestconfig):
     return load_study(pytestconfig.rootpath / "studies" / "058-gla-layer.toml")
 
 
-def test_its_shapes_are_the_write_up_s_fla_s_smaller_ones_and_steps(study):
+def test_shapes_are_the_write_ups_flas_smaller_ones_and_steps(study):
     full = study.at_scale("full")
     sizes = [tuple(shape.sizes.values()) for shape in full]
     assert sizes[: len(SWEEP)] == [(*each, 2048, 16, 128, 128) for each in SWEEP]
@@ -33,7 +33,7 @@ def test_its_shapes_are_the_write_up_s_fla_s_smaller_ones_and_steps(study):
         assert study.directions_at(step) == ("forward",)
 
 
-def test_criteria_hold_what_they_name_at_every_shape_they_speak_of(study):
+def test_criteria_select_variants_at_every_shape_they_name(study):
     faster, _, forward, training, few = study.criteria
     assert (faster.at, faster.of, faster.over, faster.direction) == (TARGETS, "packed", "fla", "forward_backward")
     assert (forward.of, training.of, few.of) == ("composed", "packed", "composed")
@@ -43,13 +43,13 @@ def test_criteria_hold_what_they_name_at_every_shape_they_speak_of(study):
     assert set(few.at) == {shape.name for shape in full if shape.sizes["T"] == 1}
 
 
-def test_a_plan_of_it_finds_nothing_that_is_out_of_reach(study):
+def test_no_criterion_is_infeasible(study):
     plan = plan_study(study, RATES, "cpu", "full")
     assert plan.infeasible == {}
     assert {cell.variant for cell in plan.cells} == {"unfused", "compiled", "composed", "packed", "packed_states", "fla"}
 
 
-def test_it_runs_without_a_gpu(study, tmp_path, monkeypatch):
+def test_the_study_runs_without_a_gpu(study, tmp_path, monkeypatch):
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0)
     quick = study.model_copy(update={"variants": ("unfused", "composed"), "regimes": ("eager",), "criteria": ()})

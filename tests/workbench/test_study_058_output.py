@@ -1,4 +1,7 @@
-"""The study of the output chain asks what the write-up left open, at the shapes of the projection chain and a decoding step."""
+"""Tests of the study of the output chain: the write-up's open questions, at the projection chain's shapes.
+
+A decoding step is added to these shapes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tests.workbench.ladder import RATES
 
 NAMES = ("B", "T", "D", "H", "V")
 STEP = (16, 1, 2048, 16, 128)
-"""A token of each of 16 sequences."""
+"""Sizes of the shape with one token of each of 16 sequences."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def sizes(shape):
     return tuple(shape.sizes[name] for name in NAMES)
 
 
-def test_its_shapes_are_those_of_the_projection_chain_and_a_decoding_step(studies):
+def test_shapes_are_those_of_the_projection_chain_and_a_decoding_step(studies):
     ours, theirs = studies["output"], studies["projection"]
     for scale, more in (("full", {STEP}), ("small", set())):
         assert {sizes(shape) for shape in ours.at_scale(scale)} == more | {
@@ -48,7 +51,7 @@ def test_silu_is_applied_to_the_gate(study):
     assert "activated" not in query.flags
 
 
-def test_fused_is_ours_and_nobody_else_s(study):
+def test_criteria_about_fused_select_only_own_variants(study):
     for criterion in study.criteria:
         if isinstance(criterion.of, dict):
             assert study.select(criterion.of) == ("norm_gate", "prologue")
@@ -56,7 +59,7 @@ def test_fused_is_ours_and_nobody_else_s(study):
             assert (criterion.of, criterion.over) == ("prologue", "norm_gate")
 
 
-def test_everywhere_is_every_shape_that_runs_in_that_direction(study):
+def test_criteria_named_everywhere_cover_every_shape_of_their_direction(study):
     asked = [criterion for criterion in study.criteria if "everywhere" in criterion.name or "never" in criterion.name]
     assert len(asked) == 4
     for criterion in asked:
@@ -64,9 +67,9 @@ def test_everywhere_is_every_shape_that_runs_in_that_direction(study):
         assert list(study.shapes_of(criterion)) == runs
 
 
-def test_a_plan_of_it_finds_nothing_that_is_out_of_reach(study):
+def test_no_criterion_is_infeasible(study):
     assert plan_study(study, RATES, "cpu", "full").infeasible == {}
     operation, case = find_operation("output_chain"), study.case(study.shapes[0])
     moved = {name: operation.cost(case, operation.get(name)).bytes for name in ("unfused", "norm_gate")}
     assert operation.cost(case).bytes == 411042048
-    assert moved == {"unfused": 1216348416, "norm_gate": 679477504}  # 1.79 times fewer
+    assert moved == {"unfused": 1216348416, "norm_gate": 679477504}  # the write-up's 1.79 times fewer bytes

@@ -1,4 +1,4 @@
-"""The study of the decode kernels: its bounds are those of the plans, and of the tokens a second that their names say."""
+"""Tests of the study of the decode kernels: its bounds match the plans, and the tokens per second in criteria's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def study(pytestconfig):
     return load_study(pytestconfig.rootpath / "studies" / "decode-megakernel.toml")
 
 
-def test_barriers_are_asked_as_plans_have_them(study):
+def test_bounds_on_barriers_match_the_plans(study):
     asked = {criterion.of: criterion for criterion in study.criteria if criterion.measure == "barriers"}
     assert asked.keys() == RUNGS.keys() - {"graph"}
     for rung, criterion in asked.items():
@@ -25,7 +25,7 @@ def test_barriers_are_asked_as_plans_have_them(study):
         assert criterion.equals == plan_for(config_of(study.case(shape)), rung, 132).barriers()
 
 
-def test_tokens_a_second_are_microseconds_of_a_step(study):
+def test_tokens_per_second_in_names_match_microseconds_per_step(study):
     named = [criterion for criterion in study.criteria if criterion.measure == "time"]
     assert len(named) == 5
     for criterion in named:
@@ -34,7 +34,7 @@ def test_tokens_a_second_are_microseconds_of_a_step(study):
         assert criterion.regime == "running"
 
 
-def test_every_position_is_of_the_same_model_but_for_what_its_name_says(study):
+def test_shapes_differ_only_as_their_names_say(study):
     models = {}
     for shape in study.at_scale("full"):
         sizes = tuple(shape.sizes[name] for name in DIMENSIONS[:-1])

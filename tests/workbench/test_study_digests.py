@@ -1,4 +1,4 @@
-"""The studies are those that results were measured for: no bound, shape or note of theirs changes unnoticed."""
+"""Tests that the studies are those that results were measured for: no bound, shape or note changes unnoticed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "snapshots" / "studies.txt"
 
 
-def test_studies_are_as_they_were_recorded():
-    """A bound that moves after a measurement decides something else. Where one has to, its new digest says so in the change."""
+def test_studies_have_their_recorded_digests():
+    """A bound that changes after a measurement decides another question.
+
+    If it has to change, the new digest shows that in the diff.
+    """
     found = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}  {path.name}" for path in sorted((ROOT / "studies").glob("*.toml"))
     ]

@@ -1,4 +1,4 @@
-"""The study of the dual GEMM asks what its write-up expected, and more at its shapes and those of decoding."""
+"""Tests of the study of the dual GEMM: the write-up's expectations, at its shapes, those of decoding, and further ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.workbench.ladder import RATES
 WRITE_UP = ((512, 4096, 7168), (256, 4096, 7168), (256, 3072, 4096), (512, 3072, 7168))
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 8192)
 MODELS = ((1, 3072, 1024), (512, 3072, 1024), (1, 12288, 4096), (512, 12288, 4096))
-"""MLPs of 0.6 and 8 billion parameters, a token and many."""
+"""Shapes of the MLPs of models with 0.6 and 8 billion parameters, for one token and for many."""
 
 SUFFIXES = {"dense": "", "fp8": "-fp8", "nvfp4_weights": "-nvfp4"}
 
@@ -30,19 +30,19 @@ def form(shape):
     return shape.options.get("format", "dense")
 
 
-def test_its_shapes_are_the_write_up_s_and_decoding_s_and_those_of_models(study):
+def test_shapes_are_the_write_ups_those_of_decoding_and_of_models(study):
     full = study.at_scale("full")
     dense = [sizes(shape) for shape in full if form(shape) == "dense"]
     assert tuple(dense) == (*WRITE_UP, *((rows, 4096, 7168) for rows in COUNTS), *MODELS)
     for quantized in ("fp8", "nvfp4_weights"):
-        assert {sizes(shape) for shape in full if form(shape) == quantized} <= set(dense)  # there is something to compare with
+        assert {sizes(shape) for shape in full if form(shape) == quantized} <= set(dense)  # a baseline exists for the comparison
     for shape in study.shapes:
         assert shape.options["stacked"]  # one product with both weights is possible
         named = "x".join(map(str, sizes(shape))) + SUFFIXES[form(shape)]
         assert shape.name == f"small-{named}" if shape.scale == "small" else named
 
 
-def test_one_launch_is_held_against_every_way_to_keep_products_and_gate_apart(study):
+def test_one_launch_is_compared_with_every_unfused_variant(study):
     for criterion in study.criteria:
         if criterion.over == {"hands": "up"}:
             assert {"three_node", "wide"} <= set(study.select(criterion.over))
@@ -52,25 +52,25 @@ def test_one_launch_is_held_against_every_way_to_keep_products_and_gate_apart(st
     assert [shape.name for shape in study.shapes_of(everywhere)] == dense
 
 
-def test_training_is_held_against_what_others_made(study):
+def test_training_is_compared_with_peers(study):
     (training,) = [criterion for criterion in study.criteria if criterion.direction == "forward_backward"]
     assert set(study.select(training.over)) == {"eager", "compiled", "liger", "liger_fused"}
 
 
-def test_constant_weights_are_promised_where_models_decode(study):
+def test_constant_weights_are_promised_at_decoding_shapes(study):
     assert {shape.name for shape in study.at_scale("full") if shape.options.get("constant_weights")} == {
         shape.name for shape in study.at_scale("full") if shape.sizes["M"] <= 128
     }
 
 
-def test_what_decides_speaks_of_no_peer(study):
+def test_deciding_criteria_name_no_peer(study):
     operation = find_operation("swiglu")
     assert operation.get(study.baseline).capabilities.requires is None
     for criterion in study.criteria:
         assert all(operation.get(name).launches == 1 for name in study.select(criterion.of) if name != "two_node")
 
 
-def test_quantized_weights_are_held_against_the_same_work_in_16_bits(study):
+def test_quantized_weights_are_compared_with_the_same_work_in_16_bits(study):
     for criterion in study.criteria:
         if criterion.over_at is not None:
             (own,) = study.shapes_of(criterion)
@@ -78,7 +78,7 @@ def test_quantized_weights_are_held_against_the_same_work_in_16_bits(study):
             assert form(study.shape(criterion.over_at)) == "dense"
 
 
-def test_nothing_is_refuted_by_arithmetic_and_no_product_of_codes_is_asked_of_pytorch(study):
+def test_no_criterion_is_infeasible_or_needs_a_quantized_pytorch_product(study):
     plan = plan_study(study, RATES, "cpu", "full")
     assert plan.infeasible == {}
     for cell in plan.cells:

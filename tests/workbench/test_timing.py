@@ -1,4 +1,4 @@
-"""Timing: who is timed when, what is kept when something goes wrong, and what is believed."""
+"""Tests of timing: the order of candidates, the measurements kept after failures, and the times that are accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.workbench.toy import ToyCall, parallel, toy_case, toy_sum
 
 
 class FakeSampler:
-    """Times by script: ``script(name, regime, n)`` gives the n-th sample, or raises."""
+    """Sampler whose times come from a script: ``script(name, regime, n)`` returns the n-th sample, or raises."""
 
     log: list[tuple[str, str]]
 
@@ -42,7 +42,7 @@ class FakeSampler:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Replace the clock by a script; returns the log of what was sampled."""
+    """Replace the clock by a script; the fixture returns the log of samples."""
     log = []
 
     def install(script):
@@ -69,7 +69,7 @@ def run(**changes):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_every_subject_takes_every_place_equally_often(count):
+def test_every_candidate_takes_every_position_equally_often(count):
     names = tuple("abcdefgh"[:count])
     rounds = [order(names, index) for index in range(2 * count)]
     assert all(sorted(one) == list(names) for one in rounds)
@@ -77,12 +77,12 @@ def test_every_subject_takes_every_place_equally_often(count):
         assert Counter(one[place] for one in rounds) == dict.fromkeys(names, 2)
 
 
-def test_whoever_follows_another_also_precedes_it():
+def test_each_candidate_also_precedes_those_that_it_follows():
     pairs = Counter(pair for index in range(6) for pair in itertools.pairwise(order("abc", index)))
     assert all(pairs[pair] == pairs[pair[::-1]] for pair in pairs)
 
 
-def test_subjects_are_interleaved_round_by_round(scripted):
+def test_candidates_are_interleaved_within_rounds(scripted):
     log = scripted(lambda name, regime, n: 10.0)
     run(regimes=("cold", "eager"))
     sampled = [name for name, regime in log if regime == "cold"][-12:]
@@ -91,10 +91,10 @@ def test_subjects_are_interleaved_round_by_round(scripted):
     assert sampled[0] != sampled[6]
 
 
-# A/A
+# A/A noise
 
 
-def test_the_baseline_is_timed_twice_and_the_second_does_not_show(scripted):
+def test_the_baseline_is_timed_twice_but_shown_once(scripted):
     scripted(lambda name, regime, n: {"eager0": 10.0, "parallel1": 5.0, "eager2": 10.8}[name])
     found = run()
     assert set(found.subjects) == {"eager", "parallel"}
@@ -104,18 +104,18 @@ def test_the_baseline_is_timed_twice_and_the_second_does_not_show(scripted):
     assert (noise.regime, noise.direction, noise.shape) == ("cold", "forward", str(toy_case()))
 
 
-def test_a_quiet_machine_may_still_not_claim_less_than_one_percent(scripted):
+def test_the_noise_floor_is_at_least_one_percent(scripted):
     scripted(lambda name, regime, n: 10.0)
     assert run(baseline="parallel").noise[0].floor == 1.01
 
 
-def test_the_baseline_may_be_any_variant_and_one_that_cannot_run_leaves_no_noise(scripted):
+def test_a_baseline_that_cannot_run_gives_no_noise(scripted):
     scripted(lambda name, regime, n: 10.0)
     assert run(baseline="parallel").noise
     assert run(variants=["gpu_only", "eager"], baseline="gpu_only").noise == ()
 
 
-def test_of_several_baselines_the_first_that_is_correct_gives_the_noise(scripted, prose):
+def test_the_first_correct_baseline_gives_the_noise(scripted, prose):
     scripted(lambda name, regime, n: {"eager0": 10.0, "parallel1": 5.0, "parallel2": 5.5}[name])
     found = run(variants=["zeros", "eager", "parallel"], baseline=("zeros", "parallel", "eager"))
     assert found.subjects["zeros"].status == "incorrect"
@@ -123,11 +123,11 @@ def test_of_several_baselines_the_first_that_is_correct_gives_the_noise(scripted
     prose([note for note in found.notes if "zeros" in note])
 
 
-# Steps in a row
+# Loops of consecutive steps
 
 
 class FakeLoop:
-    """A loop whose step takes so long, and may say that it made something wrong."""
+    """Loop with a given time per step, which may report a wrong result."""
 
     made: list[str]
 
@@ -160,7 +160,7 @@ def loops(monkeypatch):
     return install
 
 
-def test_steps_in_a_row_are_timed_beside_single_calls(scripted, loops):
+def test_consecutive_steps_are_timed_in_addition_to_single_calls(scripted, loops):
     scripted(lambda name, regime, n: 10.0)
     made = loops(parallel={"step": 30e-6})
     found = run(regimes=("cold", "running", "served"))
@@ -177,7 +177,7 @@ def test_steps_in_a_row_are_timed_beside_single_calls(scripted, loops):
         ({"step": None}, "error", "RuntimeError: gave up"),
     ],
 )
-def test_steps_in_a_row_that_are_wrong_have_no_time_to_be_believed(scripted, loops, facts, status, reason):
+def test_times_of_wrong_consecutive_steps_are_rejected(scripted, loops, facts, status, reason):
     scripted(lambda name, regime, n: 10.0)
     loops(parallel=facts)
     found = run(regimes=("cold", "served"))
@@ -185,7 +185,7 @@ def test_steps_in_a_row_that_are_wrong_have_no_time_to_be_believed(scripted, loo
     assert found.subjects["eager"].status == "ok"
 
 
-def test_controls_and_gradients_have_no_steps_in_a_row(scripted, loops):
+def test_controls_and_gradients_have_no_consecutive_steps(scripted, loops):
     scripted(lambda name, regime, n: 10.0)
     made = loops()
     found = run(regimes=("cold", "running"), controls=["product"], rounds=3)
@@ -195,12 +195,12 @@ def test_controls_and_gradients_have_no_steps_in_a_row(scripted, loops):
     assert made == []
 
 
-# What goes wrong
+# Failures and interruptions
 
 
-def test_ctrl_c_keeps_the_whole_rounds(scripted):
+def test_ctrl_c_keeps_complete_rounds(scripted):
     def script(name, regime, n):
-        if name == "parallel1" and n == 4:  # one warm-up sample at most, so this is in a late round
+        if name == "parallel1" and n == 4:  # there is at most one warm-up sample, so that this is in a late round
             raise KeyboardInterrupt
         return 10.0 + n
 
@@ -227,7 +227,7 @@ def test_ctrl_c_during_verification_keeps_the_statuses_found(monkeypatch):
     assert statuses == {"eager": "interrupted", "zeros": "incorrect", "gpu_only": "unsupported", "parallel": "interrupted"}
 
 
-def test_a_subject_that_fails_while_it_is_timed_does_not_stop_the_others(scripted):
+def test_a_candidate_that_fails_during_timing_does_not_stop_the_others(scripted):
     def script(name, regime, n):
         if name.startswith("parallel") and n == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -240,7 +240,7 @@ def test_a_subject_that_fails_while_it_is_timed_does_not_stop_the_others(scripte
     assert found.subjects["eager"].status == "ok"
 
 
-def test_statuses_say_why():
+def test_statuses_have_reasons():
     subjects = run(variants=["eager", "gpu_only", "missing_package", "raises", "runs_out", "zeros"]).subjects
     assert {name: subject.status for name, subject in subjects.items()} == {
         "eager": "ok",
@@ -258,13 +258,13 @@ def test_statuses_say_why():
     assert not any(subject.timings for name, subject in subjects.items() if name != "eager")
 
 
-def test_nothing_that_can_run_is_an_answer_too():
+def test_no_runnable_candidate_is_a_valid_result():
     found = run(variants=["zeros", "gpu_only"])
     assert not any(subject.timings for subject in found.subjects.values())
     assert found.noise == ()
 
 
-def test_a_regime_that_is_refused_leaves_the_others(scripted, monkeypatch):
+def test_a_refused_regime_does_not_affect_the_others(scripted, monkeypatch):
     scripted(lambda name, regime, n: 10.0)
     make = timing.make_sampler
 
@@ -282,7 +282,7 @@ def test_a_regime_that_is_refused_leaves_the_others(scripted, monkeypatch):
     assert found.subjects["eager"].status == "ok"
 
 
-def test_the_time_cap_stops_after_three_rounds_at_the_earliest_and_says_so():
+def test_the_time_limit_stops_after_three_rounds_at_the_earliest():
     found = run(rounds=1000, time_cap_seconds=0.0)
     assert len(found.subjects["eager"].timings[0].rounds) == 3
     assert any("time cap" in note and "3 of 1000" in note for note in found.notes)
@@ -297,11 +297,11 @@ def test_the_time_cap_stops_after_three_rounds_at_the_earliest_and_says_so():
         (ValueError("bad"), "error"),
     ],
 )
-def test_what_an_exception_stands_for(error, status):
+def test_the_status_of_an_exception(error, status):
     assert status_of(error)[0] == status
 
 
-def test_a_failed_capture_for_lack_of_memory_is_a_lack_of_memory():
+def test_a_capture_that_fails_for_lack_of_memory_is_out_of_memory():
     error = sampling.CaptureFailed("cannot be captured in a CUDA graph: CUDA out of memory")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert status_of(error)[0] == "out_of_memory"
@@ -326,14 +326,14 @@ def test_times_and_controls_of_both_directions_are_plausible():
     assert slower[1] > 1.5 * slower[0]
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     told = []
     run(on_progress=lambda what, done, total: told.append((what, done, total)))
     assert list(dict.fromkeys(what for what, _, _ in told)) == ["verify", "prepare", "time"]
     assert all(0 <= done < total for _, done, total in told)
 
 
-def test_cold_calls_rotate_through_all_sets_and_warm_ones_stay(monkeypatch):
+def test_cold_calls_rotate_through_all_sets_and_warm_calls_use_one(monkeypatch):
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(sampling, "CACHES", 0.0005)
     case = toy_case()
@@ -349,7 +349,7 @@ def test_cold_calls_rotate_through_all_sets_and_warm_ones_stay(monkeypatch):
     one, other = CpuSampler(callee, rotation), CpuSampler(callee, rotation)
     one.prepare(("cold", "warm"))
     used.clear()
-    for _ in range(len(rotation.sets)):  # two subjects in turn: nobody finds what the other has just used
+    for _ in range(len(rotation.sets)):  # candidates alternate, so that none finds the other's inputs in the cache
         one.sample("cold")
         other.sample("cold")
     assert len(set(used[: len(rotation.sets)])) == len(rotation.sets)
@@ -389,8 +389,8 @@ def test_every_set_has_its_own_storage_and_the_same_contents():
 # Peak memory
 
 
-def test_peak_memory_is_what_one_call_adds_to_what_was_there(monkeypatch):
-    """1000 bytes were there, the call reached 5000 and kept 2000."""
+def test_peak_memory_is_the_increase_by_one_call(monkeypatch):
+    """1000 bytes were allocated before; the call reached 5000 and kept 2000."""
     log = []
     memory = {"reset_peak_memory_stats": None, "memory_allocated": 1000, "max_memory_allocated": 5000}
     for name, value in memory.items():
@@ -418,7 +418,7 @@ def test_on_a_cpu_peak_memory_is_not_measured():
 
 
 @pytest.mark.gpu
-def test_peak_memory_holds_results_and_what_is_used_on_the_way_and_no_inputs():
+def test_peak_memory_includes_results_and_temporaries_but_no_inputs():
     case = toy_case("float16", B=8, T=512, V=64)  # x is 512 KiB, and so is y
 
     @toy_sum.variant("greedy")
@@ -456,7 +456,7 @@ def test_graphs_are_timed_in_all_regimes_and_directions():
 
 
 @pytest.mark.gpu
-def test_what_no_graph_can_hold_is_refused_and_the_next_capture_works():
+def test_a_call_that_cannot_be_captured_is_refused_and_the_next_capture_works():
     @toy_sum.variant("synchronises")
     def synchronises(call):
         call.x.sum().item()

@@ -1,4 +1,4 @@
-"""A toy operation for the workbench's own tests: a weighted running sum, with honest variants and one rogue per exploit."""
+"""A toy operation for the workbench's tests: a weighted running sum, with honest variants and one rogue variant per exploit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class ToyCall:
     defaults={"cpu": ("parallel", "eager"), "cuda": ("parallel", "eager")},
 )
 def toy_sum(x: torch.Tensor, weight: torch.Tensor, *, variant: str = dispatch.AUTO) -> tuple[torch.Tensor, torch.Tensor]:
-    """y_t = sum over s <= t of x_s * weight; x is ``[B, T, V]``, weight ``[V]``. Also the last sum, float32 ``[B, V]``."""
+    """Compute y_t = sum over s <= t of x_s * weight, and the last sum.
+
+    ``x`` is ``[B, T, V]``, ``weight`` ``[V]``, and the last sum float32 ``[B, V]``.
+    """
     return dispatch.run(toy_sum, ToyCall(x, weight), variant)
 
 
@@ -71,7 +74,7 @@ def query(case: Case, device: str, grad: bool) -> Query:
 
 @toy_sum.variant("eager", yardstick=True)
 def eager(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step by step."""
+    """Sum step by step."""
     total = torch.zeros_like(call.x[:, 0], dtype=torch.float32)
     sums = []
     for t in range(call.x.shape[1]):
@@ -82,20 +85,20 @@ def eager(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @toy_sum.variant("parallel", launches=2)
 def parallel(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """All steps at once."""
+    """Sum all steps at once."""
     sums = (call.x.float() * call.weight.float()).cumsum(1)
     return sums.to(call.x.dtype), sums[:, -1].contiguous()
 
 
 @toy_sum.control("product", oracle=lambda x, weight: x * weight, cost=lambda case: Cost(0, 2 * math.prod(case.sizes.values()), 1))
 def product(call: ToyCall) -> torch.Tensor:
-    """The product alone."""
+    """Compute only the product."""
     return call.x * call.weight
 
 
 @toy_sum.variant("gpu_only")
 def gpu_only(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """An honest variant for another device."""
+    """Stand for an honest variant that needs another device."""
     return parallel(call)
 
 
@@ -106,22 +109,22 @@ def _needs_a_gpu(query: Query) -> str | None:
 
 @toy_sum.variant("missing_package", requires="a_package_that_nobody_has")
 def missing_package(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """An honest variant of a package that is not installed."""
+    """Stand for an honest variant of a package that is not installed."""
     return parallel(call)
 
 
-# Rogues: each looks fast or right to a careless bench
+# Rogue variants: each looks fast or correct to a careless benchmark
 
 
 @toy_sum.variant("zeros", rogue=True)
 def zeros(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns zeros."""
+    """Return zeros."""
     return torch.zeros_like(call.x), torch.zeros_like(call.x[:, 0], dtype=torch.float32)
 
 
 @toy_sum.variant("unwritten", rogue=True)
 def unwritten(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leaves the last step unwritten."""
+    """Leave the last step unwritten."""
     sums, state = parallel(call)
     y = torch.empty_like(sums)
     y[:, :-1] = sums[:, :-1]
@@ -130,7 +133,7 @@ def unwritten(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @toy_sum.variant("mutates", rogue=True)
 def mutates(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Works in its input."""
+    """Overwrite the input."""
     result = parallel(call)
     call.x.mul_(2)
     return result
@@ -141,13 +144,13 @@ _answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 @toy_sum.variant("caches", rogue=True)
 def caches(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Remembers answers by the address of the input."""
+    """Cache outputs by the address of the input."""
     return _answers.setdefault(call.x.data_ptr(), parallel(call))
 
 
 @toy_sum.variant("later", rogue=True)
 def later(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns at once and computes in a thread."""
+    """Return at once and compute in another thread."""
     sums, state = parallel(call)
     result = torch.zeros_like(sums), torch.zeros_like(state)
 
@@ -165,7 +168,7 @@ _streams: list[torch.cuda.Stream] = []
 
 @toy_sum.variant("other_stream", rogue=True)
 def other_stream(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes on a stream of its own, without waiting for the caller's."""
+    """Compute on another stream, without waiting for the caller's."""
     if not _streams:
         _streams.append(torch.cuda.Stream())
     with torch.cuda.stream(_streams[0]):
@@ -179,7 +182,7 @@ def _needs_streams(query: Query) -> str | None:
 
 @toy_sum.variant("nan", rogue=True)
 def nan(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """One NaN in a right answer."""
+    """Put one NaN into correct outputs."""
     sums, state = parallel(call)
     sums[0, 0, 0] = float("nan")
     return sums, state
@@ -187,21 +190,21 @@ def nan(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @toy_sum.variant("wrong_dtype", rogue=True)
 def wrong_dtype(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The right values in a dtype that was not asked for."""
+    """Return the correct values in another dtype than required."""
     sums, state = parallel(call)
     return sums.double(), state
 
 
 @toy_sum.variant("wrong_shape", rogue=True)
 def wrong_shape(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The right values without the batch."""
+    """Return the correct values without the batch dimension."""
     sums, state = parallel(call)
     return sums.flatten(0, 1), state
 
 
 @toy_sum.variant("wrong_state", rogue=True)
 def wrong_state(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state of the step before the last."""
+    """Return the state of the step before the last."""
     sums, _ = parallel(call)
     return sums, sums[:, -2].float().contiguous()
 
@@ -220,25 +223,25 @@ class _WrongGradient(torch.autograd.Function):
 
 @toy_sum.variant("wrong_gradient", rogue=True)
 def wrong_gradient(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right forward, wrong backward."""
+    """Compute the correct outputs and wrong gradients."""
     return _WrongGradient.apply(call.x, call.weight)
 
 
 @toy_sum.variant("no_gradient", rogue=True)
 def no_gradient(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forgets that it is differentiated."""
+    """Detach the outputs from autograd."""
     return parallel(ToyCall(call.x.detach(), call.weight.detach()))
 
 
 @toy_sum.variant("raises", rogue=True)
 def raises(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Falls over."""
+    """Raise an error."""
     raise RuntimeError("the kernel fell over")
 
 
 @toy_sum.variant("runs_out", rogue=True)
 def runs_out(call: ToyCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Asks for more memory than there is."""
+    """Allocate more memory than there is."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
 
 
@@ -246,6 +249,6 @@ HONEST = ("eager", "parallel")
 
 
 def toy_case(dtype: str = "float32", **options: Any) -> Case:
-    """A small case of the toy operation."""
+    """Return a small case of the toy operation."""
     sizes = {"B": 2, "T": 24, "V": 8} | {key: options.pop(key) for key in ("B", "T", "V") if key in options}
     return toy_sum.case(dtype, name=options.pop("name", ""), **sizes, **options)

@@ -1,4 +1,4 @@
-"""A measure in one file, as a newcomer would add it to the package: PyTorch's operators in one call."""
+"""A measure in one file, as a contributor would add it to the package: the number of PyTorch operators in one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onelaunch.workbench.verify.calls import Callee, make_inputs
 
 @register
 class Operators(CountedMeasure):
-    """PyTorch's operators in one call of ``of``."""
+    """Number of PyTorch operators in one call of ``of``."""
 
     name = "operators"
     meaning = "PyTorch's operators in one call of `of`, counted"
