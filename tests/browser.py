@@ -1,7 +1,7 @@
 """A headless Chromium that opens pages from disk, for tests of what a reader sees.
 
-Chromium and its driver come from the system (Debian: ``chromium`` and ``chromium-driver``). Tests that use them carry the marker
-``browser``; they are skipped where either is missing, unless ``ONELAUNCH_TEST_BROWSER=required`` is set, as it is in CI.
+Chromium and its driver come from the system (Debian: ``chromium`` and ``chromium-driver``). Tests that use them carry the
+marker ``browser``. They are skipped if either is missing, unless ``ONELAUNCH_TEST_BROWSER=required`` is set, as it is in CI.
 """
 
 from __future__ import annotations

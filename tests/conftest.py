@@ -1,4 +1,4 @@
-"""What all tests share: markers that skip with a reason, fixed seeds, a device, no network, caches of their own."""
+"""Fixtures and hooks shared by all tests: markers that skip with a reason, seeds, a device, no network, private caches."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ from tests.prose import prose  # noqa: F401 - a fixture
 from tests.toys import make_scale
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton decides when it is imported whether kernels are interpreted, so a process does one or the other."""
+"""Whether this process interprets Triton's kernels. Triton decides that at its import, so a process does one or the other."""
 
 if INTERPRETED and importlib.util.find_spec("triton") is not None:
     spare_repeated_work()
 
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each process compiles a file for seconds to see what the CPU can do
+# Otherwise each process compiles a file for seconds to find out the CPU's vector instructions.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 keep_triton()
 
-if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:  # threads that wait for a core in turns cost 30 times
+# More threads than cores, which wait for a core in turns, take 30 times as long.
+if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
     torch.set_num_threads(max((os.cpu_count() or 1) // int(WORKERS), 1))
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for processes that tests start
+    # The environment variable is for processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out files without tests of interpreted kernels where no others run: importing them takes seconds."""
+    """Skip files without tests of interpreted kernels in an interpreter run: importing them takes seconds."""
     return True if INTERPRETED and collection_path.suffix == ".py" and not says_interpret(collection_path) else None
 
 
@@ -73,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 INTERPRET = "pytest.mark.interpret"
-"""What a file with tests of interpreted kernels says itself, also where another adds the marker."""
+"""String in the source of every file with tests of interpreted kernels, even if a shared helper adds the marker."""
 
 
 @functools.cache
@@ -82,14 +85,14 @@ def says_interpret(path: Path) -> bool:
 
 
 class Frozen:
-    """The objects that the garbage collector leaves out: what imports and collection made, which stays.
+    """Plugin that excludes long-lived objects from garbage collection: those made by imports and by collecting tests.
 
-    A study collects garbage before each measurement, and a compilation as it begins: to look through thousands of tests and
-    all of PyTorch each time takes half a second.
+    A study collects garbage before each measurement, and so does a compilation when it begins. Traversing thousands of tests
+    and all of PyTorch takes half a second each time.
     """
 
     MODULES = 50
-    """How many modules are imported before what they made is left out as well."""
+    """Number of newly imported modules after which their objects are excluded from garbage collection too."""
 
     def __init__(self) -> None:
         self.modules = len(sys.modules)
@@ -104,7 +107,7 @@ class Frozen:
             self.freeze()
 
     def freeze(self) -> None:
-        """Collect garbage, and let later collections leave out the objects that are alive now."""
+        """Collect garbage, then exclude all objects that are alive now from later collections."""
         gc.collect()
         gc.freeze()
         self.modules = len(sys.modules)
@@ -127,20 +130,20 @@ def _why_skip(item: pytest.Item) -> str | None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The first GPU, or the CPU."""
+    """Return the first GPU, or the CPU."""
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
 def seeds() -> None:
-    """Every test starts from the same random state."""
+    """Start every test from the same random state."""
     random.seed(0)
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """onelaunch's cache of this test run: the user's is neither read nor written."""
+    """Give the test run a cache folder of its own. The user's cache is neither read nor written."""
     folder = tmp_path_factory.getbasetemp() / "onelaunch-cache"
     monkeypatch.setenv("ONELAUNCH_CACHE", str(folder))
     return folder
@@ -148,7 +151,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(autouse=True)
 def own_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder of measured times in this test run: one without tables."""
+    """Give the test run an empty folder of measured tables in place of the user's."""
     folder = tmp_path_factory.getbasetemp() / "onelaunch-tables"
     monkeypatch.setenv("ONELAUNCH_TABLES", str(folder))
     return folder
@@ -156,7 +159,7 @@ def own_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that reaches for the network fails; sockets within the machine stay possible."""
+    """Make a test fail that opens a network connection. Sockets within the machine stay possible."""
     connect = socket.socket.connect
 
     def refuse(address: Any) -> NoReturn:
@@ -172,9 +175,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[operation.Operation]:
-    """The toy operation of :mod:`tests.toys`, registered for one test."""
+    """Register the toy operation of :mod:`tests.toys` for one test."""
     dispatch.choose.cache_clear()
-    list(operation.operations())  # what is imported meanwhile would be forgotten
+    list(operation.operations())  # without this, operations imported during the test would be unregistered after it
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     yield make_scale()
     dispatch.choose.cache_clear()

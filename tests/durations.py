@@ -1,6 +1,7 @@
 """CPU seconds of the tests: a table by file with the longest tests, and a budget for all of them together.
 
-A shared machine stretches the time on a clock several times; the CPU seconds of a test, with those of processes it starts, stay.
+On a shared machine, elapsed time grows several times over. The CPU seconds of a test, with those of the processes that it
+starts, stay the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 class Durations:
-    """The plugin: it adds CPU seconds to each report where the test runs, and adds them up where the reports arrive."""
+    """Plugin that adds CPU seconds to each report in the process of the test, and sums them where the reports arrive."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.path: Path | None = config.getoption("durations_table")
@@ -83,11 +84,11 @@ class Durations:
 
 
 def is_worker(config: pytest.Config) -> bool:
-    """Return whether this process runs tests for another, which reports."""
+    """Return whether this process is an xdist worker, which leaves the summary to the main process."""
     return hasattr(config, "workerinput")
 
 
 def cpu_seconds() -> float:
-    """Return what this process and those that it started and that have ended took so far."""
+    """Return the CPU seconds of this process and of its child processes that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)

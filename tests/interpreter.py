@@ -1,7 +1,7 @@
-"""Triton's interpreter without what it does again and again, or for nothing: the same bits in a third of the time.
+"""Patches of Triton's interpreter that avoid repeated or useless work: the same bits in a third of the time.
 
-Each function takes one thing away by replacing a part of ``triton.runtime.interpreter`` that 3.6 and 3.7 both have. Should
-a later version not have it, that fails at once; the function may go if that version needs it no longer.
+Each function replaces one part of ``triton.runtime.interpreter`` that exists in versions 3.6 and 3.7. If a later version lacks
+that part, the function fails at once. If a later version no longer does the work, the function can be removed.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 
 
 def spare_repeated_work() -> None:
-    """For this process: to be called once, before the first launch."""
+    """Apply all patches to this process. Call it once, before the first launch."""
     prepare_the_language_once_a_launch()
-    check_no_overflow_that_nobody_asks_for()
+    disable_unused_overflow_checks()
     look_up_types_once()
     describe_types_once()
     scan_slab_by_slab()
 
 
 def prepare_the_language_once_a_launch() -> None:
-    """Every call of a jitted function in a kernel, ``tl.cdiv`` among them, prepares Triton's language again: half of all time.
+    """Patch ``triton.language`` once per launch and module.
 
-    To prepare it is to replace the members of ``triton.language`` and ``triton.language.core``, whichever of them the function's
-    module sees, by ones that run here. They stay until the launch ends, so one call for each module does for all.
+    The interpreter does so at every call of a jitted function in a kernel, such as ``tl.cdiv``, which takes half of all time.
+    Patching replaces the members of ``triton.language`` and ``triton.language.core`` that the function's module sees by
+    interpreted ones. They stay until the launch ends, so that one call per module is enough.
     """
     from triton.runtime import interpreter
 
@@ -34,7 +35,10 @@ def prepare_the_language_once_a_launch() -> None:
     prepared: set[int] = set()
 
     def prepare_once(function: Any) -> Any:
-        """What was replaced; ``None`` where it was before. Only the launch itself asks, and its call is the first."""
+        """Return the replaced members, or ``None`` if they were replaced before.
+
+        Only the launch itself uses the return value, and its call is the first.
+        """
         module = id(function.__globals__)
         if module in prepared:
             return None
@@ -49,10 +53,10 @@ def prepare_the_language_once_a_launch() -> None:
     interpreter.GridExecutor.__call__ = launch_afresh
 
 
-def check_no_overflow_that_nobody_asks_for() -> None:
-    """Sums, differences and products of integers are computed again, in 64 bits, for an assertion that is then dropped.
+def disable_unused_overflow_checks() -> None:
+    """Stop recomputing integer sums, differences and products in 64 bits for an assertion that is then dropped.
 
-    ``TritonSemantic.device_assert`` drops it: the interpreter's ``debug`` is off, and nothing turns it on.
+    ``TritonSemantic.device_assert`` drops it, because the interpreter's ``debug`` is off and nothing turns it on.
     """
     from triton.runtime import interpreter
 
@@ -62,7 +66,7 @@ def check_no_overflow_that_nobody_asks_for() -> None:
 
 
 def look_up_types_once() -> None:
-    """NumPy's type for a type of Triton is looked up in a table that is built for each look-up."""
+    """Cache the NumPy dtype of each Triton type. The interpreter builds its whole table anew for each look-up."""
     from triton.runtime import interpreter
 
     build_and_look_up = interpreter._get_np_dtype
@@ -70,25 +74,28 @@ def look_up_types_once() -> None:
 
     def look_up(type_: Any) -> np.dtype:
         element = type_.scalar
-        return build_and_look_up(element) if element.is_ptr() else remembered(element)  # a pointer's needs no table
+        return build_and_look_up(element) if element.is_ptr() else remembered(element)  # the dtype of a pointer needs no table
 
     interpreter._get_np_dtype = look_up
 
 
 def describe_types_once() -> None:
-    """Each operation makes a type of its result and a tensor of this type, which describe its shape anew: a seventh of all time.
+    """Cache the description of block types and tensors by element type and shape.
 
-    Types of one element and shape are described once, and so are their tensors; nothing changes what was described.
+    Each operation creates the type of its result and a tensor of it, and describes their shape anew, which takes a seventh of
+    all time. Nothing modifies a description afterwards.
     """
     from triton import language as tl
 
     make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
-    types: dict[tuple[int, tuple[Any, ...]], tl.block_type] = {}  # by identity of the element, which the type keeps
+    types: dict[
+        tuple[int, tuple[Any, ...]], tl.block_type
+    ] = {}  # keyed by the identity of the element type, which the block type keeps alive
 
     def described_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = id(element_ty), tuple([each.value if isinstance(each, tl.constexpr) else each for each in shape])
         if (known := types.get(key)) is None:
-            if len(types) > 10_000:  # each launch has pointers of its own
+            if len(types) > 10_000:  # each launch makes new pointer types
                 types.clear()
             make_type(self, element_ty, shape)
             self.described = {}
@@ -111,7 +118,11 @@ def describe_types_once() -> None:
 
 
 def scan_slab_by_slab() -> None:
-    """A scan calls what it combines by element for element; it is elementwise, so all elements of one step go at once."""
+    """Combine all elements of one step of a scan at once.
+
+    The interpreter calls the combine function element by element. The function is elementwise, so whole slabs give the same
+    bits.
+    """
     from triton.runtime import interpreter
 
     def scan(self: Any, given: tuple[Any, ...]) -> list[Any]:

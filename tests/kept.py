@@ -1,6 +1,6 @@
-"""Compiled kernels kept between test runs, by their content: for continuous integration, where every run compiles all of them.
+"""Cache of compiled kernels between test runs, keyed by content, for continuous integration, where every run compiles all.
 
-The environment variable ``ONELAUNCH_TEST_CACHE`` names the folder. Without it nothing is kept but what Triton keeps by itself.
+The environment variable ``ONELAUNCH_TEST_CACHE`` names the folder. Without it, only Triton's own cache is used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FOLDER = "ONELAUNCH_TEST_CACHE"
 
 
 def keep_triton() -> None:
-    """Make Triton keep what it compiles in the folder as well; to be called before the first kernel is compiled."""
+    """Make Triton store its compilations in the folder as well. Call it before the first kernel is compiled."""
     if folder := os.environ.get(FOLDER):
         os.environ.setdefault("TRITON_CACHE_DIR", str(Path(folder) / "triton"))
 
 
 def keep_inspections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what NVRTC compiles, and the listings of the disassembler, by all that decides them."""
+    """Cache NVRTC's output and the disassembler's listings, keyed by everything that determines them."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return
@@ -49,14 +49,14 @@ def keep_inspections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def disassembler() -> bytes:
-    """The digest of the program that lists machine code."""
+    """Return the digest of the program that disassembles machine code."""
     from triton import knobs
 
     return hashlib.sha256(Path(knobs.nvidia.cuobjdump.path).read_bytes()).digest()
 
 
 def kept(folder: Path, content: bytes, make: Callable[[], Any]) -> Any:
-    """Return what was made of this content before, or make it now; a file that is not whole is made again."""
+    """Return the cached result for this content, or make it. An incomplete file is made again."""
     path = folder / hashlib.sha256(content).hexdigest()[:32]
     try:
         data = path.read_bytes()

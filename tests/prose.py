@@ -1,7 +1,7 @@
-"""Wording of messages and pages, kept in one file: a test asserts types, fields and behaviour, and hands the words to ``prose``.
+"""Snapshot of the wording of messages and pages. A test asserts types, fields and behaviour, and passes the words to ``prose``.
 
-The file is ``tests/snapshots/prose.txt``. After a deliberate change of words, ``pytest --update-prose`` writes the entries of the
-tests that ran, and the diff of that file is reviewed.
+The file is ``tests/snapshots/prose.txt``. After a deliberate change of words, ``pytest --update-prose`` writes the entries of
+the tests that ran, and the diff of that file is reviewed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def read(path: Path) -> dict[str, str]:
-    """Return the entries of a snapshot file: texts by key. Keys above one text share it."""
+    """Return the entries of a snapshot file as texts by key. Consecutive keys share the text below them."""
     entries: dict[str, str] = {}
     for block in (
         re.findall(r"(?:^\S.*\n)+(?:(?: .*)?\n)*", path.read_text(encoding="utf-8"), re.MULTILINE) if path.exists() else ()
@@ -45,7 +45,10 @@ def read(path: Path) -> dict[str, str]:
 
 
 def written(entries: Mapping[str, str]) -> str:
-    """Return the text of a snapshot file: sorted by key, texts indented, keys of one test with the same text above it."""
+    """Return the content of a snapshot file: sorted by key, with indented texts.
+
+    Keys of one test with equal texts share one.
+    """
     blocks: list[tuple[list[str], str]] = []
     for key in sorted(entries, key=in_order):
         keys, text = blocks[-1] if blocks else ([], "")
@@ -59,7 +62,7 @@ def written(entries: Mapping[str, str]) -> str:
 
 
 def lines_with(text: str, *words: str) -> list[str]:
-    """Return the lines of a text that hold all of the words: what of a page a test is about. Blanks are single."""
+    """Return the lines of a text that contain all of the words, with runs of blanks reduced to one."""
     return [" ".join(line.split()) for line in text.splitlines() if all(word in line for word in words)]
 
 
@@ -69,7 +72,7 @@ def function(key: str) -> str:
 
 
 def in_order(key: str) -> list[list[tuple[bool, int, str]]]:
-    """Return what keys are sorted by: the test function, the number or name, the parameters."""
+    """Return the sort key of an entry: the test function, then the number or name, then the parameters."""
     test, _, name = key.partition(" # ")
     return [
         [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"([0-9]+)", text)]
@@ -78,13 +81,13 @@ def in_order(key: str) -> list[list[tuple[bool, int, str]]]:
 
 
 def plain(text: str) -> str:
-    """Return the text as it is stored: control characters escaped, no blanks at the ends of lines."""
+    """Return the text as it is stored, with control characters escaped and without trailing blanks."""
     shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "replace").decode() for c in text)
     return "\n".join(line.rstrip() for line in shown.split("\n")).strip("\n")
 
 
 class Snapshot:
-    """Entries of one snapshot file, compared with or replaced by the texts that tests find. It is a plugin of pytest."""
+    """Entries of one snapshot file, compared with or replaced by the texts that tests find. The class is a pytest plugin."""
 
     def __init__(self, path: Path = SNAPSHOT, *, update: bool = False) -> None:
         self.path, self.update = path, update
@@ -94,7 +97,7 @@ class Snapshot:
         self.collected: set[str] = set()
 
     def check(self, key: str, text: str) -> None:
-        """Compare a text with the entry of its key, or keep it for the end of the session."""
+        """Compare a text with the entry of its key, or store it for the end of the session in an update."""
         text = plain(text)
         assert text, f"{key} is asked about an empty text"
         if self.found.setdefault(key, text) != text:
@@ -110,7 +113,7 @@ class Snapshot:
             )
 
     def finish(self, node: str) -> None:
-        """Look, after a test that passed, for entries of it that it did not ask for."""
+        """Fail a passed test if the file has entries of it that it did not compare."""
         left = {key for key in self.entries if key == node or key.startswith(f"{node} # ")} - set(self.found)
         left = {key for key in left if "[" in key or key.rpartition(" # ")[2].isdigit() or " # " not in key}
         if left and not self.update:
@@ -118,18 +121,18 @@ class Snapshot:
         self.stale |= left
 
     def without_a_test(self) -> set[str]:
-        """Return keys of entries whose test function is no longer there, or was collected without their parameters."""
+        """Return keys of entries whose test function is missing, or was collected without the entry's parameters."""
         functions = {function(node) for node in self.collected}
         return {key for key in self.entries if gone(key) or (function(key) in functions and not self.asked_by(key))}
 
     def asked_by(self, key: str) -> bool:
-        """Return whether a collected test may ask for this entry."""
+        """Return whether a collected test may compare this entry."""
         node, _, name = key.partition(" # ")
         return node in self.collected or (bool(name) and not name.isdigit())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if not any("[" in argument for argument in config.args):  # else parameters were picked, and others are not gone
+        if not any("[" in argument for argument in config.args):  # with selected parameters, the entries of others are not stale
             self.collected = {item.nodeid for item in items}
         if self.update:
             others = [item for item in items if "prose" not in getattr(item, "fixturenames", ())]
@@ -150,7 +153,7 @@ class Snapshot:
 
 
 def gone(key: str) -> bool:
-    """Return whether the test that a key names is no longer in the tests, or the name that its text was given."""
+    """Return whether the test function of a key no longer exists, or no longer uses the name of the entry."""
     file, _, test = function(key).partition("::")
     name = key.partition(" # ")[2]
     source = source_of(file)
@@ -161,7 +164,7 @@ def gone(key: str) -> bool:
 
 @lru_cache
 def source_of(file: str) -> str:
-    """Return the source of a test file, empty where there is none."""
+    """Return the source of a test file, or an empty string if it does not exist."""
     return (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
 
 
@@ -171,12 +174,12 @@ def difference(recorded: str, found: str) -> str:
 
 
 class Prose:
-    """The words of one test, in the order in which it asks about them.
+    """Comparison of one test's texts with their entries, in the order of the calls.
 
     Args:
-        snapshot: the entries to compare with.
-        node: the test's node id.
-        masks: regular expressions of what differs between runs, and what stands for it.
+        snapshot: Entries to compare with.
+        node: Node id of the test.
+        masks: Regular expressions of text that differs between runs, with their replacements.
     """
 
     def __init__(self, snapshot: Snapshot, node: str, masks: Mapping[str, str]) -> None:
@@ -187,9 +190,9 @@ class Prose:
         """Compare a text with its entry.
 
         Args:
-            text: what is printed of it is compared; lines of a list or tuple stand below each other.
-            name: key of the entry within the test function, shared by its parameters; by default they are numbered in each test.
-            mask: more regular expressions to replace, tried before those of the fixture.
+            text: Text to compare, or an object that is converted by ``str``. Items of a list or tuple become lines.
+            name: Name of the entry within the test function, shared by its parameters. By default entries are numbered per test.
+            mask: Further regular expressions with replacements, applied before those of the fixture.
         """
         assert text is not None, "None is no text"
         said = "\n".join(map(str, text)) if isinstance(text, (list, tuple)) else str(text)
@@ -207,10 +210,10 @@ class Prose:
         """Expect an error as ``pytest.raises`` does, and compare its message.
 
         Args:
-            error: class of the error, or several.
-            match: regular expression of a name or value that the message must have.
-            foreign: replace the words of the other libraries' error that led to this one, which change with their versions.
-            how: keywords of a call.
+            error: Class of the error, or a tuple of classes.
+            match: Regular expression of a name or value that the message must contain.
+            foreign: Whether to mask the message of another library's error that caused this one. It changes with versions.
+            how: Keyword arguments of :meth:`__call__`.
         """
         with pytest.raises(error, match=match or None) as caught:
             yield caught
@@ -223,7 +226,10 @@ class Prose:
 
     @contextmanager
     def warns(self, warning: type[Warning], match: str = "", **how: Any) -> Iterator[pytest.WarningsRecorder]:
-        """Expect a warning as ``pytest.warns`` does, and compare the first message of its class; keywords are those of a call."""
+        """Expect a warning as ``pytest.warns`` does, and compare the first message of its class.
+
+        ``how`` holds keyword arguments of :meth:`__call__`.
+        """
         with pytest.warns(warning, match=match or None) as record:
             yield record
         self(next(one.message for one in record if issubclass(one.category, warning)), **how)
@@ -231,7 +237,7 @@ class Prose:
 
 @pytest.fixture
 def prose(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prose:
-    """Compare a text with its entry in the snapshot file; what depends on the machine or the run is masked."""
+    """Return the comparison with the snapshot file for this test. Text that depends on the machine or the run is masked."""
     base = re.escape(str(tmp_path_factory.getbasetemp()))
     masks = {
         rf"{base}/[\w-]+": "<tmp>",
@@ -246,7 +252,7 @@ def prose(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def register(config: pytest.Config) -> None:
-    """Read the snapshot file, and take part in the run of each test."""
+    """Read the snapshot file and register it as a plugin."""
     update = config.getoption("update_prose")
     if update and (getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput")):
         raise pytest.UsageError(f"{UPDATE} works in one process: leave out -n")

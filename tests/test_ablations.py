@@ -1,4 +1,4 @@
-"""Variants that are kept as lessons are found by name, and never chosen."""
+"""Tests of ablation variants, which are kept as lessons: they are found by name, and never chosen automatically."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_every_module_of_the_package_registers_some():
 
 
 @each_lesson
-def test_they_run_by_name_alone(variant):
+def test_ablations_run_only_by_name(variant):
     assert variant.capabilities.by_name_only
     assert not variant.capabilities.automatic
 
 
 @pytest.mark.interpret
-def test_auto_does_not_choose_them_where_they_can_run(monkeypatch):
-    """Not even if they came first in the order of preference."""
+def test_auto_does_not_choose_ablations_that_can_run(monkeypatch):
+    """They are not chosen even if they come first in the order of preference."""
     query = gla.query(gla.case("float32", B=1, T=70, H=1, K=16, V=16), "cpu")
     monkeypatch.setitem(gla.defaults, "cpu", ("sequential", "pipelined", "recurrent"))
     assert gla.preference(query)[:2] == ["sequential", "pipelined"]
@@ -44,7 +44,7 @@ def test_auto_does_not_choose_them_where_they_can_run(monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["onelaunch.ops", "onelaunch.ablations", "onelaunch.ops.gla.contract"])
-def test_whatever_is_imported_first_brings_them(first):
+def test_ablations_are_registered_whichever_module_is_imported_first(first):
     code = f"import {first}\nfrom onelaunch.ops import gla\nprint(gla.get('sequential').run.__module__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "onelaunch.ablations.gla"

@@ -1,4 +1,4 @@
-"""Captures in CUDA graphs: garbage that Python would collect meanwhile, and errors of what is captured."""
+"""Tests of CUDA graph captures: garbage collection during a capture, and errors of the captured code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onelaunch import cuda
 
 @pytest.fixture
 def graphs_without_a_gpu(monkeypatch):
-    """Let PyTorch's captures and devices do nothing, but for a capture that broke: leaving it raises."""
+    """Replace PyTorch's captures and devices by ones that do nothing, except that leaving a broken capture raises."""
 
     @contextlib.contextmanager
     def capture(graph, *, stream, capture_error_mode):
@@ -34,7 +34,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("error", [ValueError("of the step"), KeyboardInterrupt()])
-def test_the_error_of_what_is_captured_is_raised(error, graphs_without_a_gpu):
+def test_an_error_of_the_captured_code_is_raised(error, graphs_without_a_gpu):
     def step():
         raise error
 
@@ -58,7 +58,10 @@ def test_no_garbage_is_collected_during_a_capture(enabled, graphs_without_a_gpu)
 
 @pytest.mark.gpu
 def test_a_graph_that_is_garbage_does_not_break_a_capture():
-    """Collecting one within a plain capture fails; a process of its own leaves no broken capture behind."""
+    """Collecting such a graph within a plain capture fails.
+
+    The test runs in a process of its own, because the capture stays broken.
+    """
     program = """
         import gc
         import torch

@@ -1,4 +1,4 @@
-"""Which variant runs, and why: choice by measured tables, by preference, and the explanation of both."""
+"""Tests of the dispatcher: choice by measured tables, by preference, and the explanation of both."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def table(scale, tmp_path, monkeypatch):
     measured._rows.cache_clear()
 
 
-def test_where_nothing_was_measured_the_order_of_preference_decides(table, prose):
+def test_without_measurements_the_order_of_preference_decides(table, prose):
     table({})
     assert dispatch.choose(query()).name == "vector"
     prose(dispatch.explain(query()).because)
 
 
-def test_a_preferred_variant_that_cannot_run_is_passed_over(table):
+def test_a_preferred_variant_that_cannot_run_is_skipped(table):
     table({})
     assert dispatch.choose(query(2000)).name == "loop"
 
 
-def test_the_fastest_measured_one_is_chosen(table, prose):
+def test_the_fastest_measured_variant_is_chosen(table, prose):
     table({8: {"loop": 1.0, "vector": 2.0, "no_backward": 3.0}})
     assert dispatch.choose(query()).name == "loop"
     prose(dispatch.explain(query()).because, mask={re.escape(hardware.describe("cpu").name): "<device>"})
 
 
-def test_other_libraries_run_by_name_alone(table, scale, monkeypatch):
+def test_variants_of_other_libraries_run_only_by_name(table, scale, monkeypatch):
     table({8: {"loop": 1.0, "vector": 2.0}})
     loop = scale.get("loop")
     monkeypatch.setattr(loop, "capabilities", replace(loop.capabilities, requires="json"))
@@ -67,19 +67,19 @@ def test_other_libraries_run_by_name_alone(table, scale, monkeypatch):
     assert scale(torch.ones(3), variant="loop") is not None
 
 
-def test_the_nearest_measured_size_is_believed(table):
+def test_the_nearest_measured_size_is_used(table):
     table({8: {"loop": 1.0, "vector": 2.0}, 64: {"loop": 9.0, "vector": 2.0}})
     assert dispatch.choose(query(12)).name == "loop"
     assert dispatch.choose(query(50)).name == "vector"
 
 
-def test_a_measurement_too_far_away_is_not_believed(table):
+def test_a_measurement_of_a_distant_size_is_not_used(table):
     table({1: {"loop": 1.0, "vector": 2.0}})
     assert dispatch.choose(query(8)).name == "loop"
     assert dispatch.choose(query(9)).name == "vector"
 
 
-def test_another_dtype_or_direction_is_not_believed(table):
+def test_measurements_of_another_dtype_or_direction_are_not_used(table):
     table({8: {"loop": 1.0, "vector": 2.0}})
     assert dispatch.choose(query(dtype=torch.float16)).name == "vector"
     assert dispatch.choose(query(grad=True)).name == "vector"
@@ -90,14 +90,14 @@ def test_a_measured_variant_that_cannot_run_this_call_is_not_chosen(table):
     assert dispatch.choose(query(grad=True)).name == "loop"
 
 
-def test_within_the_tie_the_preferred_one_is_chosen(table):
+def test_among_similar_times_the_preferred_variant_is_chosen(table):
     table({8: {"loop": 1.0, "vector": 1.02}})
     assert dispatch.choose(query()).name == "vector"
     table({8: {"loop": 1.0, "vector": 1.04}})
     assert dispatch.choose(query()).name == "loop"
 
 
-def test_a_variant_that_was_removed_since_is_ignored(table, prose):
+def test_a_variant_that_no_longer_exists_is_ignored(table, prose):
     table({8: {"gone": 0.1, "loop": 1.0}})
     with prose.warns(TableNotice):
         assert dispatch.choose(query()).name == "loop"
@@ -118,7 +118,7 @@ def test_a_named_variant_runs(scale):
     assert torch.equal(scale(torch.ones(3), variant="no_backward"), torch.full((3,), 2.0))
 
 
-def test_a_named_variant_that_cannot_run_says_why_and_which_can(scale, prose):
+def test_a_named_variant_that_cannot_run_raises_the_reason_and_alternatives(scale, prose):
     with prose.raises(VariantUnsupported, match="'elsewhere'"):
         scale(torch.ones(3), variant="elsewhere")
 
@@ -150,7 +150,7 @@ def test_the_choice_is_a_constant_under_torch_compile(scale):
     assert torch.equal(compiled(torch.arange(4.0)), 3 * torch.arange(4.0))
 
 
-def test_the_tables_that_ship_name_operations_variants_and_times_that_exist():
+def test_shipped_tables_have_known_operations_variants_and_valid_times():
     from onelaunch.operation import find_operation
 
     for path in measured.TABLES.glob("*.json"):
@@ -161,7 +161,7 @@ def test_the_tables_that_ship_name_operations_variants_and_times_that_exist():
             assert all(time > 0 for time in row.microseconds.values()), path
 
 
-# What a start costs
+# Import time
 
 
 def test_the_choice_is_marked_as_pytorch_marks_constants():
@@ -169,6 +169,6 @@ def test_the_choice_is_marked_as_pytorch_marks_constants():
     assert vars(marked).items() <= vars(choice._constant_name).items()
 
 
-def test_to_import_the_package_is_not_to_import_the_compiler():
+def test_importing_the_package_does_not_import_the_compiler():
     said = "import sys, onelaunch.decode; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", said], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and the documentation show runs as it stands."""
+"""Tests that code and commands in README, CONTRIBUTING and the documentation run as shown."""
 
 from __future__ import annotations
 

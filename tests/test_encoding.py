@@ -1,4 +1,4 @@
-"""Every file is read and written in UTF-8, whatever the locale is."""
+"""Tests that every file is read and written in UTF-8, whatever the locale is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(onelaunch.__file__).parent
 
 
 def calls_without_encoding(source: str) -> Iterator[int]:
-    """Lines that open a file, or a process's output, as text in the locale's encoding."""
+    """Return the lines that open a file or a process's output as text in the locale's encoding."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and _is_wrong(node):
             yield node.lineno
@@ -35,7 +35,7 @@ def test_files_are_opened_with_an_encoding(path):
     assert list(calls_without_encoding(path.read_text(encoding="utf-8"))) == []
 
 
-def test_the_check_finds_what_it_looks_for():
+def test_the_check_finds_calls_without_encoding():
     wrong = "open('a')\nPath('a').read_text()\np.write_text(x)\nsubprocess.run(c, text=True)\np.open('w')\n"
     right = "open('a', 'rb')\nopen('a', encoding='utf-8')\np.read_text(encoding='utf-8')\nread_text(p)\nos.open('a', 0)\n"
     assert list(calls_without_encoding(wrong)) == [1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""Every error says what was wrong and what would be right, and is of the kind that a caller expects."""
+"""Tests of errors: every message names the problem and the remedy, and classes derive from the built-in ones callers expect."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ MESSAGES = [
 @pytest.mark.parametrize(
     ("error", "message"), MESSAGES, ids=lambda value: type(value).__name__ if isinstance(value, Exception) else ""
 )
-def test_the_message(error, message):
+def test_messages_of_errors(error, message):
     assert str(error) == message
 
 
@@ -101,7 +101,7 @@ def test_the_message(error, message):
         (ResultCorrupt, ValueError),
     ],
 )
-def test_a_caller_who_expects_the_built_in_error_catches_ours(error, expected):
+def test_errors_can_be_caught_as_built_in_errors(error, expected):
     assert issubclass(error, expected)
 
 
@@ -123,7 +123,7 @@ def test_a_suggestion_is_made_only_when_a_name_is_near():
     assert did_you_mean("quantum", ["semi_fused", "eager"]) == ""
 
 
-def test_the_command_line_names_its_options_where_python_names_arguments():
+def test_command_line_errors_name_options_instead_of_arguments():
     error = ResultExists("r.json", argument="save_to", resumable=True)
     assert "resume=True" in str(error)
     assert "save_to" in str(error)
@@ -151,11 +151,11 @@ def test_the_command_line_names_its_options_where_python_names_arguments():
         (errors.OutputUnwritable, 1),
     ],
 )
-def test_a_wrong_name_or_argument_ends_with_2_and_what_failed_with_1(error, code):
+def test_exit_codes_are_2_for_wrong_arguments_and_1_for_failures(error, code):
     assert error.exit_code == code
 
 
-def test_escaped_text_steers_no_terminal_and_can_be_written():
+def test_escaped_text_cannot_control_a_terminal_and_can_be_encoded():
     text = "a\tb\n\x1b[2J\r\x00\x7f\x9b\u2028\u202e\ud800 Größe ≥ 3"
     shown = wording.escaped(text)
     assert shown == "a\tb\n\\x1b[2J\\r\\x00\\x7f\\x9b\\u2028\\u202e\\ud800 Größe ≥ 3"

@@ -1,4 +1,4 @@
-"""The examples run and do what they say."""
+"""Tests that the examples run and print the results that they describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading and writing of files in every layer."""
+"""Tests of reading and writing files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_regular_file_is_read_up_to_a_size(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder", "nothing"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind, prose):
+def test_special_files_are_refused_at_once(tmp_path, kind, prose):
     path = tmp_path / "entry"
     if kind == "a pipe":
         os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""Folders of the user: where they are, what a cache that cannot be written does, and users without a home folder."""
+"""Tests of the user's folders: their locations, a cache that cannot be written, and users without a home folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onelaunch.errors import CacheNotice
 
 @pytest.fixture(autouse=True)
 def forget():
-    """As a process that has just started."""
+    """Clear the cached folders, as in a process that has just started."""
     folders._temporary.cache_clear()
     folders._say_unwritable.cache_clear()
     yield
@@ -28,7 +28,7 @@ def forget():
 
 
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python that sees only this environment."""
+    """Run code in a Python process with only the given environment."""
     environment = {"PYTHONPATH": ":".join(sys.path), **environment}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
@@ -52,14 +52,14 @@ def test_the_tables_folder_follows_the_environment(monkeypatch, tmp_path):
     assert folders.tables_folder() == tmp_path / "xdg" / "onelaunch" / "tables"
 
 
-def test_to_name_folders_is_not_to_make_them(monkeypatch, tmp_path):
+def test_naming_folders_does_not_create_them(monkeypatch, tmp_path):
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("ONELAUNCH_TABLES", str(tmp_path / "tables"))
     folders.cache_folder(), folders.tables_folder()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_the_cache_is_kept_and_replaced_whole(tmp_path):
+def test_cache_files_are_stored_and_replaced_atomically(tmp_path):
     path = tmp_path / "a" / "b"
     assert folders.kept(path) is None
     assert folders.keep(path, b"first")
@@ -68,7 +68,7 @@ def test_a_file_of_the_cache_is_kept_and_replaced_whole(tmp_path):
     assert [each.name for each in path.parent.iterdir()] == ["b"]
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning_that_says_what_to_do(tmp_path, prose):
+def test_an_unwritable_folder_gives_one_warning_with_a_remedy(tmp_path, prose):
     (tmp_path / "file").write_text("where the folder would be")
     path = tmp_path / "file" / "entry"
     with prose.warns(CacheNotice, match="ONELAUNCH_CACHE") as said:
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning_that_says_what_to_do(tmp
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write everywhere")
-def test_a_read_only_folder_is_a_warning(tmp_path):
+def test_a_read_only_folder_gives_a_warning(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.warns(CacheNotice):
         assert not folders.keep(tmp_path / "cache" / "entry", b"")
@@ -126,7 +126,7 @@ def test_xdg_folders_are_honoured_without_a_home(tmp_path):
 
 
 @pytest.mark.parametrize("problem", ["open to others", "a link", "a file"])
-def test_a_folder_that_somebody_else_could_have_made_is_not_taken(monkeypatch, tmp_path, problem):
+def test_an_unsafe_temporary_folder_is_not_used(monkeypatch, tmp_path, problem):
     monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
     known = tmp_path / f"onelaunch-{os.getuid()}"
     if problem == "open to others":
@@ -145,7 +145,7 @@ def test_a_folder_that_somebody_else_could_have_made_is_not_taken(monkeypatch, t
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("no home"), KeyError("no user"), "~/.cache/onelaunch"])
-def test_what_platformdirs_says_without_a_home_is_understood(monkeypatch, tmp_path, answer, prose):
+def test_answers_of_platformdirs_without_a_home_are_handled(monkeypatch, tmp_path, answer, prose):
     monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("ONELAUNCH_CACHE")
 
@@ -167,7 +167,7 @@ COMMANDS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_commands_go_on_with_a_cache_that_cannot_be_written(command, tmp_path):
+def test_commands_work_with_an_unwritable_cache(command, tmp_path):
     (tmp_path / "file").write_text("where the folder would be")
     environment = {**os.environ, "ONELAUNCH_CACHE": str(tmp_path / "file"), "PYTHONPATH": ":".join(sys.path)}
     answer = subprocess.run(
@@ -178,7 +178,7 @@ def test_commands_go_on_with_a_cache_that_cannot_be_written(command, tmp_path):
     assert "ONELAUNCH_CACHE" in answer.stderr
 
 
-def test_no_file_is_left_beside_what_is_kept(tmp_path: Path):
+def test_no_temporary_file_is_left_in_the_cache(tmp_path: Path):
     folders.keep(tmp_path / "entry", b"x" * 1000)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["entry"]
 
@@ -195,14 +195,14 @@ with folders.alone(Path(sys.argv[1]), "count"):
 """
 
 
-def test_processes_enter_a_region_one_at_a_time(tmp_path):
+def test_processes_enter_a_locked_region_one_at_a_time(tmp_path):
     environment = {"PYTHONPATH": ":".join(sys.path)}
     running = [subprocess.Popen([sys.executable, "-c", COUNT, str(tmp_path)], env=environment) for _ in range(3)]
     assert [process.wait(60) for process in running] == [0, 0, 0]
     assert (tmp_path / "number").read_text() == "3"
 
 
-def test_a_region_whose_lock_cannot_be_had_is_entered_all_the_same(tmp_path, monkeypatch):
+def test_a_region_is_entered_even_if_its_lock_is_unavailable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with folders.alone(tmp_path / "file" / "folder", "any"):
         pass

@@ -1,7 +1,7 @@
-"""Mutated study files, results, tables and model folders: an error of ours or none, nothing written elsewhere, never a hang.
+"""Fuzz tests of study files, results, tables and model folders: an onelaunch error or none, no stray writes, no hang.
 
-Each test begins with a file that is valid, puts hostile values in some places of it (and damages its bytes now and then), then
-reads it and does all that a command would do with it, short of measuring or generating.
+Each test starts from a valid file, puts hostile values in some places of it and sometimes damages its bytes. It then reads the
+file and does everything that a command would do with it, except measuring or generating.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ damages = st.one_of(st.none(), st.none(), st.none(), st.tuples(st.integers(0, 4)
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """All (container, key) of a tree of dictionaries and lists."""
+    """Return all (container, key) pairs of a tree of dictionaries and lists."""
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in entries:
         yield tree, key
@@ -86,7 +86,7 @@ def nested(depth: int) -> Any:
 
 
 def mutate(tree: Any, chosen: list[Mutation], outside: Path) -> Any:
-    """A copy of the tree with hostile values, missing keys, keys of another name and nested values in some places."""
+    """Return a copy of the tree with hostile values, missing keys, renamed keys and nested values in some places."""
     tree = copy.deepcopy(tree)
     for at, how, which in chosen:
         everywhere = list(places(tree))
@@ -117,7 +117,7 @@ def _kind(value: Any) -> type:
 
 
 def damage(content: bytes, how: tuple[int, float, bytes] | None) -> bytes:
-    """Truncate a file, put bytes into it, or begin it with a byte-order mark or with thousands of brackets."""
+    """Truncate a file's content, insert bytes, or prefix a byte-order mark or thousands of brackets."""
     if how is None:
         return content
     kind, where, noise = how
@@ -132,7 +132,7 @@ def damage(content: bytes, how: tuple[int, float, bytes] | None) -> bytes:
 
 
 def as_toml(value: Any) -> str:
-    """A value as TOML writes it in a line; what TOML cannot say becomes what no reader takes."""
+    """Return a value as inline TOML. A value that TOML cannot express becomes text that no reader accepts."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {as_toml(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -151,7 +151,7 @@ def json_file(tree: Any) -> bytes:
 
 
 class Box:
-    """A folder that may be written into, within one that may not."""
+    """A folder that may be written, inside one that may not."""
 
     def __init__(self, root: Path) -> None:
         self.outside, self.inside, self.given = root / "outside", root / "outside" / "inside", root / "given"
@@ -160,13 +160,13 @@ class Box:
         (self.outside / "sentinel").write_text("precious", encoding="utf-8")
 
     def seen(self) -> dict[str, bytes | None]:
-        """All that lies outside of the folder that may be written into."""
+        """Return everything that lies outside the writable folder."""
         found = (path for path in self.outside.rglob("*") if self.inside not in (path, *path.parents))
         return {str(path): path.read_bytes() if path.is_file() else None for path in found}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Let errors of ours pass, and nothing else; nothing may be written outside."""
+        """Let only onelaunch errors pass, and require that nothing is written outside the writable folder."""
         before = self.seen()
         try:
             with warnings.catch_warnings():
@@ -229,7 +229,7 @@ def test_study_files(box: Box, chosen: list[Mutation], how: Any) -> None:
 
 
 def stored() -> dict[str, Any]:
-    """A small result: two shapes, three variants, and criteria of every kind of measure."""
+    """Return a small result: two shapes, three variants, and criteria of every kind of measure."""
     faster = Criterion(name="faster", measure="speedup", of={"launches": [1, 2]}, at="mega", at_least=1.3)
     fewer = Criterion(name="fewer bytes", measure="dram_bytes_ratio", of="one", at="mega", at_least=1.2)
     exact = Criterion(name="exact", measure="error", of="one", at="mega", at_most=1e-3)
@@ -257,7 +257,7 @@ def test_results(box: Box, chosen: list[Mutation], how: Any) -> None:
         show(result, Console(file=printed, width=100), full=True)
         assert "\x1b" not in printed.getvalue()
         pages = [markdown.render(result)]
-        if chosen[0][0] % 5 == 0:  # pictures take most of the time
+        if chosen[0][0] % 5 == 0:  # plots are left out because they take most of the time
             written = write_report(result, box.inside / "report")
             assert Result.load(written["json"]) == result
             pages.append(written["html"].read_text(encoding="utf-8"))
@@ -292,7 +292,7 @@ TABLE = {
 
 
 def forget() -> None:
-    """Read tables again: a process reads each once."""
+    """Discard cached tables, because a process reads each table once."""
     for module in (measured, dispatch):
         for found in vars(module).values():
             if callable(clear := getattr(found, "cache_clear", None)):
@@ -322,14 +322,14 @@ def test_tables(box: Box, chosen: list[Mutation], how: Any) -> None:
             query = operation.query(operation.case("float32", **sizes), "cpu")
             assert dispatch.choose(query).name in operation.variants
             assert dispatch.explain(query).because
-    with box.watched():  # a table that is there already, and a new result for it
+    with box.watched():  # adopt a new result into the existing table
         (box.inside / "some-gpu.json").write_bytes(damage(json_file(table), how))
         adopt([Result.model_validate(RESULT)], box.inside)
 
 
 @pytest.fixture(scope="module")
 def model_folder(box: Box) -> Path:
-    """A tiny model in two files of weights, with the bundled tokenizer."""
+    """Write a tiny model with two files of weights and the bundled tokenizer."""
     pytest.importorskip("safetensors", reason="needs the extra decode")
     pytest.importorskip("tokenizers", reason="needs the extra decode")
     folder = models.write(box.given / "model", random_weights(models.SMALL), shards=2)
@@ -362,7 +362,7 @@ def test_model_folders(box: Box, model_folder: Path, which: int, chosen: list[Mu
         assert model.config.num_hidden_layers < 100
 
 
-def test_the_files_that_the_mutations_begin_with_are_valid(box: Box, model_folder: Path) -> None:
+def test_the_unmutated_files_are_valid(box: Box, model_folder: Path) -> None:
     path = box.given / "valid"
     path.write_bytes(toml_file(STUDY))
     assert load_study(path).name == "ladder-study"
@@ -370,7 +370,7 @@ def test_the_files_that_the_mutations_begin_with_are_valid(box: Box, model_folde
     assert Model.from_pretrained(model_folder, device="cpu").config.num_hidden_layers == models.SMALL.num_hidden_layers
 
 
-def test_what_is_mutated_is_watched(box: Box) -> None:
+def test_the_box_detects_other_errors_and_stray_writes(box: Box) -> None:
     def hit() -> None:
         (box.outside / "escaped").write_text("", encoding="utf-8")
 

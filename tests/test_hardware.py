@@ -1,4 +1,4 @@
-"""Devices by name, their facts, and the names of their files."""
+"""Tests of devices: their names, their facts, and the file names derived from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_tables_of_cpus_hold_the_model_and_those_of_gpus_the_slug():
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a..b", "/abs", "a/b", "A", ".hidden", "-x", "a\n", "a\\b"])
-def test_names_that_could_leave_a_folder_are_no_slugs(name):
+def test_names_that_could_leave_a_folder_are_not_slugs(name):
     assert not SLUG.fullmatch(name)
 
 
@@ -65,7 +65,7 @@ def test_the_cpu_is_always_present_and_gpus_come_first(monkeypatch):
     assert hardware.resolve("cuda:1") == torch.device("cuda:1")
 
 
-def test_a_device_that_is_not_here_is_refused(monkeypatch, prose):
+def test_a_missing_device_is_refused(monkeypatch, prose):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert hardware.resolve("auto") == hardware.resolve("cpu") == torch.device("cpu")
     for name in ("cuda", "cuda:3", "tpu", "not a device"):
@@ -80,7 +80,7 @@ def test_a_gpu_is_described():
     assert facts.processors > 8
 
 
-def test_devices_without_a_gpu_answer_what_the_interpreter_needs():
+def test_devices_without_a_gpu_report_the_facts_of_the_interpreter():
     for device in (torch.device("cpu"), torch.device("meta")):
         assert hardware.processors(device) == hardware.INTERPRETED_PROCESSORS
         assert hardware.shared_bytes(device) == hardware.LEAST_SHARED_BYTES
@@ -97,7 +97,7 @@ def test_devices_without_a_gpu_answer_what_the_interpreter_needs():
         ("gfx942", 304, 64 << 10, False),
     ],
 )
-def test_pretended_devices_answer_for_their_architecture(architecture, processors, shared, float8):
+def test_pretended_devices_report_facts_of_their_architecture(architecture, processors, shared, float8):
     device = pretended(architecture)
     assert hardware.processors(device) == processors
     assert hardware.shared_bytes(device) == shared

@@ -1,4 +1,4 @@
-"""The tool that proves that machine code is what it was: names do not count, everything that runs does."""
+"""Tests of the tool that proves machine code unchanged: names do not count, all executed code does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def machine_of_cuda(text: str, entry: str, threads: int = 32) -> hash_kernels.Ma
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "gfx942"])
-def test_a_digest_knows_no_names_but_every_constant(architecture):
+def test_a_triton_digest_ignores_names_and_covers_every_constant(architecture):
     first = machine_of_triton(scale, 2.0, architecture)
     assert first.instruction_bytes > 0
     assert min(first.registers) > 0
@@ -59,7 +59,7 @@ def test_a_digest_knows_no_names_but_every_constant(architecture):
     assert machine_of_triton(scale, 3.0, architecture).digest != first.digest
 
 
-def test_a_digest_of_cuda_knows_no_names_but_instructions_and_threads():
+def test_a_cuda_digest_ignores_names_and_covers_instructions_and_threads():
     first = machine_of_cuda(SCALE.format(name="scale", factor="2.5f"), "scale")
     renamed = "constexpr int UNUSED = 7;\n" + SCALE.format(name="a_much_longer_name", factor="2.5f")
     assert machine_of_cuda(renamed, "a_much_longer_name").digest == first.digest
@@ -73,13 +73,13 @@ def test_local_memory_is_read():
     assert machine.constants, "the bank of the arguments"
 
 
-def test_what_is_no_machine_code_is_refused(prose):
+def test_files_without_machine_code_are_refused(prose):
     with prose.raises(ValueError, match="ELF"):
         hash_kernels.sections(b"MZ" * 100)
 
 
 @pytest.mark.parametrize("number", [0, 127, 128, 255, 256, 65535, 65536])
-def test_numbers_of_amds_notes(number):
+def test_integers_in_amds_metadata_are_decoded(number):
     packed = bytes([number]) if number < 128 else None
     for kind, size in ((0xCC, 1), (0xCD, 2), (0xCE, 4)):
         if packed is None and number < 1 << 8 * size:
@@ -88,7 +88,7 @@ def test_numbers_of_amds_notes(number):
     assert hash_kernels._noted(b"\x82\xab.vgpr_other\x01\xab.vgpr_count" + packed + b"\xa1.", ".vgpr_count") == number
 
 
-# Comparing
+# Comparison
 
 
 MACHINE = hash_kernels.Machine(("a1",), 1024, (32,), (0, 0), 0, 4096, 128, (("0", 8, "b2"),))
@@ -108,20 +108,20 @@ def compared(new: list[dict[str, Any]]) -> tuple[str, bool]:
     return "\n".join(lines), same
 
 
-def test_other_names_and_another_order_are_equal(prose):
+def test_names_and_order_of_builds_do_not_matter(prose):
     text, same = compared([{**each, "build": f"new {each['build']}"} for each in reversed(OLD)])
     assert same
     prose(text)
 
 
-def test_a_changed_kernel_is_shown_from_both_sides_with_what_changed(prose):
+def test_a_changed_kernel_is_shown_with_both_digests_and_the_change(prose):
     text, same = compared([*OLD[:2], entry("two", "gate", instructions=("c3",), registers=(40,))])
     assert not same
     prose(text)
     assert "registers [40] here, [32] there" in text
 
 
-def test_a_kernel_that_goes_to_another_variant_is_a_difference(prose):
+def test_a_kernel_that_moves_to_another_variant_is_a_difference(prose):
     text, same = compared([OLD[0], OLD[1], {**OLD[2], "variant": "one"}])
     assert not same
     prose(text)

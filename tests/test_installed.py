@@ -1,4 +1,4 @@
-"""Packages and tools beside onelaunch: one question for all who ask."""
+"""Tests of the functions that find optional packages and tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onelaunch.device.tools import find_ncu, package_installed
         ("no_such_package.part", False),
     ],
 )
-def test_a_package_is_here_or_not(name, here):
+def test_installed_and_missing_packages_are_told_apart(name, here):
     assert package_installed(name) is here
 
 
@@ -40,7 +40,7 @@ def program(folder: Path) -> str:
     return str(path)
 
 
-def test_the_profiler_is_looked_for_on_the_path_and_then_where_cuda_is(monkeypatch, tmp_path):
+def test_the_profiler_is_searched_on_the_path_then_in_cuda_folders(monkeypatch, tmp_path):
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
@@ -55,4 +55,4 @@ def test_the_profiler_is_looked_for_on_the_path_and_then_where_cuda_is(monkeypat
     assert find_ncu() == on_path
     Path(first).chmod(0o644)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert find_ncu() == second  # the first cannot be run
+    assert find_ncu() == second  # the first candidate is not executable

@@ -1,7 +1,7 @@
-"""Every kernel of every variant compiles: no spills, and the matrix instructions that were meant.
+"""Tests that every kernel of every variant compiles without spills and with the intended matrix instructions.
 
-By default each kernel in one configuration for two architectures; with ``--architectures=all``, as continuous integration does,
-in every configuration for all.
+By default each kernel is compiled in one configuration for two architectures. With ``--architectures=all``, as in continuous
+integration, every configuration is compiled for all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 ARCHITECTURES = {"one": ("sm_90a",), "two": ("sm_90a", "sm_80"), "all": CHECKED}
-"""What every kernel is compiled for, by the value of the option ``--architectures``."""
+"""Architectures that every kernel is compiled for, by the value of the option ``--architectures``."""
 
 KEPT_AS_A_LESSON = "the write-up's walk holds the state beside all else: kept as measured, not mended"
 SPILLS = {
@@ -42,21 +42,22 @@ SPILLS = {
         "2 accesses; its cause was not looked into",
     ),
 }
-"""Kernels that are known to spill, where, and why they do. One that no longer does fails here, so that it leaves this table."""
+"""Kernels known to spill, with architecture and reason. One that no longer spills fails its test, to be removed here."""
 
 
 SEEN = set()
-"""Architectures and kernels that a test of this process has compiled for an operation: others that share them leave them out."""
+"""Architectures and kernels that a test of this process has compiled. Other operations with the same kernels skip them."""
 
 
 def distinct_builds(operation, architecture, seen, *, every):
-    """Kernels of an operation, each in one configuration, by the name of the first variant that launches it.
+    """Return the kernels of an operation, each in one configuration, by the name of the first variant that launches it.
 
     Args:
-        operation: the operation whose variants launch them.
-        architecture: what is compiled for.
-        seen: architectures and kernels that are left out; those found are added.
-        every: take every configuration of a kernel, not one alone of those whose names differ behind a comma, as sizes do.
+        operation: Operation whose variants launch the kernels.
+        architecture: Architecture to compile for.
+        seen: Architectures and kernels to skip. Those found are added.
+        every: Whether to take every configuration of a kernel. Otherwise one is taken of those whose names differ only after a
+            comma, as sizes do.
     """
     found = {}
     for variant in operation.variants.values():
@@ -71,15 +72,16 @@ def distinct_builds(operation, architecture, seen, *, every):
 
 
 def kernel_of(build) -> tuple[object, str]:
-    """What all configurations of a kernel share."""
+    """Return the part of a build's identity that all configurations of a kernel share."""
     kernel = (build.source.name, build.source.entry) if isinstance(build, CudaBuild) else build.kernel.fn
     return kernel, build.name.split(",")[0]
 
 
 def pytest_generate_tests(metafunc):
-    """Make a test for each operation and architecture, or for each configuration, which then compile side by side.
+    """Make one test per operation and architecture, or one per configuration, so that these compile in parallel.
 
-    To find out which kernels there are takes seconds in each process that collects tests: it is done there for the latter alone.
+    Finding all kernels takes seconds in each process that collects tests. Therefore it is done at collection only in the second
+    case.
     """
     if "builds" not in metafunc.fixturenames:
         return
@@ -121,5 +123,5 @@ def test_no_architecture_is_forgotten():
 
 
 @pytest.mark.parametrize("architecture", CHECKED)
-def test_one_launch_keeps_the_matrix_instructions(architecture):
+def test_the_single_launch_kernel_keeps_the_matrix_instructions(architecture):
     assert any(build.matrix for build in find_operation("linear_rnn").get("fused_chunked").builds(architecture))

@@ -1,4 +1,4 @@
-"""Layout of the sources: files and functions of a size that can be read at once."""
+"""Tests of the layout of the sources: files and functions have limited size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 80
 
 
-def test_no_file_is_longer_than_can_be_read_at_once():
+def test_no_file_exceeds_the_limit_of_lines():
     assert FILES
     long = {str(path.relative_to(ROOT)): lines for path in FILES if (lines := lines_of(path)) > FILE_LINES}
     assert long == {}
@@ -26,8 +26,8 @@ def lines_of(path):
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def test_no_function_outside_kernels_is_longer_than_a_page():
-    """A kernel is one function, and of any length."""
+def test_no_function_outside_kernels_exceeds_the_limit_of_lines():
+    """A kernel is one function, and may have any length."""
     sources = [path for path in FILES if path.suffix == ".py" and "src" in path.parts and "kernels" not in path.parts]
     assert sources
     long = {
@@ -40,6 +40,6 @@ def test_no_function_outside_kernels_is_longer_than_a_page():
 
 
 def body_lines(node):
-    """Lines of a function, without its docstring: an argument's description is no code."""
+    """Return the number of a function's lines without its docstring, because descriptions of arguments are not code."""
     docstring = node.body[0] if ast.get_docstring(node) is not None else None
     return node.end_lineno - node.lineno + 1 - (docstring.end_lineno - docstring.lineno + 1 if docstring else 0)

@@ -1,4 +1,4 @@
-"""Tables of measured times: the user's before the package's, of this device alone, and what is no table is one warning."""
+"""Tests of tables of measured times: the user's override the package's, per device; an invalid table gives one warning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = Device("cpu", "Some CPU", "x86_64", 2, 1 << 20, 1 << 30)
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """The package's folder and the user's, both empty."""
+    """Return the package's folder and the user's, both empty."""
     package, user = tmp_path / "package", tmp_path / "user"
     package.mkdir(), user.mkdir()
     monkeypatch.setattr(measured, "TABLES", package)
@@ -37,7 +37,7 @@ def places(tmp_path, monkeypatch):
 
 
 def forget():
-    """As a process that has just started."""
+    """Discard cached tables, as in a process that has just started."""
     measured._rows.cache_clear()
     measured._warn.cache_clear()
     dispatch.choose.cache_clear()
@@ -56,7 +56,7 @@ def near(n=8, device=GPU, variants=("loop", "vector")):
     return measured.nearest(device, "scale", "forward", torch.float32, {"N": n}, variants=variants)
 
 
-def test_rows_of_the_user_win_and_other_rows_of_the_package_stay(places):
+def test_rows_of_the_user_override_those_of_the_package(places):
     package, user = places
     (package / "some-gpu.json").write_text(table(row(8, {"loop": 1.0, "vector": 2.0}), row(64, {"loop": 3.0})))
     (user / "some-gpu.json").write_text(table(row(8, {"vector": 0.5}), row(512, {"loop": 7.0})))
@@ -67,7 +67,7 @@ def test_rows_of_the_user_win_and_other_rows_of_the_package_stay(places):
     assert near(512).microseconds == {"loop": 7.0}
 
 
-def test_a_table_that_is_written_later_is_seen_by_the_next_process(places):
+def test_a_new_table_is_read_by_the_next_process(places):
     assert near() is None
     (places[1] / "some-gpu.json").write_text(table(row()))
     assert near() is None
@@ -76,17 +76,17 @@ def test_a_table_that_is_written_later_is_seen_by_the_next_process(places):
 
 
 @pytest.mark.parametrize("folder", [0, 1], ids=["package", "user"])
-def test_a_table_of_one_cpu_is_never_believed_on_another(places, folder):
+def test_a_table_of_one_cpu_is_never_used_on_another(places, folder):
     path = places[folder] / "cpu-some-cpu.json"
     path.write_text(table(row(), device="Some CPU"))
     assert near(device=CPU).device == "Some CPU"
     assert near(device=replace(CPU, name="Another CPU")) is None
     with pytest.warns(TableNotice, match="Some CPU.*Some-CPU"):
-        assert near(device=replace(CPU, name="Some-CPU")) is None  # another model whose file has the same name
+        assert near(device=replace(CPU, name="Some-CPU")) is None  # another CPU model whose file has the same name
 
 
 @pytest.mark.parametrize("folder", [0, 1], ids=["package", "user"])
-def test_the_old_table_of_all_cpus_is_believed_on_the_one_that_it_names(places, folder, recwarn):
+def test_the_old_table_of_all_cpus_is_used_on_the_cpu_that_it_names(places, folder, recwarn):
     (places[folder] / "cpu.json").write_text(table(row(), device="Some CPU"))
     assert near(device=CPU) is not None
     assert near(device=replace(CPU, name="Another CPU")) is None
@@ -124,7 +124,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_a_table_that_is_none_is_one_warning_and_the_package_speaks(places, text, prose):
+def test_an_invalid_table_gives_one_warning_and_the_packages_is_used(places, text, prose):
     package, user = places
     (package / "some-gpu.json").write_text(table(row(8, {"vector": 2.0})))
     (user / "some-gpu.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -137,20 +137,20 @@ def test_a_table_that_is_none_is_one_warning_and_the_package_speaks(places, text
         assert near(9).microseconds == {"vector": 2.0}
 
 
-def test_a_folder_in_place_of_a_table_is_one_warning(places):
+def test_a_folder_in_place_of_a_table_gives_one_warning(places):
     (places[1] / "some-gpu.json").mkdir()
     with pytest.warns(TableNotice):
         assert near() is None
 
 
-def test_a_file_in_place_of_the_folder_is_no_table(places, monkeypatch, recwarn):
+def test_a_file_in_place_of_the_folder_is_ignored(places, monkeypatch, recwarn):
     (places[1] / "file").write_text("")
     monkeypatch.setenv("ONELAUNCH_TABLES", str(places[1] / "file"))
     assert near() is None
     assert not recwarn.list
 
 
-def test_rows_of_unknown_sizes_and_variants_are_left_out_and_the_package_speaks(places):
+def test_rows_of_unknown_sizes_and_variants_are_ignored(places):
     package, user = places
     (package / "some-gpu.json").write_text(table(row(8, {"vector": 2.0}), row(64, {"vector": 3.0})))
     (user / "some-gpu.json").write_text(
@@ -162,14 +162,14 @@ def test_rows_of_unknown_sizes_and_variants_are_left_out_and_the_package_speaks(
     assert len([one for one in said if "gone" in str(one.message)]) == 1
 
 
-def test_calls_go_on_with_a_corrupt_table(places, scale):
+def test_calls_work_with_a_corrupt_table(places, scale):
     here = hardware.describe("cpu")
     (places[1] / f"{here.table}.json").write_text("")
     with pytest.warns(TableNotice):
         assert scale(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_an_explanation_says_which_direction_was_measured_and_where(places, scale, prose):
+def test_an_explanation_names_the_measured_direction_and_the_table(places, scale, prose):
     here = hardware.describe("cpu")
     path = places[1] / f"{here.table}.json"
     path.write_text(table(row(), device=here.name))
@@ -187,7 +187,7 @@ def test_an_explanation_says_which_direction_was_measured_and_where(places, scal
     assert "forward_backward was measured" in dispatch.explain(query).because
 
 
-def test_tables_of_the_package_are_tables():
+def test_tables_of_the_package_are_valid():
     for path in measured.TABLES.glob("*.json"):
         device, source, rows = measured.read(path)
         assert device
@@ -206,8 +206,8 @@ def test_the_default_folder_is_the_users_data_folder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a large file"])
-def test_a_table_that_is_no_regular_file_is_left_out_with_a_notice(places, kind, prose):
-    """A pipe was waited for without end, and a link to /dev/zero filled the memory."""
+def test_a_table_that_is_a_special_file_is_skipped_with_a_notice(places, kind, prose):
+    """Reading a pipe once blocked forever, and a link to /dev/zero filled the memory."""
     path = places[1] / "some-gpu.json"
     if kind == "a pipe":
         os.mkfifo(path)

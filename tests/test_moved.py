@@ -1,4 +1,4 @@
-"""Modules that were moved are still found under their old names, with a warning that tells the new one."""
+"""Tests that moved modules are still found under their old names, with a warning that names the new one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_old_name_gives_the_attributes_of_the_new_module(old, monkeypatch):
     assert all(getattr(module, name) is getattr(new, name) for name in names)
 
 
-def test_a_name_that_the_new_module_lacks_is_an_attribute_error(monkeypatch):
+def test_a_name_missing_from_the_new_module_raises_attribute_error(monkeypatch):
     monkeypatch.delitem(sys.modules, "onelaunch.builds", raising=False)
     with pytest.warns(DeprecationWarning, match="build"):
         module = importlib.import_module("onelaunch.builds")
@@ -50,13 +50,13 @@ def test_other_names_are_not_found():
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_name_is_found_in_whichever_module_it_went_to(old, name, new):
+def test_a_name_of_a_split_module_is_found_in_its_new_module(old, name, new):
     assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(new), name)
 
 
 @pytest.mark.parametrize("old", sorted(PARTS))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_module_that_became_several_says_what_it_lacks(old):
+def test_a_split_module_reports_missing_names(old):
     module = importlib.import_module(old)
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         module.nothing_of_this_name  # noqa: B018
@@ -68,16 +68,16 @@ KEPT = {
     "onelaunch.operation": "Bundle Case Control Cost Loop Query Reading Variant fixed parse_dtype",
     "onelaunch.workbench.inspection": "ARCHITECTURES CHECKED Architecture find_architecture inspect_operation",
 }
-"""Names that the reference documented, by module."""
+"""Names that the reference documentation listed, by module."""
 
 
 @pytest.mark.parametrize("module", sorted(KEPT))
-def test_a_documented_module_keeps_the_names_that_it_had(module):
+def test_documented_modules_keep_their_names(module):
     present = importlib.import_module(module)
     assert [name for name in KEPT[module].split() if not hasattr(present, name)] == []
 
 
-def test_pickles_of_the_version_before_name_functions_that_are_there():
+def test_functions_named_by_pickles_of_the_last_version_exist():
     stored = {
         "linear_rnn": b"conelaunch.operation\n_operation_by_name\n(Vonelaunch.ops.linear_rnn.contract\nVlinear_rnn\ntR.",
         "eager": b"conelaunch.operation\n_variant_by_name\n(Vonelaunch.ops.linear_rnn.contract\nVlinear_rnn\nVeager\ntR.",

@@ -1,4 +1,4 @@
-"""CUDA C++: compiled without a GPU, kept on disk; what cannot be compiled or addressed says why."""
+"""Tests of CUDA C++ without a GPU: compilation, the cache on disk, errors, tensor maps, and packed arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCALE_KINDS: tuple[cuda.Kind, ...] = ("pointer", "pointer", "i64", "i32", "f32",
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache folder, and nothing remembered by this process."""
+    """Give the test an empty cache folder, and clear what this process has cached."""
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     compile_source.cache_clear()
     yield tmp_path
@@ -42,7 +42,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """The architectures that the compiler was called for."""
+    """Return the list of architectures that the compiler is called for."""
     asked = []
 
     def compile_and_count(source, architecture):
@@ -80,7 +80,7 @@ def test_the_second_process_reads_what_the_first_compiled(cache, compilations):
 
 
 @compiled
-def test_whatever_decides_the_code_decides_its_place(cache, compilations, monkeypatch):
+def test_the_cache_key_covers_everything_that_determines_the_code(cache, compilations, monkeypatch):
     as_another_process()
     as_another_process("sm_100a")
     others = [
@@ -98,7 +98,7 @@ def test_whatever_decides_the_code_decides_its_place(cache, compilations, monkey
 
 @compiled
 @pytest.mark.parametrize("harm", [lambda data: b"", lambda data: data[:-40], lambda data: b"\x7fELF" + b"\0" * len(data)])
-def test_a_file_that_is_not_whole_is_compiled_again(harm, cache, compilations):
+def test_an_incomplete_cache_file_is_compiled_again(harm, cache, compilations):
     whole = as_another_process()
     (path,) = (cache / "cubins").iterdir()
     kept = path.read_bytes()
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_whole_is_compiled_again(harm, cache, compilations):
 
 
 @compiled
-def test_a_folder_that_cannot_be_written_is_done_without(cache, compilations, monkeypatch):
+def test_compilation_works_without_a_writable_cache(cache, compilations, monkeypatch):
     (cache / "file").write_text("where the folder would be")
     monkeypatch.setenv("ONELAUNCH_CACHE", str(cache / "file"))
     with pytest.warns(CacheNotice, match="ONELAUNCH_CACHE") as said:
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_is_done_without(cache, compilations, mo
 
 
 @compiled
-def test_a_source_that_does_not_compile_shows_file_line_and_log(cache, prose):
+def test_compile_errors_show_file_line_and_log(cache, prose):
     broken = replace(SCALE, name="broken.cu", text='extern "C" __global__ void scale() {\n  int x = unknown;\n}')
     with prose.raises(CompileError, match="broken.cu", mask={r"(?s)\n.*": "\n<log>"}) as raised:
         compile_source(broken, "sm_90a")
@@ -134,15 +134,15 @@ def test_an_architecture_that_nvrtc_does_not_know_is_named(prose):
         compile_now(SCALE, "sm_1a")
 
 
-def test_the_compiler_is_found_where_its_bindings_are():
-    """Else all tests of CUDA C++ would be skipped, here and among the kernels, and nobody would notice."""
+def test_the_compiler_is_found_if_its_bindings_are_installed():
+    """Without the compiler, all tests of CUDA C++ would be skipped without notice, here and among the kernels."""
     pytest.importorskip("cuda.bindings", reason="the extra cuda is not installed")
     assert cuda.missing() is None
 
 
 @pytest.fixture
 def forgotten():
-    """What was found out about the packages is found out again, during the test and after it."""
+    """Clear what was found out about installed packages, before the test and after it."""
     for answer in (cuda.version, cuda.missing):
         answer.cache_clear()
     yield
@@ -194,12 +194,12 @@ MAP = {"dtype": torch.bfloat16, "address": 4096, "sizes": (256, 100), "strides":
         ({"box": (4, 100), "swizzle": 0}, "box"),
     ],
 )
-def test_what_the_copy_engine_cannot_address_says_why(wrong, message, prose):
+def test_tensors_that_tma_cannot_address_are_refused_with_the_reason(wrong, message, prose):
     with prose.raises(ValueError, match=message):
         tensor_map(**MAP | wrong)
 
 
-def test_arguments_lie_where_the_kernel_expects_them():
+def test_packed_arguments_have_the_kernels_offsets():
     layout, offsets = module._layout(("i32", "pointer", "f32", "map", "i32", "i64"))
     assert offsets == [0, 8, 16, 128, 256, 264]
     assert layout.size == 272

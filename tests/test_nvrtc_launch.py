@@ -1,4 +1,4 @@
-"""CUDA C++ on a GPU: loaded, launched, captured, by threads and in clusters, through the copy engine; and a thread's context."""
+"""Tests of CUDA C++ on a GPU: loading, launches, capture, threads, clusters, TMA, and the context of a thread."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BOX = Source(
 )
 
 BOX_OF_FOUR = replace(BOX, text=BOX.text.replace("tensor.2d", "tensor.4d").replace("{%2, %3}", "{%2, %3, %2, %2}"))
-"""Of a tensor of four dimensions, the last two coordinates as the first."""
+"""Kernel that reads a box of a four-dimensional tensor by TMA, with the last two coordinates equal to the first."""
 
 CLUSTER = Source(
     "cluster.cu",
@@ -88,7 +88,7 @@ def test_the_kernels_of_the_tests_on_a_gpu_compile(source):
 
 @pytest.fixture
 def launched(device):
-    """``scale`` with its arguments: x, y, a tensor of one shift, and the function."""
+    """Return ``scale`` with its arguments: x, y, a one-element tensor with the shift, and the function."""
     x = torch.randn(1000, device=device)
     return x, torch.full_like(x, torch.nan), torch.ones(1, device=device), load(SCALE, device, SCALE_KINDS, threads=128)
 
@@ -99,7 +99,7 @@ def scaled(x, *, offset=0, factor=1.0, shift=0.0):
 
 @compiled
 @pytest.mark.gpu
-def test_pointers_and_numbers_arrive(launched):
+def test_pointers_and_numbers_are_passed_to_the_kernel(launched):
     x, y, shift, scale = launched
     scale((8, 1, 1), x, y, x.numel(), -5, 0.5, shift)
     torch.testing.assert_close(y, scaled(x, offset=-5, factor=0.5, shift=1.0))
@@ -177,7 +177,7 @@ def test_wrong_arguments_name_those_that_the_kernel_takes(launched):
 
 @compiled
 @pytest.mark.gpu
-def test_more_shared_memory_than_there_is_is_refused(device):
+def test_too_much_shared_memory_is_refused(device):
     with pytest.raises(DriverError, match="scale, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 1048576"):
         load(SCALE, device, SCALE_KINDS, threads=128, shared_bytes=1 << 20)
 
@@ -190,7 +190,7 @@ def hopper(device):
 
 
 class Driver:
-    """The driver's calls of contexts, for one thread."""
+    """Double of the driver's context calls, for one thread."""
 
     def __init__(self, current, refuses=None):
         self.current, self.refuses, self.called = current, refuses, []
@@ -201,7 +201,7 @@ class Driver:
             if call == "cuCtxGetCurrent":
                 given[0]._obj.value = self.current
             if call == "cuDevicePrimaryCtxRetain":
-                assert given[1].value == 7  # the device, not PyTorch's number of it
+                assert given[1].value == 7  # the driver's device handle, not PyTorch's index
                 given[0]._obj.value = 64
             if call == "cuDeviceGet":
                 assert given[1] == 3
@@ -227,7 +227,7 @@ def test_a_thread_without_a_context_is_given_one(monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"])
-def test_a_driver_that_gives_no_context_is_told_of(call, monkeypatch, prose):
+def test_a_driver_error_without_a_context_is_reported(call, monkeypatch, prose):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(driver_module, "library", lambda: Driver(current=None, refuses=call))
     driver_module.primary_context.cache_clear()
@@ -237,7 +237,7 @@ def test_a_driver_that_gives_no_context_is_told_of(call, monkeypatch, prose):
 
 @pytest.mark.gpu
 def test_a_new_thread_makes_tensor_maps(hopper):
-    """As a backward pass does whose memory and kernels are there already: nothing before gave the thread a context."""
+    """A backward pass may run in such a thread, when memory and kernels exist already: nothing gave it a context before."""
     x = torch.zeros(16, 32, device=hopper)
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(tensor_map, x.dtype, x.data_ptr(), (32, 16), (128,), (8, 4), swizzle=32)
@@ -246,8 +246,8 @@ def test_a_new_thread_makes_tensor_maps(hopper):
 
 @compiled
 @pytest.mark.gpu
-def test_the_copy_engine_reads_a_box_and_zeros_outside(hopper):
-    x = torch.randn(10, 24, device=hopper)[:, :20]  # rows of 96 bytes, of which 80 are the tensor's
+def test_tma_reads_a_box_and_fills_zeros_outside(hopper):
+    x = torch.randn(10, 24, device=hopper)[:, :20]  # rows have a pitch of 96 bytes, of which 80 belong to the tensor
     described = tensor_map(x.dtype, x.data_ptr(), (20, 10), (x.stride(0) * 4,), (8, 4), swizzle=32)
     assert len(described) == 128
     plain = tensor_map(x.dtype, x.data_ptr(), (20, 10), (x.stride(0) * 4,), (8, 4), swizzle=0)
@@ -260,12 +260,14 @@ def test_the_copy_engine_reads_a_box_and_zeros_outside(hopper):
     assert not y[:2, 4:].any()
     assert not y[2:].any()
     box((1, 1, 1), described, y, 0, 0)
-    assert torch.equal(y.sort().values, x[:4, :8].sort().values)  # swizzled: the same elements of each row, in another order
+    assert torch.equal(
+        y.sort().values, x[:4, :8].sort().values
+    )  # swizzled: the elements of each row are the same, in another order
 
 
 @compiled
 @pytest.mark.gpu
-def test_two_tensors_are_one_by_the_distance_of_their_addresses(hopper):
+def test_two_tensors_are_described_as_one_by_the_distance_of_their_addresses(hopper):
     both = torch.randn(2, 100, 4, 8, device=hopper)
     first, second = both[0, 0], both[1, 50]
     apart = second.data_ptr() - first.data_ptr()
@@ -279,7 +281,7 @@ def test_two_tensors_are_one_by_the_distance_of_their_addresses(hopper):
 @compiled
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2, 8, 16])
-def test_blocks_come_in_clusters(cluster, hopper):
+def test_launches_with_clusters(cluster, hopper):
     y = torch.zeros(32, dtype=torch.int32, device=hopper)
     load(CLUSTER, hopper, ("pointer",), threads=32, cluster=cluster)((32, 1, 1), y)
     assert (y == cluster).all()
@@ -288,7 +290,7 @@ def test_blocks_come_in_clusters(cluster, hopper):
 @compiled
 @pytest.mark.gpu
 def test_launches_overlap_and_wait_for_each_other(hopper):
-    """Each block needs what another one wrote in the launch before, after a while."""
+    """Each thread block reads, after a delay, what another block wrote in the previous launch."""
     y = torch.arange(1024, dtype=torch.int32, device=hopper)
     shift = load(SHIFT, hopper, ("pointer", "pointer", "i32"), threads=32, overlap=True)
     other = torch.empty_like(y)

@@ -1,4 +1,4 @@
-"""The registry: what an operation and its variants know, and how a wrong question is answered."""
+"""Tests of the registry: the facts of an operation and its variants, and errors for wrong queries."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_two_variants_cannot_share_a_name(scale, prose):
         scale.variant("loop")(lambda call: call)
 
 
-def test_a_variant_knows_its_tags_and_the_first_line_of_its_docstring(scale):
+def test_a_variant_has_tags_and_a_summary_from_its_docstring(scale):
     loop = scale.get("loop")
     assert loop.tags == {"launches": None, "gemm": "none"}
     assert loop.launches is None
     assert scale.get("vector").launches == 1
-    assert loop.summary == "One element after the other."
+    assert loop.summary == "Multiply one element after the other."
     assert repr(loop) == "<variant scale.loop>"
 
 
@@ -109,7 +109,7 @@ def test_a_variant_lists_its_kernels_for_an_architecture(scale):
     assert [build.name for build in vector.builds("sm_90a")] == ["scale_sm_90a"]
 
 
-def test_the_function_of_listed_kernels_decides_itself_for_which_architectures(scale):
+def test_a_variants_builds_function_chooses_its_architectures(scale):
     @scale.variant("listed", architectures=("hopper",))
     def listed(call):
         return (call.x,)
@@ -121,7 +121,7 @@ def test_the_function_of_listed_kernels_decides_itself_for_which_architectures(s
     assert [build.name for build in listed.builds("sm_90a")] == ["scale_sm_90a"]
 
 
-def test_results_are_named_once_or_by_each_call(scale):
+def test_names_of_results_are_fixed_or_depend_on_the_call(scale):
     assert names_of(scale.outputs, {"x": None}) == ("y",)
 
     def names(arguments):
@@ -181,7 +181,7 @@ def test_the_same_seed_makes_the_same_inputs(scale):
     assert not torch.equal(first.arguments["x"], other.arguments["x"])
 
 
-def test_oracle_and_cost_are_asked_through_the_operation(scale):
+def test_oracle_and_cost_are_computed_through_the_operation(scale):
     (y,) = scale.reference(x=torch.ones(3, dtype=torch.float64), factor=3.0)
     assert y.tolist() == [3.0, 3.0, 3.0]
     assert scale.cost(scale.case("float16", N=10)) == Cost(10, 40, 1)
@@ -195,7 +195,7 @@ def test_costs_add_up_and_an_unknown_number_of_launches_stays_unknown():
     assert (Cost(1, 2) + Cost(10, 20, written=5)).written is None
 
 
-def test_a_cost_of_nothing_is_a_cost():
+def test_a_cost_of_zero_is_valid():
     assert Cost(0, 0, 0, written=0) + Cost(0, 0, 0, written=0) == Cost(0, 0, 0, written=0)
 
 
@@ -213,7 +213,7 @@ def test_a_cost_of_nothing_is_a_cost():
         ("written", {"written": 9}),
     ],
 )
-def test_a_cost_that_no_work_can_have_names_its_field(field, wrong, prose):
+def test_an_impossible_cost_is_refused_by_field(field, wrong, prose):
     with prose.raises(ArgumentError, match=field) as caught:
         Cost(**{"flops": 1, "bytes": 8, "launches": 1, **wrong})
     assert caught.value.field == field
@@ -226,10 +226,10 @@ def test_an_operation_without_a_part_says_which_is_missing(scale, prose):
         scale.reference(x=torch.ones(1))
 
 
-def test_a_control_is_registered_beside_the_variants(scale):
+def test_a_control_is_registered_separately_from_the_variants(scale):
     @scale.control("copy", oracle=lambda x, factor: x, cost=lambda case: Cost(0, 8, 1))
     def copy(call):
-        """A plain copy."""
+        """Copy the input."""
         return call.x.clone()
 
     assert scale.controls["copy"].summary == "A plain copy."
@@ -237,7 +237,7 @@ def test_a_control_is_registered_beside_the_variants(scale):
     assert math.isclose(scale.controls["copy"].cost(scale.case("float16", N=1)).bytes, 8)
 
 
-def test_modules_of_the_package_are_there_when_asked_for():
+def test_modules_of_the_package_are_imported_on_access():
     code = """
 import onelaunch, sys
 print("onelaunch.ops" in sys.modules, onelaunch.errors.ShapeError.__name__, onelaunch.ops.gla.name, "ops" in dir(onelaunch))
@@ -248,7 +248,7 @@ print(hasattr(onelaunch, "nothing"), hasattr(onelaunch, "_private"))
 
 
 @pytest.mark.parametrize("name", ["../evil", "<script>", "", "1st", "x" * 65, "a b", "a\nb", None, "auto"])
-def test_a_variant_needs_a_name_that_files_and_reports_can_carry(scale, name, prose):
+def test_a_variants_name_must_be_safe_for_files_and_reports(scale, name, prose):
     with prose.raises(ArgumentError):
         scale.variant(name)(lambda call: (call.x,))
     with prose.raises(ArgumentError):
@@ -256,9 +256,9 @@ def test_a_variant_needs_a_name_that_files_and_reports_can_carry(scale, name, pr
 
 
 @pytest.mark.parametrize("wrong", [{"dimensions": ("B", "B")}, {"dimensions": "BT"}, {"outputs": "y"}, {"bind": None}], ids=str)
-def test_an_operation_of_wrong_parts_is_refused_where_it_is_made(scale, wrong, prose):
+def test_an_operation_with_wrong_parts_is_refused_at_its_definition(scale, wrong, prose):
     def broken():
-        """An operation."""
+        """Stand for an operation."""
 
     facts = {"dimensions": ("N",), "outputs": ("y",), "bind": print, "options": {}, "defaults": {}}
     with prose.raises(ArgumentError, match=next(iter(wrong))):
@@ -266,7 +266,7 @@ def test_an_operation_of_wrong_parts_is_refused_where_it_is_made(scale, wrong, p
 
 
 def test_an_operation_is_copied_and_pickled_by_name():
-    """A model that holds an operation is deep-copied by optimizers' wrappers and pickled by ``torch.save`` and ``spawn``."""
+    """A model that holds an operation is deep-copied by wrappers of optimizers, and pickled by ``torch.save`` and ``spawn``."""
     gla = find_operation("gla")
     module = torch.nn.Linear(2, 2)
     module.op, module.way = gla, gla.get("chunked")
@@ -294,21 +294,21 @@ def test_a_predicate_that_fails_means_that_the_variant_cannot_run(scale, error):
     query = Query("scale", "cpu", torch.float32, (8,))
     assert "\x1b" not in scale.get("vector").why_not(query)
     assert f"raised {type(error).__name__}" in scale.get("vector").why_not(query)
-    assert scale(torch.ones(2)).tolist() == [2.0, 2.0]  # the next variant speaks
+    assert scale(torch.ones(2)).tolist() == [2.0, 2.0]  # the next variant gives the reason
 
 
 @pytest.mark.parametrize("answer", [True, "", 0])
-def test_an_answer_that_is_no_reason_is_not_taken_for_one(scale, answer):
+def test_a_predicates_answer_of_a_wrong_type_is_refused(scale, answer):
     scale.get("vector").supports(lambda query: answer)
     assert f"returned {answer!r}" in scale.get("vector").why_not(Query("scale", "cpu", torch.float32, (8,)))
 
 
-def test_an_answer_is_remembered_and_an_error_is_not():
+def test_a_cache_keeps_results_and_not_errors():
     asked = []
 
     @remembered
     def half(number: int) -> int:
-        """Of an even number."""
+        """Return half of an even number."""
         asked.append(number)
         if number % 2:
             raise ValueError(f"{number} is odd")
@@ -319,11 +319,11 @@ def test_an_answer_is_remembered_and_an_error_is_not():
         with pytest.raises(ValueError, match="5 is odd"):
             half(5)
     assert asked == [4, 6, 5, 5]
-    assert half.__doc__ == "Of an even number."
+    assert half.__doc__ == "Return half of an even number."
 
 
-def test_a_compiler_traces_what_others_remember(recwarn):
-    """Dynamo would warn about a cache that it looks through, and symbolic sizes have no hash."""
+def test_torch_compile_traces_cached_functions(recwarn):
+    """Dynamo warns about caches that it traces through, and symbolic sizes are not hashable."""
     torch.compiler.reset()
 
     @remembered

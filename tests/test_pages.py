@@ -1,4 +1,4 @@
-"""The built pages of the documentation: every key and exception is there, and nothing is cut in a reader's window."""
+"""Tests of the built documentation pages: every key and exception is documented, and nothing is cut off in a window."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOOKED_AT = [
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The documentation, built once for all processes of a test run."""
+    """Build the documentation once for all processes of a test run."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -53,12 +53,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain(markup: str) -> str:
-    """The text of a piece of HTML."""
+    """Return the text of a piece of HTML."""
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", markup)).split())
 
 
 def rows(page: str, heading: str) -> dict[str, list[str]]:
-    """The table that follows a heading, by the text of its first column."""
+    """Return the table below a heading, keyed by the text of its first column."""
     table = page[page.index(f'id="{heading}"') :].partition("<tbody>")[2].partition("</tbody>")[0]
     cells = ([plain(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row, re.DOTALL)] for row in table.split("</tr>"))
     return {first: rest for first, *rest in filter(None, cells)}
@@ -92,7 +92,7 @@ def test_every_measure_is_documented(built):
     assert list(shown) == list(measure_names())
 
 
-def test_defaults_that_a_stranger_needs_are_on_the_page(built):
+def test_important_defaults_are_on_the_page(built):
     page = (built / "workbench.html").read_text(encoding="utf-8")
     assert rows(page, "keys-of-a-shape-shapes")["scale"][2] == '"full"'
     assert rows(page, "keys-of-a-shape-shapes")["dtype"][2] == '"float16"'
@@ -101,13 +101,13 @@ def test_defaults_that_a_stranger_needs_are_on_the_page(built):
 
 
 def raised(page: str) -> Iterator[str]:
-    """Every name that stands in a list of exceptions."""
+    """Return every name in a list of exceptions."""
     for listed in re.findall(r"<dt[^>]*>Raises<.*?</dt>\s*<dd[^>]*>(.*?)</dd>", page, re.DOTALL):
         for entry in re.findall(r"<p>(.*?)</p>", listed, re.DOTALL):
             yield from plain(entry).partition(" – ")[0].split(", ")
 
 
-def test_whatever_is_raised_is_an_exception(built):
+def test_every_documented_exception_is_an_exception_class(built):
     named = {name for page in built.rglob("*.html") for name in raised(page.read_text(encoding="utf-8"))}
     assert {"ShapeError", "VariantUnsupported", "ArgumentError"} <= named
     for name in named:
@@ -117,7 +117,7 @@ def test_whatever_is_raised_is_an_exception(built):
 
 
 def test_every_parameter_has_a_text(built):
-    """``H.`` alone was read as the eighth entry of a list in letters."""
+    """The parameter ``H.`` was once read as the eighth entry of a list in letters."""
     for page in built.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert 'class="upperalpha' not in text, page.name
@@ -142,7 +142,7 @@ def test_the_glossary_has_its_name_and_keeps_its_address(built):
 
 @pytest.fixture(scope="module", params=[DESKTOP, PHONE], ids=["1280x900", "390x844"])
 def window(built, request) -> Iterator[tuple[Any, tuple[int, int]]]:
-    """One browser for all pages, in the size of a laptop's or a phone's window."""
+    """Start one browser for all pages, with the window size of a laptop or a phone."""
     with open_page(built / "index.html", request.param) as driver:
         yield driver, request.param
 
@@ -165,7 +165,7 @@ return {
 
 @pytest.mark.browser
 @pytest.mark.parametrize("page", LOOKED_AT)
-def test_nothing_is_cut_at_the_margin(built, window, page):
+def test_nothing_is_cut_off_at_the_margin(built, window, page):
     driver, size = window
     driver.get((built / f"{page}.html").as_uri())
     found = driver.execute_script(TOO_WIDE)

@@ -1,4 +1,4 @@
-"""Measured peaks: taken several times, kept per software, believed only until a fresh measurement is higher."""
+"""Tests of measured peaks: sampled several times, cached per software version, and replaced by higher measurements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache folder."""
+    """Give the test an empty cache folder."""
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -104,7 +104,7 @@ def entry(**changes):
         entry(more=1),
     ],
 )
-def test_a_cache_that_cannot_be_believed_is_measured_again_with_one_notice(stored, measurements):
+def test_an_invalid_cache_is_measured_again_with_one_notice(stored, measurements):
     path = peaks.cache_path("cpu")
     path.parent.mkdir(parents=True)
     path.write_text(stored)
@@ -130,7 +130,7 @@ def test_peaks_of_other_software_or_other_dtypes_are_measured_again_without_a_no
 
 
 def test_a_pipe_in_place_of_the_cache_is_measured_again_and_replaced(measurements):
-    """It was waited for without end."""
+    """Reading the pipe once blocked forever."""
     path = peaks.cache_path("cpu")
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
@@ -141,7 +141,7 @@ def test_a_pipe_in_place_of_the_cache_is_measured_again_and_replaced(measurement
     assert path.is_file()
 
 
-def test_peaks_without_a_read_rate_are_believed(measurements):
+def test_cached_peaks_without_a_read_bandwidth_are_used(measurements):
     path = peaks.cache_path("cpu")
     path.parent.mkdir(parents=True)
     path.write_text(entry(read_bytes_per_second=None, spread=None))
@@ -149,19 +149,19 @@ def test_peaks_without_a_read_rate_are_believed(measurements):
     assert not measurements
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(measurements, cache):
+def test_an_unwritable_cache_gives_a_warning(measurements, cache):
     cache.write_text("a file")
     with pytest.warns(CacheNotice, match="ONELAUNCH_CACHE"):
         assert peaks.ceilings("cpu") == FOUND
     assert peaks.ceilings("cpu") == FOUND
-    assert measurements == ["cpu"]  # once by this process, though nothing was kept
+    assert measurements == ["cpu"]  # measured once by this process, although nothing was stored
 
 
 # Samples
 
 
 class Clock:
-    """Seconds of calls under load: those of each call in turn, the last one for all that follow."""
+    """Scripted seconds of calls under load: one value per call in turn, the last one for all that follow."""
 
     def __init__(self, *seconds):
         self.seconds, self.asked = seconds, 0
@@ -184,18 +184,18 @@ def no_pause(monkeypatch):
 
 
 def test_a_first_measurement_under_load_does_not_become_the_peak():
-    """Seven rounds at a fifth of the rate or less, all different, as beside other work; then the machine is free."""
+    """Seven rounds have a fifth of the rate or less and all differ, as under other load. Then the machine is free."""
     probe = sampled(Clock(0.01, 0.01, 0.09, 0.07, 0.05, 0.08, 0.06, 0.1, 0.11, 0.01))
     assert probe.peak == pytest.approx(100)
     assert probe.spread == pytest.approx(0)
     assert len(probe.rates) > peaks.LEAST_ROUNDS
 
 
-def test_a_quiet_machine_takes_the_fewest_rounds():
+def test_a_quiet_machine_needs_the_fewest_rounds():
     assert len(sampled(Clock(0.01)).rates) == peaks.LEAST_ROUNDS
 
 
-def test_rounds_end_where_samples_never_agree():
+def test_rounds_end_if_samples_never_agree():
     probe = sampled(Clock(*(0.01 * 1.2**index for index in range(100))))
     assert len(probe.rates) == peaks.MOST_ROUNDS
     assert probe.spread > peaks.SPREAD
@@ -206,7 +206,7 @@ def test_short_calls_are_repeated_within_a_sample():
     assert sampled(Clock(1.0)).calls == 1
 
 
-def test_a_peak_is_the_fastest_methods():
+def test_the_peak_is_that_of_the_fastest_method():
     slow, fast, other = (Probe("read", "slow", 1.0, lambda: None, rates=[1, 1, 1]) for _ in range(3))
     fast.rates, other.quantity = [2, 2, 2], "copy"
     assert peaks.fastest([slow, fast, other]) == {"read": fast, "copy": other}
@@ -225,7 +225,7 @@ def test_a_method_with_one_fast_sample_is_not_the_fastest():
     assert steady.peak == 2.1
 
 
-def test_rounds_end_with_the_time_that_they_may_take():
+def test_rounds_end_at_the_time_limit():
     probe = Probe("copy", "toy", 1.0, lambda: None)
     peaks.sample([probe], Clock(*(0.01 * 1.2**index for index in range(100))), seconds=0)
     assert len(probe.rates) == peaks.AGREEING
@@ -254,7 +254,7 @@ def test_the_free_memory_of_a_cpu_is_no_more_than_it_has():
 
 
 @pytest.mark.parametrize(("limit", "wanted"), [("1000000", 1000000 - 700000 + 400000), ("600", 0), ("max", None), (None, None)])
-def test_the_free_memory_of_a_container_is_what_its_group_leaves(monkeypatch, tmp_path, limit, wanted):
+def test_free_memory_respects_the_limit_of_a_cgroup(monkeypatch, tmp_path, limit, wanted):
     monkeypatch.setattr(hardware, "CONTROL_GROUP", tmp_path)
     if limit is not None:
         (tmp_path / "memory.max").write_text(limit + "\n")
@@ -297,16 +297,16 @@ def test_a_measurement_of_the_cpu_gives_plausible_rates():
 # A busy device
 
 BUSY = replace(FOUND, read_bytes_per_second=3.23e10, spread={"copy": 0.02, "read": 5.74})
-"""Peaks as one command stored them on a machine that did much else: the fastest reads were nearly seven times apart."""
+"""Peaks that one command stored on a loaded machine: rates of the fastest reads differed nearly sevenfold."""
 
 
 def busy_survey(device):
-    """Samples of a device that was free for one round alone."""
+    """Return samples of a device that was free in only one round."""
     made = [Probe(quantity, "toy", 1.0, lambda: None, rates=[1.0] * 7) for quantity in ("copy", "float32", "launch")]
     return [*made, Probe("read", "toy", 1.0, lambda: None, rates=[1.0, 6.74, 1.0, 1.0])]
 
 
-def test_a_busy_device_is_one_warning(monkeypatch, prose):
+def test_a_busy_device_gives_one_warning(monkeypatch, prose):
     monkeypatch.setattr(peaks, "survey", busy_survey)
     peaks._say_busy.cache_clear()
     with prose.warns(BusyDeviceNotice) as said:
@@ -316,7 +316,7 @@ def test_a_busy_device_is_one_warning(monkeypatch, prose):
     assert peaks.unsteady(found[0]) == ["read"]
 
 
-def test_a_quiet_device_is_no_warning(monkeypatch, recwarn):
+def test_a_quiet_device_gives_no_warning(monkeypatch, recwarn):
     steady = Probe("read", "toy", 1.0, lambda: None, rates=[1.0, 1.1, 1.19])
     monkeypatch.setattr(peaks, "survey", lambda device: [*busy_survey(device)[:3], steady])
     peaks._say_busy.cache_clear()
@@ -332,7 +332,7 @@ def test_peaks_of_a_busy_device_are_measured_again_the_next_time(measurements):
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.2, 5.74])
-def test_the_spread_of_a_believed_peak_does_not_protect_it(monkeypatch, spread):
+def test_a_large_spread_of_a_cached_peak_does_not_protect_it(monkeypatch, spread):
     believed = replace(BUSY, spread={"copy": 0.02, "read": spread})
     monkeypatch.setattr(peaks, "measure", lambda device: FOUND)
     raised = peaks.remeasure("cpu", believed)
@@ -342,7 +342,7 @@ def test_the_spread_of_a_believed_peak_does_not_protect_it(monkeypatch, spread):
 
 
 @pytest.mark.parametrize(("rate", "taken"), [(1.2 * 1.04, False), (1.2 * 1.06, True)])
-def test_a_fresh_peak_with_a_large_spread_need_exceed_the_other_by_five_percent_alone(rate, taken):
+def test_a_new_peak_with_a_large_spread_must_be_five_percent_higher(rate, taken):
     fresh = replace(FOUND, read_bytes_per_second=rate * 1e11, spread={"copy": 0.02, "read": 0.5})
     assert peaks.higher(FOUND, fresh).read_bytes_per_second == (rate * 1e11 if taken else 1.2e11)
 
@@ -350,7 +350,7 @@ def test_a_fresh_peak_with_a_large_spread_need_exceed_the_other_by_five_percent_
 # Measured again
 
 
-def test_higher_peaks_replace_those_believed_and_are_kept(monkeypatch):
+def test_higher_peaks_replace_cached_ones_and_are_stored(monkeypatch):
     slow = replace(FOUND, copy_bytes_per_second=2e10, spread={"copy": 0.04, "read": 0.01})
     peaks.remember("cpu", slow)
     monkeypatch.setattr(peaks, "measure", lambda device: replace(FOUND, measured_at="now"))
@@ -366,18 +366,18 @@ def test_peaks_that_are_not_higher_by_more_than_the_spread_change_nothing(monkey
     assert peaks.stored("cpu") is None
 
 
-def test_a_higher_peak_does_not_bring_lower_ones_with_it():
+def test_a_higher_peak_does_not_replace_others_by_lower_ones():
     fresh = replace(FOUND, copy_bytes_per_second=2e11, read_bytes_per_second=1e10, launch_seconds=1e-5)
     raised = peaks.higher(FOUND, fresh)
     assert raised.copy_bytes_per_second == 2e11
     assert (raised.read_bytes_per_second, raised.launch_seconds) == (FOUND.read_bytes_per_second, FOUND.launch_seconds)
 
 
-def test_a_read_rate_is_added_where_none_was_known():
+def test_a_missing_read_bandwidth_is_added():
     assert peaks.higher(replace(FOUND, read_bytes_per_second=None, spread=None), FOUND).read_bytes_per_second == 1.2e11
 
 
-# Kernels that read
+# Kernels that measure the read bandwidth
 
 
 @compiled

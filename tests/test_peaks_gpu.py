@@ -1,4 +1,4 @@
-"""Measured peaks on a GPU: reads are no slower than copies, read kernels read every byte, repeats agree."""
+"""Tests of measured peaks on a GPU: reads are no slower than copies, read kernels read every byte, and repeats agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing
 
 @pytest.fixture(scope="module")
 def surveys():
-    """Three measurements of everything."""
+    """Measure everything three times."""
     return [peaks.survey(GPU) for _ in range(3)]
 
 
@@ -61,13 +61,13 @@ def test_the_kernels_read_every_word(mebibytes):
     for name, run in kernels.items():
         for _ in range(3):
             assert read_rate.checksum(run()) == expected, name
-    words[-1] += 1  # the last word counts too
+    words[-1] += 1  # the last word is included
     words[0] += 1
     for name, run in kernels.items():
         assert read_rate.checksum(run()) == (expected + 2) % 2**32, name
 
 
-def test_doctor_prints_and_keeps_what_was_measured(own_cache):
+def test_doctor_prints_and_stores_the_measured_peaks(own_cache):
     found = peaks.ceilings(GPU, refresh=True)
     assert peaks.stored(GPU) == found
     assert found.read_bytes_per_second is not None

@@ -1,4 +1,4 @@
-"""Plug-ins of other packages: each is loaded for itself, and none can take the library down."""
+"""Tests of plug-ins of other packages: each is loaded separately, and none can break the library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Entry:
 
 @pytest.fixture
 def announce(monkeypatch, scale):
-    """Let these entries be what installed packages announce."""
+    """Let the given entry points be those that installed packages announce."""
     real = importlib.metadata.entry_points
 
     def announced(*entries):
@@ -64,7 +64,7 @@ def raising(error):
 
 
 class Mute(Exception):
-    """An error whose message cannot be had."""
+    """Error whose message cannot be obtained."""
 
     def __str__(self):
         raise RuntimeError("no words")
@@ -75,7 +75,7 @@ class Mute(Exception):
     [RuntimeError("no such\nchip"), ImportError("acme"), SystemExit(3), ArgumentError("x"), BaseException("odd"), Mute()],
     ids=lambda error: type(error).__name__,
 )
-def test_a_broken_plugin_is_one_warning_and_the_others_are_loaded(announce, scale, error):
+def test_a_broken_plugin_gives_one_warning_and_the_others_are_loaded(announce, scale, error):
     good = Entry("good", lambda: scale.variant("acme", launches=1)(lambda call: (call.x * call.factor,)))
     announce(Entry("broken", raising(error)), good)
     with pytest.warns(PluginWarning) as caught:
@@ -90,14 +90,14 @@ def test_a_broken_plugin_is_one_warning_and_the_others_are_loaded(announce, scal
     assert [each.problem is None for each in operation.plugins()] == [False, True]
 
 
-def test_what_a_broken_plugin_had_registered_is_taken_back(announce, scale, prose):
+def test_registrations_of_a_broken_plugin_are_undone(announce, scale, prose):
     def act():
         scale.variant("half", launches=1)(lambda call: (call.x,))
         operation.operation(dimensions=(), outputs=(), bind=lambda: None, options={}, defaults={})(half_done)
         raise ValueError("then it failed")
 
     def half_done():
-        """An operation without an oracle."""
+        """Stand for an operation without an oracle."""
 
     announce(Entry("broken", act))
     with prose.warns(PluginWarning):
@@ -106,7 +106,7 @@ def test_what_a_broken_plugin_had_registered_is_taken_back(announce, scale, pros
     assert "half" not in scale.variants
 
 
-def test_what_a_broken_plugin_had_changed_of_an_operation_is_taken_back(announce, scale):
+def test_changes_of_an_operation_by_a_broken_plugin_are_undone(announce, scale):
     oracle = scale._oracle
 
     def act():
@@ -122,13 +122,13 @@ def test_what_a_broken_plugin_had_changed_of_an_operation_is_taken_back(announce
     assert scale(torch.ones(2), variant="vector").tolist() == [2.0, 2.0]
 
 
-def test_ctrl_c_passes_while_a_plugin_is_loaded(announce):
+def test_ctrl_c_is_raised_while_a_plugin_is_loaded(announce):
     announce(Entry("slow", raising(KeyboardInterrupt())))
     with pytest.raises(KeyboardInterrupt):
         find_operation("gla")
 
 
-def test_metadata_that_cannot_be_read_is_one_warning(announce, scale, monkeypatch):
+def test_unreadable_metadata_gives_one_warning(announce, scale, monkeypatch):
     announce()
     monkeypatch.setattr(importlib.metadata, "entry_points", raising(TypeError("missing 1 required positional argument")))
     with pytest.warns(PluginWarning, match="positional argument"):
@@ -143,7 +143,7 @@ def test_a_plugin_may_ask_for_operations_while_it_is_loaded(announce):
     assert seen == ["gla"]
 
 
-def test_threads_that_ask_at_once_load_a_plugin_once(announce):
+def test_concurrent_threads_load_a_plugin_once(announce):
     entry = Entry("slow", lambda: threading.Event().wait(0.05))
     announce(entry)
     threads = [threading.Thread(target=find_operation, args=("gla",)) for _ in range(4)]
@@ -154,7 +154,7 @@ def test_threads_that_ask_at_once_load_a_plugin_once(announce):
     assert entry.loads == 1
 
 
-def test_names_of_onelaunch_are_taken_before_a_plugin_is_loaded():
+def test_onelaunchs_own_names_are_registered_before_plugins():
     code = """
 import importlib.metadata, sys
 class Entry:
@@ -169,8 +169,8 @@ find_operation("gla")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
 
 
-def test_a_plugin_that_is_installed_and_broken_lets_every_command_work(tmp_path):
-    """A distribution on the path, as pip leaves one, whose module raises."""
+def test_every_command_works_with_an_installed_broken_plugin(tmp_path):
+    """The distribution lies on the path, as pip leaves one, and its module raises."""
     (tmp_path / "acme_variants.py").write_text("raise RuntimeError('wrong driver')\n", encoding="utf-8")
     facts = tmp_path / "acme_kernels-1.2.dist-info"
     facts.mkdir()
@@ -191,7 +191,7 @@ print(plugins()[0].distribution, "|", plugins()[0].problem)
     assert "Traceback" not in ran.stderr
 
 
-def test_no_plugin_is_no_warning(announce):
+def test_without_plugins_there_is_no_warning(announce):
     announce()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""The snapshot file of wording: what it holds, how a difference is told, and what an update writes."""
+"""Tests of the snapshot file of wording: its content, the report of a difference, and updates."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def prose_of(file, *, update=False):
 
 
 def test_every_entry_has_a_test(request):
-    """An entry whose test was renamed or removed would otherwise stay for ever."""
+    """Without this check, the entry of a renamed or removed test would stay forever."""
     snapshot = request.config.pluginmanager.get_plugin("prose")
     assert snapshot.entries
     assert snapshot.without_a_test() == set(), "--update-prose drops these"
 
 
-def test_the_file_reads_as_it_was_written():
+def test_the_file_is_read_as_written():
     entries = {f"{HERE}[a] # 10": "ten", f"{HERE}[a] # 9": "nine", f"{HERE}[a]": "x\n    y\n\nz", f"{HERE}[b]": "x\n    y\n\nz"}
     text = written(entries)
     assert text.startswith(f"{HERE}[a]\n{HERE}[b]\n    x\n        y\n\n    z\n"), "one text of two parameters stands once"
@@ -51,7 +51,7 @@ def test_a_text_is_compared_with_its_entry(file):
             prose(nothing)
 
 
-def test_entries_that_nobody_asked_for_fail_the_test_that_they_are_of(file):
+def test_entries_that_a_test_does_not_compare_make_it_fail(file):
     prose = prose_of(file)
     prose(["One line.", "", "  Another of <tmp>."])
     with pytest.raises(FAILED, match="# 2"):
@@ -60,7 +60,7 @@ def test_entries_that_nobody_asked_for_fail_the_test_that_they_are_of(file):
     prose.snapshot.finish(HERE)
 
 
-def test_an_update_writes_the_entries_of_tests_that_ran_and_drops_theirs_alone(file):
+def test_an_update_changes_only_entries_of_tests_that_ran(file):
     other, gone = f"{HERE}[other]", "tests/test_prose.py::test_that_was_removed"
     file.write_text(written(read(file) | {other: "Stays.", gone: "Goes."}), encoding="utf-8")
     prose = prose_of(file, update=True)
@@ -71,7 +71,7 @@ def test_an_update_writes_the_entries_of_tests_that_ran_and_drops_theirs_alone(f
     assert read(file) == {HERE: "Reworded.", other: "Stays.", f"{HERE} # shared": "Of all parameters."}
 
 
-def test_a_test_that_fails_in_an_update_keeps_what_it_did_not_reach(file):
+def test_a_test_that_fails_in_an_update_keeps_its_other_entries(file):
     prose = prose_of(file, update=True)
     prose("Reworded.")
     prose.snapshot.pytest_sessionfinish()

@@ -1,4 +1,4 @@
-"""Results of a variant are checked in number, type and shape, by an error that names the variant."""
+"""Tests of the check of variants' results: number, type and shape, with an error that names the variant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_call_names_the_variant_and_what_it_must_return(scale, name, prose):
+def test_the_error_names_the_variant_and_the_required_results(scale, name, prose):
     wrong(scale, name, WRONG[name])
     with prose.raises(VariantResultError) as caught:
         scale(torch.ones(4), variant=name)
@@ -42,14 +42,14 @@ def test_a_call_names_the_variant_and_what_it_must_return(scale, name, prose):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_gate_makes_a_verdict_of_it_in_both_directions(scale, name):
+def test_wrong_results_fail_the_gate_in_both_directions(scale, name):
     wrong(scale, name, WRONG[name])
     verdict = judge(scale, scale.case("float32", N=8), variant=name, directions=("forward", "forward_backward"))
     assert not verdict.ok
     assert name in verdict.explain()
 
 
-def test_a_wrong_shape_of_an_operation_that_declares_none_is_a_verdict_in_both_directions(scale):
+def test_a_wrong_undeclared_shape_fails_the_gate_in_both_directions(scale):
     scale.variant("short", launches=1)(lambda call: (call.x[:-1] * call.factor,))
     for directions in (("forward",), ("forward_backward",)):
         verdict = judge(scale, scale.case("float32", N=8), variant="short", directions=directions)
@@ -57,7 +57,7 @@ def test_a_wrong_shape_of_an_operation_that_declares_none_is_a_verdict_in_both_d
         assert "shape (7,)" in verdict.explain()
 
 
-def test_right_results_are_looked_at_once_for_each_query(scale, monkeypatch):
+def test_correct_results_are_checked_once_per_query(scale, monkeypatch):
     looked = []
     monkeypatch.setattr(choice, "check_results", lambda variant, call, results: looked.append(variant.name))
     for size in (3, 3, 4, 3):
@@ -65,8 +65,8 @@ def test_right_results_are_looked_at_once_for_each_query(scale, monkeypatch):
     assert looked == ["vector", "vector"]
 
 
-def test_one_step_of_gla_on_a_cpu_takes_the_fastest_way():
-    """``auto`` takes no longer than the fastest variant by name, apart from what a choice and a noisy machine add."""
+def test_auto_is_as_fast_as_the_best_variant_for_one_gla_step_on_a_cpu():
+    """The limit leaves room for the choice itself and for a noisy machine."""
     q, k, v = (torch.randn(1, 1, 1, 16) for _ in range(3))
     g, state = -torch.rand(1, 1, 1, 16), torch.randn(1, 1, 16, 16)
 
@@ -80,7 +80,7 @@ def test_one_step_of_gla_on_a_cpu_takes_the_fastest_way():
     with torch.no_grad():
         rounds = [
             {variant: seconds(variant) for variant in ("auto", *named)} for _ in range(40)
-        ]  # in turns: all see the same load
+        ]  # candidates alternate, so that all see the same load
     fastest = {variant: min(each[variant] for each in rounds) for variant in ("auto", *named)}
     assert fastest["auto"] <= 1.25 * min(fastest[variant] for variant in named)
     assert dispatch.choose(gla.query(gla.case("float32", B=1, T=1, H=1, K=16, V=16), "cpu")).name == "recurrent"
@@ -96,7 +96,7 @@ def test_one_step_of_gla_on_a_cpu_takes_the_fastest_way():
         ({"B": 1, "T": 4, "H": 1, "K": 16, "V": 16}, (1, 3), "chunked"),
     ],
 )
-def test_a_cpu_loops_over_few_steps_of_small_states_alone(sizes, lengths, first):
+def test_a_cpu_prefers_the_step_loop_only_for_few_steps_of_small_states(sizes, lengths, first):
     case = gla.case("float32", **sizes, **({"lengths": lengths} if lengths else {}))
     assert gla.preference(gla.query(case, "cpu"))[0] == first
     assert gla.preference(gla.query(case, "cpu", grad=True))[0] == "chunked"

@@ -1,4 +1,4 @@
-"""Machine code whose results are read too early is found and waits longer; all other code stays as it is."""
+"""Tests of the repair of machine code that reads a result too early. All other code stays unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onelaunch import cuda
 from onelaunch.cuda import Source, module, sass
 from onelaunch.cuda.sass import Hurried, hurried, mended
 
-# As the assembler of CUDA 13.0 wrote it for a decode kernel, whose rows of keys were wrong.
+# Code that CUDA 13.0's assembler emitted for a decode kernel. It made the kernel's rows of keys wrong.
 ZERO = bytes.fromhex("057808000000000000ff010000c40f04")  # CS2R R8, SRZ
 UNDER_A_PREDICATE = 0x000FC600078E0254_0000100057089825  # @!P1 IMAD.WIDE R8, R87, 0x1000, R84
 COMPARE = 0x000FC80003F25070_000000FF0800720C  # ISETP.NE.U32.AND P1, PT, R8, RZ, PT
@@ -40,7 +40,7 @@ def store(address: int, stored: int, bits: int) -> int:
 
 
 def cubin(*kernels: bytes, before: str = ".text.") -> bytes:
-    """An ELF file of 64 bits with a section for each, named like a kernel's."""
+    """Return a 64-bit ELF file with one section per kernel, named like a kernel's."""
     names = b"\0" + b"".join(f"{before}kernel{i}".encode() + b"\0" for i in range(len(kernels))) + b".shstrtab\0"
     starts = [names.index(b"kernel%d" % i) - len(before) for i in range(len(kernels))] + [names.index(b".shstrtab")]
     body, sections = b"", [struct.pack("<2I4Q2I2Q", *[0] * 10)]
@@ -69,7 +69,7 @@ def test_the_code_that_was_wrong_is_found_and_waits_a_cycle_more():
         (add(second=9), True),
         (add(third=8), True),
         (add(first=10, second=7, third=6), False),
-        (add(second=8) & ~(7 << 9) | 4 << 9, False),  # a number is there
+        (add(second=8) & ~(7 << 9) | 4 << 9, False),  # an immediate number in place of the register
         (store(address=8, stored=20, bits=32), True),
         (store(address=40, stored=7, bits=32), False),
         (store(address=40, stored=9, bits=32), True),
@@ -101,8 +101,8 @@ def test_cycles_of_all_that_comes_between_count(cycles):
 
 
 @pytest.mark.parametrize("nothing", [0x7918, 0x7802 | 5 << 16 | 1 << 32, 0x7919 | 9 << 16, 0x7947, 0x7B1D])
-def test_operands_that_are_not_there_are_no_register_0(nothing):
-    """NOP, MOV R5, 1, S2R R9, BRA, BAR."""
+def test_missing_operands_are_not_read_as_register_0(nothing):
+    """The instructions are NOP, MOV R5, 1, S2R R9, BRA and BAR."""
     assert not hurried(cubin(zero(0, 1) + waiting(nothing, 1) * 3))
 
 
@@ -124,7 +124,7 @@ def test_what_is_no_cubin_is_refused(prose):
             hurried(other)
 
 
-# What the hardware does.
+# Behaviour of the hardware
 
 CLOCK = Source(
     "clock.cu",
@@ -142,7 +142,7 @@ compiled = pytest.mark.skipif(cuda.missing() is not None, reason=f"{cuda.missing
 
 
 def with_cycles(code: bytes, cycles: int) -> bytes:
-    """The same, where each ``CS2R`` waits for so many."""
+    """Return the code with each ``CS2R`` waiting for ``cycles`` clock cycles."""
     found = bytearray(code)
     for begin, end in sass._kernels(code):
         for at in range(begin, end, 16):
@@ -162,9 +162,10 @@ def test_code_that_is_compiled_is_mended(monkeypatch):
 
 @pytest.mark.gpu
 @compiled
-def test_hopper_does_not_wait_by_itself(device):
-    """Given 1 to 3 cycles, a warp that is alone reads what was there before. It reads the clock after 4; others, in a busy
-    multiprocessor, have read too early after 5.
+def test_hopper_has_no_interlock_for_the_clock(device):
+    """With 1 to 3 stall cycles, a warp that is alone on its SM reads the register's old value; with 4 it reads the clock.
+
+    On a busy SM, warps have read too early even with 5 cycles.
     """
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("The cycles are known for Hopper.")
@@ -177,7 +178,7 @@ def test_hopper_does_not_wait_by_itself(device):
 
 
 def right(code: bytes, device: torch.device) -> bool:
-    """Whether each thread of a warp read its clock before it read it again, and not long before."""
+    """Return whether each thread of a warp read its own clock, after an earlier reading and not long before."""
     out = torch.zeros(32, 2, dtype=torch.int64, device=device)
     function = cuda.Function(
         code, CLOCK.entry, torch.cuda.current_device(), ("pointer",), module._Shape(32, 0, 1, cooperative=False, overlap=False)

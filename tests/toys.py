@@ -1,4 +1,4 @@
-"""A tiny operation that needs no kernels: scale a vector. Registered only while a test runs."""
+"""A tiny operation without kernels that scales a vector. It is registered only while a test runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScaleCall:
 
 
 def make_scale() -> Operation:
-    """A fresh ``scale`` operation with the variants ``loop``, ``vector``, ``no_backward`` and ``elsewhere``."""
+    """Return a new ``scale`` operation with the variants ``loop``, ``vector``, ``no_backward`` and ``elsewhere``."""
 
     @registry.operation(
         dimensions=("N",),
@@ -38,7 +38,7 @@ def make_scale() -> Operation:
 
     @scale.variant("loop", launches=None, gemm="none")
     def loop(call: ScaleCall) -> tuple[torch.Tensor]:
-        """One element after the other.
+        """Multiply one element after the other.
 
         Slow, obvious.
         """

@@ -1,4 +1,4 @@
-"""Answers that need no thought, held against the gate: a case at which one of them passes tells nothing."""
+"""Trivial outputs, judged by the gate: a case at which one of them passes proves nothing about a variant."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from onelaunch.workbench.verify.truth import Truth
 
 
 def trivial_answers(truth: Truth) -> dict[str, tuple[str, ...]]:
-    """Return the thoughtless answers that would pass the gate, per component: a test of the case, not of a variant.
+    """Return the trivial outputs that would pass the gate, per component: a test of the case, not of a variant.
 
-    Tried are zeros, the right values one place further on, and every input of the right shape. A component with an entry tells
-    nothing at this case.
+    Zeros, the correct values shifted by one, and every input of the right shape are tried. A case proves nothing about a
+    component with an entry.
     """
     passing: dict[str, tuple[str, ...]] = {}
     for name, expected in truth.expected.items():

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a way to call it, measured peaks that need no measuring, a folder of their own."""
+"""Fixtures shared by tests of the command line: a way to call it, made-up measured peaks, and a private folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ at_least = 1000
 
 @pytest.fixture(autouse=True)
 def known_ceilings(own_cache: Path) -> Ceilings:
-    """The CPU's peaks as if they had been measured before."""
+    """Store peaks of the CPU, as if they had been measured before."""
     rates = Ceilings(1e12, RATES, 1e-6, "2026-11-20T12:00:00+00:00", peaks.software("cpu"), 2e12, {"copy": 0.01, "read": 0.02})
     assert own_cache in peaks.cache_path("cpu").parents
     return peaks.remember("cpu", rates)
@@ -59,7 +59,7 @@ def known_ceilings(own_cache: Path) -> Ceilings:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands run in an empty folder with one study, and are done in a moment."""
+    """Run commands in an empty folder with one study, with settings that make them fast."""
     assert toy.toy_sum.variants
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(timing.WARM_UP_SECONDS, "cpu", 0.0)
@@ -73,7 +73,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Answer:
-    """What a command printed and how it ended. Line breaks are undone: where a terminal breaks a line says nothing."""
+    """Output and exit code of a command. Line breaks are removed, because they depend only on the terminal's width."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.raw, self.out, self.err = code, out, " ".join(out.split()), " ".join(err.split())
@@ -82,7 +82,7 @@ class Answer:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
-    """Run one command line."""
+    """Return a function that runs one command line."""
 
     def run_command(*arguments: object, width: int = 120) -> Answer:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -96,7 +96,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
 
 @pytest.fixture
 def stored(tmp_path):
-    """Two results on disk: one that proceeds, one that was interrupted."""
+    """Write two results to disk: one that proceeds, and one that was interrupted."""
     return (
         results.proceed_on_gpu().save(tmp_path / "gpu.json"),
         results.interrupted_on_cpu().save(tmp_path / "cpu.json"),

@@ -1,4 +1,4 @@
-"""A command starts sooner: the GPU's context is made beside PyTorch's import, during which no garbage is looked for."""
+"""Tests of the faster start of commands: the CUDA context is created during PyTorch's import, with garbage collection off."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from onelaunch.cli import ahead, main
 
 @pytest.fixture
 def driver(monkeypatch):
-    """A driver that notes its calls; ``answer`` is what cuInit says."""
+    """Replace the driver by one that records its calls. ``answer`` is the return value of cuInit."""
     calls = []
     fake = SimpleNamespace(answer=0, calls=calls)
     fake.cuInit = lambda flags: calls.append(("cuInit", flags)) or fake.answer
     fake.cuDevicePrimaryCtxRetain = lambda place, device: calls.append(("cuDevicePrimaryCtxRetain", device)) or 0
     monkeypatch.setattr(ahead, "library", lambda: fake)
     monkeypatch.setattr(ahead, "_for_cuda", lambda: True)
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # and put back
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # and restored after the test
     return fake
 
 
-def test_a_context_is_made_and_kept(driver):
+def test_a_context_is_created_and_kept(driver):
     ahead.make_context(["def main(", "-n", "4"]).join(10)
     assert driver.calls == [("cuInit", 0), ("cuDevicePrimaryCtxRetain", 0)]
 
 
 @pytest.mark.parametrize("arguments", [["--device", "cpu", "x"], ["x", "--device=cuda:1"], ["--help"], ["x", "-h"]])
-def test_not_where_a_device_is_named_or_nothing_will_run(arguments, driver):
+def test_no_context_if_a_device_is_named_or_nothing_runs(arguments, driver):
     assert ahead.make_context(arguments) is None
     assert driver.calls == []
 
 
 @pytest.mark.parametrize(("version", "expected"), [("cuda: Optional[str] = '13.0'", True), ("cuda: Optional[str] = None", False)])
-def test_not_where_pytorch_was_built_without_cuda(version, expected, tmp_path, monkeypatch):
+def test_no_context_if_pytorch_was_built_without_cuda(version, expected, tmp_path, monkeypatch):
     (tmp_path / "version.py").write_text(f"debug = False\n{version}\nhip: Optional[str] = '6'\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     assert ahead._for_cuda() is expected
@@ -47,7 +47,7 @@ def test_not_where_pytorch_was_built_without_cuda(version, expected, tmp_path, m
     assert ahead._for_cuda() is False
 
 
-def test_modules_are_loaded_when_they_are_used_unless_somebody_chose(driver, monkeypatch):
+def test_modules_are_loaded_lazily_unless_the_user_chose(driver, monkeypatch):
     ahead.make_context([]).join(10)
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     monkeypatch.delenv("CUDA_MODULE_LOADING")
@@ -55,7 +55,7 @@ def test_modules_are_loaded_when_they_are_used_unless_somebody_chose(driver, mon
     assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
 
 
-def test_where_no_gpu_answers_nothing_happens(driver, monkeypatch):
+def test_without_a_gpu_nothing_happens(driver, monkeypatch):
     driver.answer = 100  # CUDA_ERROR_NO_DEVICE
     ahead.make_context([]).join(10)
     assert driver.calls == [("cuInit", 0)]
@@ -64,7 +64,7 @@ def test_where_no_gpu_answers_nothing_happens(driver, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "begun"), [("generate", [["x"]]), ("explain", [])])
-def test_only_a_text_begins_it(command, begun, monkeypatch):
+def test_only_generate_creates_a_context_early(command, begun, monkeypatch):
     asked = []
     monkeypatch.setattr(ahead, "make_context", asked.append)
     monkeypatch.setattr("onelaunch.cli.application.application", lambda: None)
@@ -73,7 +73,7 @@ def test_only_a_text_begins_it(command, begun, monkeypatch):
     assert asked == begun
 
 
-def test_garbage_is_not_looked_for_while_pytorch_is_imported(monkeypatch):
+def test_garbage_collection_is_off_while_pytorch_is_imported(monkeypatch):
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     monkeypatch.delitem(sys.modules, "torch")
@@ -84,7 +84,7 @@ def test_garbage_is_not_looked_for_while_pytorch_is_imported(monkeypatch):
     assert frozen == [False]
 
 
-def test_ctrl_c_ends_the_process_while_pytorch_is_imported(monkeypatch):
+def test_ctrl_c_during_pytorchs_import_ends_the_process(monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: None)
     monkeypatch.delitem(sys.modules, "torch")
     before = signal.getsignal(signal.SIGINT)
@@ -99,8 +99,8 @@ def test_ctrl_c_ends_the_process_while_pytorch_is_imported(monkeypatch):
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_the_collector_is_left_as_it_was_found(collects, monkeypatch):
-    """Where PyTorch is there already, as in a notebook, and where somebody has turned it off."""
+def test_the_garbage_collectors_state_is_restored(collects, monkeypatch):
+    """PyTorch may be imported already, as in a notebook, or the collector may have been turned off."""
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("keeps what is not ours"))
     if not collects:
         monkeypatch.delitem(sys.modules, "torch")

@@ -1,4 +1,4 @@
-"""``onelaunch explain``, ``inspect``, ``doctor``, and what holds for every command."""
+"""Tests of ``onelaunch explain``, ``inspect`` and ``doctor``, and of properties of every command."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_explains_itself(call, command):
+def test_every_command_has_help(call, command):
     answer = call(*command, "--help")
     assert answer.code == 0
     assert "Usage:" in answer.out
-    assert command in ((), ("study", "list")) or "onelaunch " in answer.out  # an example
+    assert command in ((), ("study", "list")) or "onelaunch " in answer.out  # the help contains an example
 
 
 def test_version(call):
@@ -154,7 +154,7 @@ def made(variant: str, problems: tuple[str, ...] = ()) -> Inspection:
     return Inspection(variant, "scan", "sm_90a", 128, len(problems), 0, 2048, {"HGMMA": 8}, 900, problems, {"ptx": "text of ptx"})
 
 
-def test_inspect_shows_what_the_compiler_made(call, here, monkeypatch, prose):
+def test_inspect_shows_the_compilers_output(call, here, monkeypatch, prose):
     asked = []
 
     def inspect_operation(operation, architecture, variants):
@@ -198,7 +198,7 @@ def test_debug_shows_the_whole_error(call):
         call("--debug", "inspect", "linear_rnn", "--arch", "sm_91")
 
 
-def test_doctor_says_what_is_here_and_what_is_missing_for_what(call, known_ceilings, prose):
+def test_doctor_lists_installed_and_missing_parts_with_their_use(call, known_ceilings, prose):
     answer = call("doctor", "--device", "cpu")
     assert answer.code == 0
     prose(lines_with(answer.raw, "peaks", "cpu"))
@@ -209,7 +209,7 @@ def test_doctor_says_what_is_here_and_what_is_missing_for_what(call, known_ceili
         assert re.search(rf"{re.escape(thing)} (ok|missing) ", answer.out), thing
 
 
-def test_doctor_says_that_it_measures_only_when_it_does(call, known_ceilings, monkeypatch, prose):
+def test_doctor_announces_a_measurement_only_if_it_measures(call, known_ceilings, monkeypatch, prose):
     faster = replace(known_ceilings, read_bytes_per_second=3e12)
     monkeypatch.setattr("onelaunch.device.peaks.measure", lambda device: faster)
     answer = call("doctor", "--device", "cpu", "--refresh")
@@ -220,7 +220,7 @@ def test_doctor_says_that_it_measures_only_when_it_does(call, known_ceilings, mo
     assert "3.00 TB/s" in answer.out
 
 
-def test_doctor_says_that_the_device_was_busy(call, known_ceilings, monkeypatch, prose):
+def test_doctor_reports_a_busy_device(call, known_ceilings, monkeypatch, prose):
     assert "busy" not in call("doctor", "--device", "cpu").out
     busy = replace(known_ceilings, spread={"copy": 0.01, "read": 5.74})
     monkeypatch.setattr("onelaunch.device.peaks.measure", lambda device: busy)
@@ -240,25 +240,25 @@ def test_doctor_says_that_the_device_was_busy(call, known_ceilings, monkeypatch,
         (Plugin("mine", "m", "an unknown distribution"), "None"),
     ],
 )
-def test_doctor_shows_what_plugins_say_bounded_and_escaped(monkeypatch, plugin, unwanted, prose):
+def test_doctor_truncates_and_escapes_messages_of_plugins(monkeypatch, plugin, unwanted, prose):
     ((name, _, text),) = doctor._plugins([plugin])
     prose(f"{name} {text}")
     assert unwanted not in f"{name} {text}"
 
 
-def test_doctor_need_not_measure(call, monkeypatch):
+def test_doctor_can_skip_the_measurement(call, monkeypatch):
     monkeypatch.setattr("onelaunch.cli.doctor.ceilings", lambda *_, **__: pytest.fail("measured"))
     assert "Measured peaks" not in call("doctor", "--no-measure").out
 
 
-def test_doctor_says_what_to_do_about_what_is_missing(call, monkeypatch, prose):
+def test_doctor_states_remedies_for_missing_parts(call, monkeypatch, prose):
     monkeypatch.setattr("shutil.which", lambda _: None)
     answer = call("doctor", "--no-measure")
     prose(lines_with(answer.raw, "g++"))
 
 
 def words_of_needs() -> set[str]:
-    """Every word that doctor has to show whole, whatever was found."""
+    """Return every word that doctor must show unbroken, whatever was found."""
     texts = (f"{need.name} {'' if need.look() else need.remedy} {need.purpose}" for need in doctor.NEEDS)
     return {word for text in texts for word in text.split()}
 
@@ -268,7 +268,7 @@ def shown(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])
-def test_doctor_is_whole_on_a_narrow_terminal(call, monkeypatch, width):
+def test_doctor_breaks_no_word_on_a_narrow_terminal(call, monkeypatch, width):
     long = replace(describe("cpu"), name="A Processor With A Long Name 9B14 96-Core")
     monkeypatch.setattr(doctor, "describe", lambda _: long)
     answer = call("doctor", "--device", "cpu", width=width)
@@ -279,22 +279,22 @@ def test_doctor_is_whole_on_a_narrow_terminal(call, monkeypatch, width):
         assert max(len(line.rstrip()) for line in answer.raw.splitlines()) <= max(80, 29 + longest)
 
 
-def test_doctor_leaves_no_column_for_one_long_word_alone(call):
-    """The name of a driver's setting once left the other column three letters wide."""
+def test_doctor_does_not_widen_a_column_for_one_long_word(call):
+    """The name of a driver's setting once reduced the other column to three letters."""
     lines = call("doctor", "--no-measure", width=80).raw.splitlines()
     needs = lines[next(index for index, line in enumerate(lines) if "What is here" in line) :]
     assert sum(len(line.strip()) > 40 for line in needs) > len(doctor.NEEDS) / 2
     assert len(needs) < 2.5 * len(doctor.NEEDS)
 
 
-def test_doctor_in_a_file_is_whole(tmp_path):
+def test_doctors_output_in_a_file_is_complete(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     with (tmp_path / "doctor.txt").open("w") as file:
         subprocess.run([sys.executable, "-m", "onelaunch", "doctor", "--no-measure"], stdout=file, env=environment, check=True)
     assert {word.strip("()") for word in words_of_needs()} <= shown((tmp_path / "doctor.txt").read_text(encoding="utf-8"))
 
 
-def test_doctor_looks_for_the_profiler_where_studies_do(call, monkeypatch, tmp_path):
+def test_doctor_searches_the_profiler_like_studies(call, monkeypatch, tmp_path):
     program = tmp_path / "cuda" / "bin" / "ncu"
     program.parent.mkdir(parents=True)
     program.write_text("")
@@ -320,7 +320,7 @@ app()
 
 
 @pytest.mark.parametrize("package", ["typer", "rich", "pydantic", "matplotlib", "jinja2"])
-def test_a_missing_extra_is_one_line_that_says_what_to_install(package, prose):
+def test_a_missing_extra_is_reported_in_one_line_with_the_remedy(package, prose):
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(package=package, command="--version")],
         capture_output=True,
@@ -333,7 +333,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(package, prose):
     assert not ended.stdout
 
 
-def test_a_text_does_not_wait_for_what_studies_import():
+def test_generate_does_not_import_the_dependencies_of_studies():
     code = "import sys; sys.argv = ['onelaunch', 'generate', '--help']\nfrom onelaunch.cli.main import app\n"
     late = "{'matplotlib', 'jinja2', 'onelaunch.workbench', 'onelaunch.ops', 'triton'}"
     code += f"try:\n    app()\nexcept SystemExit:\n    print({late} & sys.modules.keys())"
@@ -341,7 +341,7 @@ def test_a_text_does_not_wait_for_what_studies_import():
     assert ended.stdout.splitlines()[-1] == "set()"
 
 
-def test_a_name_that_is_no_command_brings_the_one_that_was_meant(call):
+def test_an_unknown_command_suggests_the_nearest(call):
     answer = call("generaet", "def main(")
     assert answer.code == 2
     assert "'generate'" in answer.err
@@ -359,7 +359,7 @@ def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
     assert "'torch'" in ended.stderr
 
 
-def test_errors_that_nobody_made_on_purpose_are_not_hidden(call, monkeypatch):
+def test_unexpected_errors_are_not_hidden(call, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError
 

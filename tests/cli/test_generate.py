@@ -1,4 +1,4 @@
-"""``onelaunch generate``: the bundled model at once, and one line for what goes wrong."""
+"""Tests of ``onelaunch generate``: the bundled model works at once, and each mistake is reported in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_bundled_model_continues_a_text(call):
     assert "ended: length" in answer.err
 
 
-def test_what_is_asked_reaches_the_model(call):
+def test_options_are_passed_to_the_model(call):
     choices = ["--temperature", 0.9, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.01, "--repetition-penalty", 1.1, "--seed", 3]
     answer = call("generate", "import ", "--no-echo", "-n", 30, "--stop", "\n", "--stop", "zzz", "--dtype", "float32", *choices)
     expected = Model.from_pretrained("tiny", device="cpu", dtype="float32").generate(
@@ -34,7 +34,7 @@ def test_what_is_asked_reaches_the_model(call):
     assert f"ended: {expected.finish}" in answer.err
 
 
-def test_ctrl_c_leaves_what_came_and_a_line_of_its_own(call, monkeypatch):
+def test_ctrl_c_keeps_the_output_and_adds_a_message(call, monkeypatch):
     whole = TorchEngine.run
 
     def interrupted(self, request):
@@ -65,7 +65,7 @@ def test_ctrl_c_leaves_what_came_and_a_line_of_its_own(call, monkeypatch):
         (["--model", "a" * 5000], 2),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_line(call, arguments, code, prose):
+def test_mistakes_are_reported_in_one_line(call, arguments, code, prose):
     if "--chat" in arguments:
         pytest.importorskip("transformers", reason="needs the extra decode")
     answer = call("generate", "def main(", *arguments)
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_one_line(call, arguments, code, prose):
     ],
     ids=["bytes", "no stdin", "no stdout", "full", "ascii"],
 )  # fmt: skip
-def test_where_text_cannot_come_from_or_go_to_is_one_line(redirected, options, code, prose):
+def test_unusable_input_and_output_are_reported_in_one_line(redirected, options, code, prose):
     command = f"{redirected} {shlex.quote(sys.executable)} -m onelaunch generate --device cpu -n 2 --ignore-end {options}"
     answer = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (answer.returncode, answer.stdout) == (code, "")

@@ -1,4 +1,4 @@
-"""The command line as a process: what it imports, where it writes, and how it ends."""
+"""Tests of the command line as a process: its imports, its output streams, and its exit codes."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def test_the_summary_of_a_command_is_the_first_sentence_of_its_help(group):
 
 
 @pytest.mark.parametrize("arguments", ["--version", "--help", "study --help", "--mistyped", "stduy", "study lsit"])
-def test_what_runs_nothing_does_not_wait_for_pytorch(arguments):
+def test_commands_that_run_nothing_do_not_import_pytorch(arguments):
     code = f"import sys; sys.argv = ['onelaunch', *{arguments.split()}]\nfrom onelaunch.cli.main import app\n"
     code += "try:\n    app()\nexcept SystemExit:\n    print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True, timeout=120)
     assert ended.stdout.splitlines()[-1] == "False"
 
 
-def test_a_reader_that_goes_away_ends_a_command_silently():
+def test_a_closed_pipe_ends_a_command_silently():
     ended = shell(f"{ONELAUNCH} study list | true; echo ${{PIPESTATUS[0]}}")
-    assert ended.stdout.strip() in ("141", "0")  # 0 where all was written before the reader went
+    assert ended.stdout.strip() in ("141", "0")  # 0 if everything was written before the reader closed the pipe
     assert ended.stderr == ""
 
 
-def test_a_full_disk_below_stdout_is_named(prose):
+def test_a_full_disk_under_stdout_is_reported(prose):
     ended = shell(f"{ONELAUNCH} study list > /dev/full")
     assert ended.returncode == 1
     prose(ended.stderr.strip())
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_a_terminal_without_some_characters_ends_no_command(encoding, tmp_path):
+def test_a_limited_character_set_does_not_end_a_command(encoding, tmp_path):
     text = """
 name = "sizes"
 question = "Größe ≥ 3 µs?"
@@ -69,7 +69,7 @@ V = 16
             cwd=tmp_path,
             env=os.environ | {"PYTHONIOENCODING": encoding},
             capture_output=True,
-            encoding="latin-1",  # reads any bytes
+            encoding="latin-1",  # latin-1 decodes any bytes
             check=False,
             timeout=120,
         )
@@ -78,7 +78,7 @@ V = 16
         assert "\\u2265" in ended.stdout or "≥" in command
 
 
-def test_python_without_the_extra_says_what_to_install():
+def test_python_without_the_extra_gives_the_install_command():
     code = """
 import importlib.util, sys
 find = importlib.util.find_spec
@@ -93,7 +93,7 @@ except ImportError as error:
     assert 'pip install "onelaunch[workbench]"' in ended.stdout
 
 
-def test_a_notice_of_ours_is_one_line(call, here, monkeypatch):
+def test_a_notice_is_one_line(call, here, monkeypatch):
     monkeypatch.setenv("ONELAUNCH_STUDIES", str(here / "nowhere\x1b[2J"))
     answer = call("study", "list")
     assert answer.code == 0
@@ -102,7 +102,7 @@ def test_a_notice_of_ours_is_one_line(call, here, monkeypatch):
     assert "\x1b" not in answer.raw_err
 
 
-def test_commands_end_with_their_error_s_exit_code(call):
+def test_commands_exit_with_the_code_of_their_error(call):
     for arguments, code in (
         (("generate", "x", "--model", "tinny"), 2),
         (("doctor", "--device", "gpu"), 2),

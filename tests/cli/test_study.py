@@ -1,4 +1,4 @@
-"""``onelaunch study ...``: each command, and each way to get it wrong."""
+"""Tests of ``onelaunch study ...``: each command and its errors."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_list_names_the_studies_and_those_that_cannot_be_read(call, here):
     answer = call("study", "list")
     assert answer.code == 0
     assert "toy-study" in answer.out
-    assert "Is the parallel sum faster?" in answer.out  # from the declaration
+    assert "Is the parallel sum faster?" in answer.out  # quoted from the declaration
     assert "broken" in answer.out
     assert "not valid TOML" in answer.out
 
 
-def test_show_says_what_is_declared_and_planned_and_runs_nothing(call, here, prose):
+def test_show_prints_declaration_and_plan_and_runs_nothing(call, here, prose):
     answer = call("study", "show", "toy-study", "--device", "cpu", width=300)
     assert answer.code == 0
     prose(lines_with(answer.raw, "1.01x"))
@@ -55,15 +55,15 @@ def test_show_says_what_is_declared_and_planned_and_runs_nothing(call, here, pro
     assert not (here / "results").exists()
 
 
-def test_show_of_a_scale_without_shapes_says_so(call, prose):
+def test_show_reports_a_scale_without_shapes(call, prose):
     prose(lines_with(call("study", "show", "toy-study", "--scale", "full").raw, "scale full"))
 
 
-def test_judge_decides_again_by_what_is_stored_and_says_so(call, stored, prose):
+def test_judge_decides_again_from_the_stored_result_and_notes_it(call, stored, prose):
     path = stored[0]
     before = concluded(Result.load(path))
     before.model_copy(update={"outcomes": (), "decision": None}).save(path, force=True)
-    for _ in range(2):  # a second time, a second note would say the same
+    for _ in range(2):  # judging again adds no second, equal note
         answer = call("study", "judge", str(path))
         assert answer.code == 0
         assert "Decision: proceed" in answer.out
@@ -75,14 +75,14 @@ def test_judge_decides_again_by_what_is_stored_and_says_so(call, stored, prose):
         prose(note, mask={r"again at [^ ]+": "again at <date>"})
 
 
-def test_judge_takes_results_alone(call, here):
+def test_judge_accepts_only_results(call, here):
     (here / "other.json").write_text("{}")
     answer = call("study", "judge", "other.json")
     assert answer.code != 0
     assert "schema_version" in answer.err
 
 
-def test_run_ends_in_a_decision_and_says_where_it_is(call, here):
+def test_run_ends_in_a_decision_and_names_its_files(call, here):
     answer = call("study", "run", "toy-study", "--device", "cpu")
     assert answer.code == 0
     result = Result.load(here / "results" / "cpu" / "toy-study.json")
@@ -95,7 +95,7 @@ def test_run_ends_in_a_decision_and_says_where_it_is(call, here):
     assert "[1/1]" not in answer.out
 
 
-def test_run_puts_things_where_it_is_told(call, here):
+def test_run_writes_to_the_given_paths(call, here):
     assert call("study", "run", "toy-study", "--out", "one.json", "--report-dir", "elsewhere", "--rounds", 4).code == 0
     assert Result.load(here / "one.json").provenance.rounds == 4
     assert (here / "elsewhere" / "report.md").exists()
@@ -103,7 +103,7 @@ def test_run_puts_things_where_it_is_told(call, here):
     assert {path.name for path in (here / "together").iterdir()} == {"result.json", "report.md", "report.html"}
 
 
-def test_run_never_replaces_a_result_unasked(call, here):
+def test_run_does_not_replace_a_result_unless_asked(call, here):
     kept = results.nothing_ran().save(here / "results" / "cpu" / "toy-study.json")
     answer = call("study", "run", "toy-study")
     assert answer.code == 1
@@ -114,7 +114,7 @@ def test_run_never_replaces_a_result_unasked(call, here):
     assert Result.load(kept) != results.nothing_ran()
 
 
-def test_run_says_that_a_report_is_in_the_way_before_it_runs(call, here):
+def test_run_refuses_an_existing_report_before_it_runs(call, here):
     results.nothing_ran().save(here / "r" / "result.json")
     answer = call("study", "run", "toy-study", "--report-dir", "r")
     assert answer.code == 1
@@ -122,7 +122,7 @@ def test_run_says_that_a_report_is_in_the_way_before_it_runs(call, here):
     assert not (here / "results").exists()
 
 
-def test_run_says_how_to_continue_what_an_interrupted_run_left(call, here, never_measured):
+def test_run_explains_how_to_resume_an_interrupted_run(call, here, never_measured):
     results.interrupted_on_cpu().save(here / "r" / "result.partial.json")
     answer = call("study", "run", "toy-study", "--out", "r")
     assert answer.code == 1
@@ -131,7 +131,7 @@ def test_run_says_how_to_continue_what_an_interrupted_run_left(call, here, never
     assert "--force" in answer.err
 
 
-def test_outputs_are_tried_before_anything_is_measured(call, here, never_measured, prose):
+def test_outputs_are_opened_before_anything_is_measured(call, here, never_measured, prose):
     (here / "tiny.toml").write_text("precious")
     for options, name in (
         (("--out", "tiny.toml"), "tiny.toml"),
@@ -179,8 +179,8 @@ def test_a_disk_that_becomes_full_loses_neither_decision_nor_result(call, here, 
 
 @pytest.mark.parametrize(("problem", "code"), [(BrokenPipeError(32, "Broken pipe"), 141), (OSError(28, "No space left"), 1)])
 @pytest.mark.parametrize("command", ["run", "report"])
-def test_a_reader_that_goes_away_costs_no_report(call, here, monkeypatch, command, problem, code):
-    """Everything was measured and printed, and then no report written."""
+def test_a_closed_pipe_does_not_prevent_the_report(call, here, monkeypatch, command, problem, code):
+    """Once, everything was measured and printed, but no report was written."""
     if command == "report":
         assert call("study", "run", "toy-study", "--out", "measured.json").code == 0
         shutil.rmtree(here / "reports")
@@ -208,14 +208,14 @@ def test_a_report_that_cannot_be_written_loses_neither_decision_nor_result(call,
     assert Result.load(here / "results" / "cpu" / "toy-study.json").decision
 
 
-def test_a_newer_result_asks_for_an_update(call, here):
+def test_a_newer_result_suggests_an_update(call, here):
     (here / "future.json").write_text(json.dumps({"schema_version": SCHEMA + 1}))
     answer = call("study", "report", "future.json")
     assert answer.code == 1
     assert "newer onelaunch" in answer.err
 
 
-def test_nothing_from_a_file_steers_the_terminal(call, here):
+def test_text_from_a_file_cannot_control_the_terminal(call, here):
     text = (here / "studies" / "toy-study.toml").read_text()
     for old, new in (
         ('name = "first"', 'name = "\\u001b[2J"'),
@@ -238,7 +238,7 @@ def test_nothing_from_a_file_steers_the_terminal(call, here):
     assert "\\x1b[2J.json" in answer.err
 
 
-def test_a_study_without_shapes_for_this_machine_says_which_there_are(call, here, prose):
+def test_a_study_without_shapes_for_this_machine_lists_its_scales(call, here, prose):
     path = here / "studies" / "toy-study.toml"
     path.write_text(path.read_text().replace('scale = "small"\n', ""))
     answer = call("study", "run", "toy-study", "--device", "cpu")
@@ -247,7 +247,7 @@ def test_a_study_without_shapes_for_this_machine_says_which_there_are(call, here
     assert "--scale full" in answer.err
 
 
-def test_sigterm_keeps_the_finished_shapes_and_says_where(here):
+def test_sigterm_keeps_the_finished_shapes_and_names_the_file(here):
     text = (here / "studies" / "toy-study.toml").read_text()
     second = text[text.index("[[shapes]]") : text.index("[[criteria]]")].replace('"first"', '"second"')
     (here / "studies" / "toy-study.toml").write_text(text.replace("[[criteria]]", f"{second}\n[[criteria]]", 1))
@@ -282,7 +282,7 @@ app()
 """
 
 
-def test_run_hands_its_options_on(call, monkeypatch, prose):
+def test_run_passes_its_options_on(call, monkeypatch, prose):
     asked = {}
 
     def run_study(study, **options):
@@ -300,7 +300,7 @@ def test_run_hands_its_options_on(call, monkeypatch, prose):
     assert (asked["scale"], asked["rounds"], asked["count"], asked["force"]) == ("auto", None, "all", True)
 
 
-def test_ctrl_c_keeps_what_was_measured_and_says_so(call, here, monkeypatch, prose):
+def test_ctrl_c_keeps_the_measurements_and_reports_it(call, here, monkeypatch, prose):
     def run_study(study, *, save_to, **options):
         result = results.interrupted_on_cpu()
         result.save(save_to)
@@ -314,7 +314,7 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(call, here, monkeypatch, pro
     assert (here / "reports" / "cpu" / "toy-study" / "report.html").exists()
 
 
-def test_resuming_replaces_the_report_of_what_it_goes_on_with_and_no_other(call, here, monkeypatch):
+def test_resuming_replaces_only_the_report_of_the_resumed_run(call, here, monkeypatch):
     asked = {}
 
     def run_study(study, **options):
@@ -324,7 +324,7 @@ def test_resuming_replaces_the_report_of_what_it_goes_on_with_and_no_other(call,
     monkeypatch.setattr(run_module, "run_study", run_study)
     result, report = here / "results" / "cpu" / "toy-study.json", here / "reports" / "cpu" / "toy-study" / "result.json"
     results.nothing_ran().save(report)
-    answer = call("study", "run", "toy-study", "--resume")  # there is nothing to go on with
+    answer = call("study", "run", "toy-study", "--resume")  # there is no run to resume
     assert answer.code == 1
     assert "toy-study/result.json exists already" in answer.err
     assert asked == {}
@@ -337,7 +337,7 @@ def test_resuming_replaces_the_report_of_what_it_goes_on_with_and_no_other(call,
     assert "results/cpu/toy-study.json exists already" in answer.err
 
 
-def test_ctrl_c_before_anything_was_measured_is_no_traceback(call, monkeypatch):
+def test_ctrl_c_before_any_measurement_gives_no_traceback(call, monkeypatch):
     def run_study(study, **options):
         raise KeyboardInterrupt
 
@@ -363,7 +363,7 @@ def test_a_misspelt_key_is_named_with_the_nearest(call, here, prose):
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "tpu"])
-def test_a_device_that_is_not_here(call, device, prose):
+def test_a_missing_device_is_refused(call, device, prose):
     for command in (("study", "run", "toy-study"), ("study", "show", "toy-study"), ("doctor",)):
         answer = call(*command, "--device", device)
         assert answer.code == 2
@@ -394,7 +394,7 @@ def test_report_prints_and_writes(call, here, stored):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_what_is_printed_into_a_pipe_fits_and_has_no_codes(call, stored, width):
+def test_output_to_a_pipe_fits_the_width_and_has_no_escape_codes(call, stored, width):
     for arguments in (("report", stored[0]), ("show", "toy-study"), ("list",), ("compare", *stored, "--all")):
         answer = call("study", *arguments, width=width)
         assert answer.code == 0
@@ -413,7 +413,7 @@ CORRUPT = {
 
 @pytest.mark.parametrize("kind", CORRUPT)
 @pytest.mark.parametrize("command", ["report", "compare", "adopt"])
-def test_a_corrupt_result_says_what_is_wrong(call, here, stored, command, kind, prose):
+def test_a_corrupt_result_is_reported(call, here, stored, command, kind, prose):
     text, problem = CORRUPT[kind]
     (here / "bad.json").write_text(text)
     answer = call("study", command, "bad.json", *((stored[0],) if command == "compare" else ()))
@@ -422,7 +422,7 @@ def test_a_corrupt_result_says_what_is_wrong(call, here, stored, command, kind, 
     assert problem in answer.err
 
 
-def test_a_result_that_is_not_there(call, prose):
+def test_a_missing_result_is_reported(call, prose):
     answer = call("study", "report", "nowhere.json")
     assert answer.code == 2
     prose(answer.err)
@@ -430,14 +430,14 @@ def test_a_result_that_is_not_there(call, prose):
 
 
 @pytest.mark.parametrize("command", ["compare", "adopt", "run"])
-def test_no_line_of_help_breaks_before_it_is_full(call, command):
+def test_lines_of_help_are_filled_before_they_break(call, command):
     text = call("study", command, "--help", width=100).raw.partition("Arguments")[0]
     lines = [line.strip() for line in text.splitlines()]
     for line, after in itertools.pairwise(lines):
         assert not line or not after or len(line) + len(after.split()[0]) > 90, (line, after)
 
 
-def test_a_time_cap_ends_the_rounds_after_three(call, here, prose):
+def test_a_time_limit_ends_the_rounds_after_three(call, here, prose):
     answer = call("study", "run", "toy-study", "--device", "cpu", "--rounds", "5000", "--time-cap", "0.1", "--out", "r")
     assert answer.code == 0
     rounds = {r"\d+ of 5000": "<number> of 5000"}
@@ -446,7 +446,7 @@ def test_a_time_cap_ends_the_rounds_after_three(call, here, prose):
     prose(lines_with(answer.raw, "0.1 s"), mask=rounds)
 
 
-def test_a_run_prints_the_decision_and_what_was_found_within_forty_lines(call, here):
+def test_a_run_prints_decision_and_findings_within_forty_lines(call, here):
     answer = call("study", "run", "toy-study", "--device", "cpu", "--out", "r")
     top = answer.raw.splitlines()[:40]
     (decision,) = [at for at, line in enumerate(top) if line.startswith("Decision: ")]
@@ -463,7 +463,7 @@ def test_the_warning_of_a_machine_with_cuda_but_no_gpu_is_left_out(call, caplog)
     assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["another warning"]
 
 
-def test_a_quick_run_measures_the_first_direction_alone_and_says_so(call, here, prose):
+def test_a_quick_run_measures_only_the_first_direction_and_reports_it(call, here, prose):
     path = here / "studies" / "toy-study.toml"
     path.write_text(path.read_text().replace("rounds = 3", 'rounds = 3\ndirections = ["forward", "forward_backward"]'))
     answer = call("study", "run", "toy-study", "--device", "cpu", "--quick", "--out", "r")
@@ -476,7 +476,7 @@ def test_a_quick_run_measures_the_first_direction_alone_and_says_so(call, here, 
 
 
 @pytest.mark.parametrize("path", ["./nofile.toml", "nofile.toml", "studies/nofile", "studies/toy-stdy.toml"])
-def test_a_path_of_no_file_is_said_to_be_none(call, path, prose):
+def test_a_path_without_a_file_is_reported(call, path, prose):
     answer = call("study", "run", path)
     assert answer.code == 2
     prose(answer.err)

@@ -1,4 +1,4 @@
-"""``onelaunch study compare`` and ``adopt``: what they say and write, and what they refuse."""
+"""Tests of ``onelaunch study compare`` and ``adopt``: their output and files, and the calls they refuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def later(result, days, *, commit="", slower=1.0):
     return result.model_copy(update={"cells": cells, "provenance": result.provenance.model_copy(update=facts)})
 
 
-def test_compare_says_what_changed(call, here, stored, prose):
+def test_compare_reports_changes(call, here, stored, prose):
     before = results.proceed_on_gpu()
     slow = later(before, 2, commit="e0f1a2b", slower=2.0)
     cells = tuple(
@@ -102,8 +102,8 @@ def test_compare_refuses_a_repeat_of_other_code_and_names_the_file(call, here, s
     prose(twice.err)
 
 
-def test_compare_leaves_out_a_name_that_stands_for_two_sizes(call, here, stored, prose):
-    """A longer sequence under the name of a shorter one was reported as a slowdown."""
+def test_compare_skips_a_name_used_for_two_sizes(call, here, stored, prose):
+    """Once, a longer sequence under the name of a shorter one was reported as a slowdown."""
     before = results.proceed_on_gpu()
     shapes = tuple(
         shape.model_copy(update={"sizes": shape.sizes | {"T": 4096}}) if shape.name == "target" else shape
@@ -118,7 +118,7 @@ def test_compare_leaves_out_a_name_that_stands_for_two_sizes(call, here, stored,
     assert "fused_chunked target" not in answer.out
 
 
-def test_compare_prints_texts_that_look_like_markup_as_they_are(call, here, stored):
+def test_compare_prints_text_that_looks_like_markup_unchanged(call, here, stored):
     before = results.proceed_on_gpu()
     facts = before.provenance.model_copy(update={"driver": "[/red]"})
     answer = call("study", "compare", stored[0], before.model_copy(update={"provenance": facts}).save(here / "odd.json"))
@@ -136,7 +136,7 @@ def test_compare_refuses_one_run_on_both_sides(call, here, stored, prose):
     prose(answer.err)
 
 
-def test_compare_of_different_studies_says_so(call, stored, prose):
+def test_compare_reports_different_studies(call, stored, prose):
     answer = call("study", "compare", *stored)
     assert answer.code == 0
     prose(lines_with(answer.raw, "eclarations"))
@@ -151,7 +151,7 @@ def test_adopt_writes_the_dispatcher_s_table(call, here, stored):
     assert table["rows"]
 
 
-def test_adopt_into_another_folder_says_how_it_is_read(call, here, stored, own_tables):
+def test_adopt_into_another_folder_explains_how_to_use_it(call, here, stored, own_tables):
     answer = call("study", "adopt", stored[0], "--into", "tables")
     assert f"ONELAUNCH_TABLES={here / 'tables'}" in answer.out
     assert not own_tables.exists()
@@ -181,12 +181,12 @@ def test_adopt_never_writes_into_the_package(call, stored):
     assert {path: path.read_bytes() for path in package.glob("*.json")} == before
 
 
-def test_what_was_adopted_is_chosen_and_explained(call, here, monkeypatch):
+def test_adopted_times_are_used_and_explained(call, here, monkeypatch):
     monkeypatch.setenv("ONELAUNCH_TABLES", str(here / "mine"))
     assert call("study", "run", "toy-study", "--device", "cpu").code == 0
     assert call("study", "adopt", "results/cpu/toy-study.json").code == 0
     (path,) = (here / "mine").glob("cpu-*.json")
-    dispatch.choose.cache_clear()  # as in the next process
+    dispatch.choose.cache_clear()  # clear caches, as in a new process
     found = call("explain", "toy_sum", "--shape", "B=2,T=24,V=8", "--dtype", "float32", "--device", "cpu").out
     dispatch.choose.cache_clear()
     assert "fastest measured" in found

@@ -1,4 +1,4 @@
-"""Tensors as TMA addresses them: themselves where it can, copies where it cannot."""
+"""Tests of tensors prepared for TMA: the tensor itself if TMA can address it, a copy if not."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COPIED = {
 
 
 @pytest.mark.parametrize("name", AS_THEY_LIE)
-def test_what_needs_no_copy(name):
+def test_supported_layouts_are_not_copied(name):
     assert addressable(AS_THEY_LIE[name]).data_ptr() == AS_THEY_LIE[name].data_ptr()
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_what_does(name):
+def test_other_layouts_are_copied(name):
     given = COPIED[name]
     found = addressable(given)
     assert torch.equal(found, given)

@@ -1,4 +1,4 @@
-"""What CI compiles and the inspector shows is what a call launches, for every variant of every operation."""
+"""Tests that calls launch the kernels that CI compiles and ``inspect`` shows, for every variant of every operation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 
 def our_own():
-    """Operations of this package: other tests register toys."""
+    """Return the operations of this package. Other tests register toy operations."""
     return [operation for operation in operations() if operation.__module__.startswith("onelaunch.")]
 
 
@@ -35,7 +35,7 @@ def with_examples():
 
 
 def own_variants():
-    """Variants whose number of launches is known: those that launch kernels of our own."""
+    """Return the variants whose number of launches is known: those with kernels of our own."""
     return [
         variant
         for operation in our_own()
@@ -45,7 +45,7 @@ def own_variants():
 
 
 @pytest.mark.parametrize("variant", own_variants(), ids=repr)
-def test_every_variant_of_our_own_kernels_lists_them(variant):
+def test_every_variant_with_own_kernels_lists_them(variant):
     made_for = variant.capabilities.architectures or CHECKED
     for architecture in CHECKED:
         assert bool(variant.builds(architecture)) == (architecture in made_for)
@@ -59,12 +59,12 @@ def test_a_recorded_call_launches_no_more_kernels_than_its_variant_declares(vari
     for example in forward:
         launches = recorded_launches(variant, example, architecture)
         assert launches
-        if example.direction == "forward":  # PyTorch's own products are among those that are declared
+        if example.direction == "forward":  # the declared launches include PyTorch's own products
             assert len(launches) <= variant.capabilities.launches
 
 
 def launching_calls(path):
-    """Lines of a module that launch a Triton kernel, ``kernel[grid](...)``, or load one of CUDA C++."""
+    """Return lines of a module that launch a Triton kernel, ``kernel[grid](...)``, or load a CUDA C++ kernel."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call):
             continue
@@ -79,17 +79,17 @@ def test_kernels_are_launched_in_one_place_only():
     launched = {
         str(path.relative_to(SOURCES)): list(launching_calls(path))
         for path in SOURCES.rglob("*.py")
-        if path.relative_to(SOURCES).parts[0] not in ("launch", "cuda", "device")  # measured peaks lie below launches
+        if path.relative_to(SOURCES).parts[0] not in ("launch", "cuda", "device")  # measured peaks are in a layer below launches
     }
     assert {path: lines for path, lines in launched.items() if lines} == {}
 
 
-def test_the_search_for_launches_finds_them(tmp_path):
+def test_the_search_finds_launches(tmp_path):
     (tmp_path / "module.py").write_text("kernels.scan_kernel[(1,)](x)\nlaunch.cuda.load(s)\ncuda.load(source, device)\n")
     assert list(launching_calls(tmp_path / "module.py")) == [1, 3]
 
 
-def test_an_imitated_launch_does_nothing():
+def test_a_fake_launch_does_nothing():
     class Refuse:
         __name__ = "refuse_kernel"
 
@@ -103,7 +103,7 @@ def test_an_imitated_launch_does_nothing():
         launch.run()
 
 
-def test_launches_are_noted_in_their_order_and_made():
+def test_launches_are_recorded_in_order_and_executed():
     made = []
 
     class Kernel:
@@ -125,8 +125,8 @@ def test_launches_are_noted_in_their_order_and_made():
 @pytest.mark.parametrize(
     "index", [1, slice(1, 3), (slice(None), None, 2), (..., slice(0, 5, 2)), (None, ..., 1), (0, slice(2), -1)]
 )
-def test_recorded_calls_index_tensors_as_brackets_do(index):
-    """Brackets would make the device current, which is not here."""
+def test_recorded_calls_index_tensors_like_brackets(index):
+    """Brackets would make the device current, which does not exist here."""
     expected = torch.empty(4, 3, 5)[index]
     with record("sm_90a") as (device, _):
         found = torch.empty(4, 3, 5, device=device)[index]
@@ -135,7 +135,7 @@ def test_recorded_calls_index_tensors_as_brackets_do(index):
         found[...] = 1
 
 
-def test_recording_ends_with_an_error():
+def test_recording_ends_if_the_call_raises():
     with pytest.raises(RuntimeError, match="inside"), record("sm_90a"):
         raise RuntimeError("inside")
     assert torch.empty(1).device.type == "cpu"
@@ -143,7 +143,7 @@ def test_recording_ends_with_an_error():
 
 
 @pytest.mark.parametrize("architecture", CHECKED)
-def test_a_pretended_device_answers_as_its_architecture(architecture):
+def test_a_pretended_device_reports_facts_of_its_architecture(architecture):
     with record(architecture) as (device, launches):
         assert torch.empty(2, device=device).device == device
         assert capability(device) == find_architecture(architecture).capability
@@ -151,14 +151,14 @@ def test_a_pretended_device_answers_as_its_architecture(architecture):
 
 
 def facts(launch, architecture):
-    """What decides the machine code of a launch, and how many CTAs it has."""
+    """Return everything about a launch that determines its machine code, and its number of CTAs."""
     return build_of(launch, architecture, "").key, tuple(launch.grid)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", with_examples(), ids=repr)
-def test_a_real_call_launches_what_was_recorded(variant):
-    """Triton's own binder and the driver got the kernels, constants and grids that the recorded call of a pretended chip has."""
+def test_a_real_call_makes_the_recorded_launches(variant):
+    """Triton's binder and the CUDA driver get the kernels, constants and grids of the call recorded on a pretended GPU."""
     device = torch.device("cuda", 0)
     major, minor = torch.cuda.get_device_capability(device)
     name = find_architecture(f"sm_{major}{minor}").name
@@ -175,7 +175,7 @@ def test_a_real_call_launches_what_was_recorded(variant):
             continue
         expected = recorded_launches(variant, example, name)
         reading = operation.make_inputs(example.case, device, 0)
-        # in this thread: launches are noted for each thread
+        # backward passes run in this thread, because launches are recorded per thread
         with observe() as launches, torch.set_grad_enabled(grad), torch.autograd.set_multithreading_enabled(False):
             if grad:
                 for argument in example.wants or reading.differentiable:
@@ -184,7 +184,7 @@ def test_a_real_call_launches_what_was_recorded(variant):
             if grad:
                 torch.autograd.backward(results, [torch.ones_like(each) for each in results])
         torch.cuda.synchronize()
-        # a composition's backward passes follow all of its forward ones; a recorded call has each beside its own
+        # The backward passes of a composition follow all forward ones. A recorded call has each directly after its forward pass.
         assert Counter(facts(each, architecture) for each in launches) == Counter(facts(each, architecture) for each in expected)
         ran += 1
     if not ran:
@@ -192,8 +192,8 @@ def test_a_real_call_launches_what_was_recorded(variant):
 
 
 @pytest.mark.gpu
-def test_triton_compiled_what_a_build_says():
-    """A launch's build holds the signature, constants and attributes that Triton's launcher compiled."""
+def test_triton_compiles_the_signature_of_a_build():
+    """The build of a launch holds the signature, constants and attributes that Triton's launcher compiled."""
     from onelaunch.kernels.common.layout import cdiv
     from onelaunch.ops import gated_scan
 
@@ -215,7 +215,7 @@ def test_triton_compiled_what_a_build_says():
     assert compiled.metadata.num_warps == build.num_warps
 
 
-def test_a_cuda_launch_is_noted():
+def test_a_cuda_launch_is_recorded():
     launch = CudaLaunch(object(), torch.device("cuda", 100), (1, 1, 1))
     with record("sm_90a") as (_, launches):
         launch.run()

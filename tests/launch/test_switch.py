@@ -1,4 +1,4 @@
-"""Environment variables that switch Triton's compiler, where several threads launch."""
+"""Tests of environment variables that switch Triton's compiler while several threads launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "ONELAUNCH_TEST_SWITCH"
 
 
 @pytest.mark.parametrize("before", [None, "own"])
-def test_the_former_value_comes_back(before, monkeypatch):
+def test_the_former_value_is_restored(before, monkeypatch):
     monkeypatch.delenv(NAME, raising=False) if before is None else monkeypatch.setenv(NAME, before)
     inside = None
 
@@ -28,8 +28,8 @@ def test_the_former_value_comes_back(before, monkeypatch):
 
 
 @pytest.mark.parametrize("before", [None, "own"])
-def test_the_first_thread_that_leaves_takes_nothing_from_the_others(before, monkeypatch):
-    """Blocks that overlap without one being inside the other, as those of two threads do."""
+def test_a_thread_that_leaves_first_does_not_affect_the_others(before, monkeypatch):
+    """The ``with`` blocks overlap without nesting, as those of two threads do."""
     monkeypatch.delenv(NAME, raising=False) if before is None else monkeypatch.setenv(NAME, before)
     switch = Switch(NAME, "1")
     switch.__enter__()

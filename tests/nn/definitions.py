@@ -1,4 +1,4 @@
-"""The layers' mathematics in float64, step by step and head by head, from their definitions and from separate weights."""
+"""Definitions of the layers in float64, step by step and head by head, with separate weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ACTIVATIONS = {
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's state dict in float64, as leaves that take gradients."""
+    """Return a module's state dict in float64, as leaves that take gradients."""
     return {name: value.detach().double().requires_grad_() for name, value in module.state_dict().items()}
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x [T, D]``, ``weight [D, 1, W]``: what lies before the first step is 0."""
+    """Convolve ``x [T, D]`` causally with ``weight [D, 1, W]``; inputs before the first step are 0."""
     taps, steps = weight.shape[2], []
     for t in range(len(x)):
         y = torch.zeros_like(x[0]) if bias is None else bias
@@ -36,7 +36,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def attention(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """One sequence ``x [T, D]`` through GatedLinearAttention or SimpleGatedLinearAttention."""
+    """Compute GatedLinearAttention or SimpleGatedLinearAttention for one sequence ``x [T, D]``."""
     H, H_kv, K, V = layer.num_heads, layer.num_kv_heads, layer.head_k_dim, layer.head_v_dim
     q, k, v = (x @ weights[f"{name}_proj.weight"].T for name in "qkv")
     if layer.use_short_conv:
@@ -74,7 +74,7 @@ def attention(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> 
 
 
 def linear_rnn(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """One sequence ``x [T, D]`` through LinearRNN."""
+    """Compute LinearRNN for one sequence ``x [T, D]``."""
     logits = x @ weights["gk_proj.weight"].T + weights["gk_proj.bias"]
     decay = torch.exp(ACTIVATIONS["logsigmoid"](logits) / layer.gate_logit_normalizer)
     v, state, states = x @ weights["v_proj.weight"].T, torch.zeros(layer.value_dim, dtype=x.dtype), []
@@ -86,11 +86,11 @@ def linear_rnn(layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) ->
 
 
 def each_sequence(definition: Any, layer: Any, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """``x [B, T, D]``, one batch entry after the other."""
+    """Apply a definition to ``x [B, T, D]``, one batch entry after the other."""
     return torch.stack([definition(layer, weights, sequence) for sequence in x])
 
 
 def error(found: torch.Tensor, true: torch.Tensor) -> float:
-    """Norm-wise, over the norm of what is true; NaN is infinite."""
+    """Return the error's norm relative to the norm of the true values. NaN counts as infinite."""
     distance = (found.double() - true).norm() / true.norm().clamp_min(1e-30)
     return float("inf") if distance.isnan() else distance.item()

@@ -1,4 +1,4 @@
-"""Small layers that tests share: one of each kind, and of every argument that changes what is computed."""
+"""Small layers shared by tests: one of each kind, and one for every argument that changes the computation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = [*GLA, *SIMPLE, "linear_rnn"]
 
 
 def make(name: str):
-    """The layer of that name and its definition; weights as they begin, but norms that are not 1."""
+    """Return the layer of a name and its definition, with initial weights, except that norms are not 1."""
     if name == "linear_rnn":
         return LinearRNN(D, expand_v=0.75, layer_idx=0), definitions.linear_rnn
     if name in GLA:

@@ -1,4 +1,4 @@
-"""Decoding: a prompt and then single steps give what one call gives; what a cache keeps, counts and refuses."""
+"""Tests of decoding with a cache: a prompt and single steps equal one call; what a cache stores, counts and refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ each_layer = pytest.mark.parametrize("name", NAMES)
 @each_layer
 @pytest.mark.parametrize("prompt", [1, 2, 17])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_prompt_and_then_steps_are_one_call(name, prompt, in_place):
+def test_a_prompt_and_single_steps_equal_one_call(name, prompt, in_place):
     layer, definition = make(name)
     x, cache = torch.randn(2, 24, D), Cache(in_place=in_place)
     with torch.no_grad():
@@ -35,8 +35,8 @@ def test_a_prompt_and_then_steps_are_one_call(name, prompt, in_place):
 
 
 @each_layer
-def test_padded_prompts_go_on_by_the_mask_of_all_steps(name):
-    """As a generation does it: the mask grows with the sequence, and padding lies on the left."""
+def test_padded_prompts_continue_with_the_mask_of_all_steps(name):
+    """Generation extends the mask with the sequence, and padding is on the left."""
     layer, definition = make(name)
     lengths, prompt, length = (4, 9), 9, 14
     x = torch.randn(2, length, D)
@@ -55,7 +55,7 @@ def test_padded_prompts_go_on_by_the_mask_of_all_steps(name):
 
 
 @each_layer
-def test_packed_sequences_go_on(name):
+def test_packed_sequences_can_be_continued(name):
     layer, definition = make(name)
     first, rest = (7, 1, 0), (2, 3, 4)
     sequences = [torch.randn(a + b, D) for a, b in zip(first, rest, strict=True)]
@@ -71,7 +71,7 @@ def test_packed_sequences_go_on(name):
 
 
 @each_layer
-def test_gradients_go_through_the_states(name):
+def test_gradients_flow_through_the_states(name):
     layer, _ = make(name)
     x = torch.randn(1, 20, D, requires_grad=True)
     layer(x)[0].square().sum().backward()
@@ -87,7 +87,7 @@ def test_gradients_go_through_the_states(name):
 
 
 @pytest.mark.parametrize("name", ["gla", "gla-conv", "linear_rnn"])
-def test_without_use_cache_nothing_is_kept(name):
+def test_without_use_cache_nothing_is_stored(name):
     layer, _ = make(name)
     cache = layer(torch.randn(1, 5, D), use_cache=True)[2]
     before, steps = [tensor.clone() for tensor in cache[0].tensors()], cache.get_seq_length()
@@ -97,7 +97,7 @@ def test_without_use_cache_nothing_is_kept(name):
         assert torch.equal(kept, value)
 
 
-def test_states_have_the_shapes_that_are_promised():
+def test_states_have_the_documented_shapes():
     layer, _ = make("gla-conv-bias")
     cache = layer(torch.randn(3, 5, D), use_cache=True)[2]
     state = cache[0]
@@ -108,7 +108,7 @@ def test_states_have_the_shapes_that_are_promised():
 
 
 @each_layer
-def test_sequences_can_change_places(name):
+def test_sequences_of_a_cache_can_be_reordered(name):
     layer, _ = make(name)
     x, step, order = torch.randn(2, 6, D), torch.randn(2, 1, D), torch.tensor([1, 1])
     cache = layer(x, use_cache=True)[2]
@@ -120,8 +120,8 @@ def test_sequences_can_change_places(name):
 
 
 @pytest.mark.parametrize("name", ["simple-conv", "linear_rnn"])
-def test_in_place_states_stay_where_they_are(name, prose):
-    """So that a captured CUDA graph finds them."""
+def test_in_place_states_keep_their_memory(name, prose):
+    """A captured CUDA graph holds their addresses."""
     layer, _ = make(name)
     cache = Cache(in_place=True)
     with torch.no_grad():
@@ -143,8 +143,8 @@ def test_in_place_states_stay_where_they_are(name, prose):
         ("simple", ["projections", "gla", "output_chain"], False),
     ],
 )
-def test_a_step_is_a_few_operations_and_nothing_beside_them(name, operations, in_place, monkeypatch):
-    """Every other function that makes a tensor would be a launch of its own on a GPU."""
+def test_a_step_is_a_few_operations_and_no_other_function(name, operations, in_place, monkeypatch):
+    """Every other function that creates a tensor would be a separate launch on a GPU."""
     called, beside, run = [], [], dispatch.run
 
     class Beside(TorchDispatchMode):
@@ -189,7 +189,7 @@ def test_layers_of_a_model_share_a_cache():
     torch.testing.assert_close(last, second(first(x)[0])[0][:, -2:], **ROUNDING)
 
 
-def test_other_sequences_than_the_cached_ones_are_refused(prose):
+def test_a_call_with_other_sequences_than_the_cached_ones_is_refused(prose):
     layer, _ = make("gla")
     cache = layer(torch.randn(2, 5, D), use_cache=True)[2]
     with prose.raises(ArgumentError, match="past_key_values"):

@@ -1,4 +1,4 @@
-"""The module and the operation ``gla_layer`` are one computation: the same bits, from the same weights."""
+"""Tests that the module and the operation ``gla_layer`` give the same bits from the same weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.nn.layers import D, make
 
 
 def weights_of(layer: GatedLinearAttention) -> dict[str, torch.Tensor]:
-    """The operation's arguments for a module."""
+    """Return the operation's arguments for a module."""
     return {
         "in_proj_weight": layer.in_proj_weight,
         "gk_weight": layer.gk_proj_weight,

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the layers: a step of decoding is a few launches, and a CUDA graph holds it."""
+"""Tests of layers that need a GPU: a decoding step takes few launches, and can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ KERNELS = {
     "cluster": {**PORTABLE, "projections": "cluster"},
     "norm_gate": {**PORTABLE, "output_chain": "norm_gate"},
 }
-"""Variants for a step, by operation."""
+"""Variants that a decoding step uses, by operation."""
 
 MOST_LAUNCHES = {**dict.fromkeys(KERNELS, 6), "norm_gate": 7}
-"""Of a step, the copy of its state to where the last one lies included. A product of PyTorch's may be two launches."""
+"""Largest number of launches of a step, including the copy of its state over the last one. A PyTorch product may take two."""
 
 PROMPT, STEPS = 70, 5
 
 
 def choose_for_steps(monkeypatch: pytest.MonkeyPatch, kernels: Mapping[str, str]) -> None:
-    """Let the dispatcher take these for calls of one step, whatever was measured."""
+    """Make the dispatcher choose these variants for calls of one step, whatever was measured."""
     choose = dispatch.choose
 
     def chosen(query: Query) -> Variant:
@@ -41,7 +41,7 @@ def choose_for_steps(monkeypatch: pytest.MonkeyPatch, kernels: Mapping[str, str]
         reason = variant.why_not(query)
         if reason and not is_hopper(torch.device(query.device)):
             pytest.skip(f"{query.operation}.{variant.name} {reason}")
-        assert reason is None, f"{query.operation}.{variant.name} {reason}"  # on Hopper all of them run
+        assert reason is None, f"{query.operation}.{variant.name} {reason}"  # on Hopper, all of these variants run
         return variant
 
     monkeypatch.setattr(dispatch, "choose", chosen)
@@ -52,7 +52,7 @@ def choose_for_steps(monkeypatch: pytest.MonkeyPatch, kernels: Mapping[str, str]
 @pytest.mark.parametrize("expand_k", [0.5, 1.0])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_captured_step_of_decoding(name, expand_k, batch, device, monkeypatch):
-    """Replayed from step to step it gives what calls from Python give, in at most six launches where all are ours."""
+    """Replayed steps equal calls from Python, and take at most six launches if all kernels are our own."""
     choose_for_steps(monkeypatch, KERNELS[name])
     with torch.device(device):
         layer = GatedLinearAttention(hidden_size=2048, expand_k=expand_k, num_heads=16, layer_idx=0).bfloat16()

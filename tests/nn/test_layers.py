@@ -1,4 +1,4 @@
-"""Layers against their definitions: results, gradients, packed sequences, padding, and what they refuse."""
+"""Tests of layers against their definitions: results, gradients, packed sequences, padding, and refused calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ each_layer = pytest.mark.parametrize("name", NAMES)
 
 
 def in_state_dict_order(layer, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients by the names of the state dict: a copy of the layer whose parameters are the gradients."""
+    """Return gradients by state-dict name, from a copy of the layer whose parameters are the gradients."""
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         for key, parameter in twin.named_parameters():
@@ -25,7 +25,7 @@ def in_state_dict_order(layer, whole: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 @each_layer
-def test_results_and_gradients_are_those_of_the_definition(name):
+def test_results_and_gradients_match_the_definition(name):
     layer, definition = make(name)
     x = torch.randn(2, 21, D, requires_grad=True)
     o, weights, past = layer(x)
@@ -46,7 +46,7 @@ def test_results_and_gradients_are_those_of_the_definition(name):
 
 
 @each_layer
-def test_sixteen_bits_come_near_the_definition(name):
+def test_16_bit_results_are_near_the_definition(name):
     layer, definition = make(name)
     layer = layer.to(torch.bfloat16)
     x = torch.randn(1, 40, D).bfloat16()
@@ -57,7 +57,7 @@ def test_sixteen_bits_come_near_the_definition(name):
 
 @each_layer
 @pytest.mark.parametrize("lengths", [(5, 0, 1, 9), (17,)], ids=str)
-def test_packed_sequences_are_the_sequences_one_by_one(name, lengths):
+def test_packed_sequences_equal_separate_calls(name, lengths):
     layer, definition = make(name)
     sequences = [torch.randn(length, D) for length in lengths]
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
@@ -69,7 +69,7 @@ def test_packed_sequences_are_the_sequences_one_by_one(name, lengths):
 
 @each_layer
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_as_if_it_were_not_there(name, side):
+def test_padding_does_not_change_results(name, side):
     layer, definition = make(name)
     lengths, length = (3, 12, 0), 12
     x, mask = torch.full((3, length, D), float("nan")), torch.zeros(3, length, dtype=torch.int64)
@@ -93,7 +93,7 @@ def test_padding_between_tokens_is_left_out(name):
 
 
 @pytest.mark.parametrize("name", ["gla-conv", "simple-conv"])
-def test_convolutions_refuse_padding_that_they_would_take_for_steps(name, prose):
+def test_convolutions_refuse_padding_that_would_count_as_steps(name, prose):
     layer, _ = make(name)
     x = torch.randn(1, 4, D)
     with prose.raises(ArgumentError, match="attention_mask"):
@@ -106,7 +106,7 @@ def test_convolutions_refuse_padding_that_they_would_take_for_steps(name, prose)
     "name", ["gla-conv-bias", "gla-no-gate", "gla-gelu", "gla-clamped", "gla-plain-norm", "simple-conv", "linear_rnn"]
 )
 def test_layers_compile_in_one_graph(name):
-    """Every branch of the layers; other layers differ in numbers and elementwise functions alone."""
+    """These layers cover every branch. Others differ only in numbers and elementwise functions."""
     layer, _ = make(name)
     x = torch.randn(2, 9, D, requires_grad=True)
     torch._dynamo.reset()
@@ -117,7 +117,7 @@ def test_layers_compile_in_one_graph(name):
     expected = layer(x)[0]
     expected.sum().backward()
     assert error(o, expected.double()) < 1e-6
-    assert error(found, x.grad.double()) < 1e-6  # the compiler adds up in another order
+    assert error(found, x.grad.double()) < 1e-6  # the compiler sums in another order
 
 
 @each_layer
@@ -148,13 +148,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", [GatedLinearAttention, SimpleGatedLinearAttention])
 @pytest.mark.parametrize(("argument", "value"), REFUSED.items(), ids=REFUSED)
-def test_an_argument_that_cannot_be_is_named(kind, argument, value, prose):
+def test_an_invalid_argument_is_named(kind, argument, value, prose):
     given = {"hidden_size": 128, "num_heads": 4, "expand_k": 1.0, argument: value}
     with prose.raises(ArgumentError, match=argument):
         kind(**given)
 
 
-def test_arguments_of_one_layer_that_cannot_be_are_named(prose):
+def test_invalid_arguments_of_a_single_layer_are_named(prose):
     with prose.raises(ArgumentError, match="gate_low_rank_dim"):
         GatedLinearAttention(gate_low_rank_dim=0)
     with prose.raises(ArgumentError, match="clamp_min"):
@@ -172,7 +172,7 @@ def test_arguments_of_one_layer_that_cannot_be_are_named(prose):
 
 
 @pytest.mark.parametrize("name", ["gla", "simple", "linear_rnn"])
-def test_a_call_that_cannot_be_names_the_argument(name, prose):
+def test_errors_of_invalid_calls_name_the_argument(name, prose):
     layer, _ = make(name)
     x = torch.randn(2, 5, D)
     with prose.raises(ShapeError, match="hidden_states"):

@@ -1,4 +1,4 @@
-"""State dicts of fla's names: what is loaded, saved, missing, left over; and that one packed parameter behaves as a parameter."""
+"""Tests of state dicts with fla's names: loading, saving, missing and surplus keys, and packed parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SeparateNorm(nn.Module):
 
 
 class Separate(nn.Module):
-    """Parameters as fla's layers register them: a module for each weight."""
+    """Parameters as fla's layers register them, with one module per weight."""
 
     def __init__(self, kind, conv=False, norm="g_norm_swish_gate"):
         super().__init__()
@@ -56,7 +56,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_separate_weights_load_and_come_back(pair):
+def test_separate_weights_are_loaded_and_saved_unchanged(pair):
     ours, theirs = (make() for make in PAIRS[pair])
     given = theirs.state_dict()
     before = {key: value.clone() for key, value in given.items()}
@@ -71,8 +71,8 @@ def test_separate_weights_load_and_come_back(pair):
     assert all(torch.equal(value, before[key]) for key, value in twin.state_dict().items())
 
 
-def test_rows_lie_where_the_layer_reads_them():
-    """Weights of zero make their part of the result zero."""
+def test_loaded_rows_are_those_that_the_layer_reads():
+    """Zero weights make their part of the result zero."""
     ours, theirs = (make() for make in PAIRS["gla"])
     x = torch.randn(1, 6, D)
     for silent in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj"):
@@ -84,7 +84,7 @@ def test_rows_lie_where_the_layer_reads_them():
 
 
 @pytest.mark.parametrize("missing", ["k_proj.weight", "gk_proj.0.weight", "gk_proj.1.bias", "g_norm_swish_gate.weight"])
-def test_a_missing_key_is_named_and_its_rows_stay(missing):
+def test_a_missing_key_is_named_and_its_rows_are_kept(missing):
     ours, theirs = (make() for make in PAIRS["gla"])
     given, before = theirs.state_dict(), copy.deepcopy(ours.state_dict())
     del given[missing]
@@ -132,7 +132,7 @@ def test_keys_inside_a_model_have_its_prefix():
     assert answer.unexpected_keys == ["1.what.weight"]
 
 
-def test_a_layer_on_the_meta_device_takes_the_tensors_of_a_checkpoint(prose):
+def test_a_meta_layer_can_be_assigned_a_checkpoint(prose):
     with torch.device("meta"):
         ours = GatedLinearAttention(hidden_size=D, num_heads=H)
     given = {key: value.bfloat16() for key, value in Separate("gla").state_dict().items()}
@@ -146,7 +146,7 @@ def test_a_layer_on_the_meta_device_takes_the_tensors_of_a_checkpoint(prose):
     assert ours(torch.randn(1, 4, D).bfloat16())[0].isfinite().all()
 
 
-def test_half_a_checkpoint_can_be_assigned():
+def test_a_partial_checkpoint_can_be_assigned():
     ours = GatedLinearAttention(hidden_size=D, num_heads=H)
     before, weight = copy.deepcopy(ours.state_dict()), torch.randn(32, D)
     ours.load_state_dict({"k_proj.weight": weight}, strict=False, assign=True)
@@ -156,7 +156,7 @@ def test_half_a_checkpoint_can_be_assigned():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_dicts_survive_files(name, tmp_path):
+def test_state_dicts_are_saved_and_loaded_unchanged(name, tmp_path):
     layer, other = make(name)[0], make(name)[0]
     save_file(layer.state_dict(), tmp_path / "layer.safetensors")
     other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
@@ -170,7 +170,7 @@ def test_state_dicts_survive_files(name, tmp_path):
 
 
 def test_entries_are_views_unless_they_are_variables():
-    """As of any module: what a state dict holds changes with the parameter, and ``keep_vars`` keeps the graph."""
+    """Entries of a state dict change with the parameter, as for any module, and ``keep_vars`` keeps the autograd graph."""
     layer = GatedLinearAttention(hidden_size=D, num_heads=H)
     held = layer.state_dict()["k_proj.weight"]
     assert not held.requires_grad
@@ -181,7 +181,7 @@ def test_entries_are_views_unless_they_are_variables():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_copy_is_a_layer_of_its_own(name):
+def test_a_copied_layer_is_independent(name):
     layer, _ = make(name)
     x = torch.randn(1, 5, D)
     twin, before = copy.deepcopy(layer), layer(x)[0]
@@ -227,8 +227,8 @@ def test_optimizers_see_one_parameter_and_restore_their_state(name):
         assert torch.equal(value, twin.state_dict()[key]), key
 
 
-def test_layers_begin_as_separate_ones_would():
-    """Every part of a packed weight is drawn from the range of :class:`torch.nn.Linear`; the same again when reset."""
+def test_packed_weights_are_initialized_like_separate_ones():
+    """Every part of a packed weight is drawn from the range that :class:`torch.nn.Linear` uses, at first and at a reset."""
     layer = GatedLinearAttention(hidden_size=256, num_heads=2)
     for _ in range(2):
         for key, value in layer.state_dict().items():

@@ -1,4 +1,4 @@
-"""The SwiGLU module against its definition, its state dict, and what it refuses."""
+"""Tests of the SwiGLU module against its definition, of its state dict, and of the arguments it refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def definition(weights, x):
 
 
 @pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24), (0, 24)], ids=str)
-def test_results_and_gradients_are_those_of_the_definition(shape):
+def test_results_and_gradients_match_the_definition(shape):
     module, x = SwiGLU(24, intermediate_size=40), torch.randn(shape, requires_grad=True)
     y = module(x)
     assert y.shape == shape
@@ -33,7 +33,7 @@ def test_results_and_gradients_are_those_of_the_definition(shape):
         assert error(grad, weights[key].grad) < 2e-6, key
 
 
-def test_state_dicts_are_those_of_separate_projections():
+def test_state_dicts_hold_separate_projections():
     module = SwiGLU(8, intermediate_size=12)
     given = {
         "gate_proj.weight": torch.randn(12, 8),
@@ -51,7 +51,7 @@ def test_state_dicts_are_those_of_separate_projections():
         module.load_state_dict({**given, "up_proj.bias": torch.zeros(12)})
 
 
-def test_the_width_inside_is_that_of_fla_unless_it_is_given():
+def test_the_default_intermediate_size_matches_fla():
     assert SwiGLU(1024).intermediate_size == 2816
     assert SwiGLU(1024, hidden_ratio=3).intermediate_size == 2048
     assert SwiGLU(8).intermediate_size == 256
@@ -68,7 +68,7 @@ def test_it_compiles_in_one_graph_and_runs_in_sixteen_bits():
     assert error(low, module(x).double()) < 2e-2
 
 
-def test_what_cannot_be_is_named(prose):
+def test_invalid_arguments_are_named(prose):
     with prose.raises(ArgumentError, match="'powlu'"):
         SwiGLU(8, hidden_act="powlu")
     with prose.raises(ArgumentError, match="intermediate_size"):
