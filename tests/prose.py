@@ -99,16 +99,16 @@ class Snapshot:
     def check(self, key: str, text: str) -> None:
         """Compare a text with the entry of its key, or store it for the end of the session in an update."""
         text = plain(text)
-        assert text, f"{key} is asked about an empty text"
+        assert text, f"{key} compares an empty text"
         if self.found.setdefault(key, text) != text:
-            pytest.fail(f"{key} is asked about two texts:\n{difference(self.found[key], text)}")
+            pytest.fail(f"{key} compares two different texts:\n{difference(self.found[key], text)}")
         if self.update:
             return
         if key not in self.entries:
             pytest.fail(f"{self.path.name} has no entry {key!r}; run this test with {UPDATE}, and review:\n{text}")
         if self.entries[key] != text:
             pytest.fail(
-                f"{key} is worded otherwise in {self.path.name}; where that is meant, run this test with {UPDATE}, and review:\n"
+                f"{key} differs from {self.path.name}; if the change is intended, run this test with {UPDATE}, and review:\n"
                 f"{difference(self.entries[key], text)}"
             )
 
@@ -117,7 +117,7 @@ class Snapshot:
         left = {key for key in self.entries if key == node or key.startswith(f"{node} # ")} - set(self.found)
         left = {key for key in left if "[" in key or key.rpartition(" # ")[2].isdigit() or " # " not in key}
         if left and not self.update:
-            pytest.fail(f"{self.path.name} has entries that this test did not ask for: {sorted(left)}; run it with {UPDATE}")
+            pytest.fail(f"{self.path.name} has entries that this test did not compare: {sorted(left)}; run it with {UPDATE}")
         self.stale |= left
 
     def without_a_test(self) -> set[str]:
@@ -194,7 +194,7 @@ class Prose:
             name: Name of the entry within the test function, shared by its parameters. By default entries are numbered per test.
             mask: Further regular expressions with replacements, applied before those of the fixture.
         """
-        assert text is not None, "None is no text"
+        assert text is not None, "None is not a text"
         said = "\n".join(map(str, text)) if isinstance(text, (list, tuple)) else str(text)
         for pattern, stand_in in {**(mask or {}), **self.masks}.items():
             said = re.sub(pattern, stand_in, said)
@@ -219,7 +219,7 @@ class Prose:
             yield caught
         said, cause = str(caught.value), caught.value.__cause__ or caught.value.__context__
         if foreign:
-            assert cause is not None, "no other error led to this one"
+            assert cause is not None, "no other error caused this one"
             assert in_a_line(cause) in said
             said = said.replace(in_a_line(cause), f"<{type(cause).__name__}>")
         self(said, **how)

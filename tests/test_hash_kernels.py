@@ -70,7 +70,7 @@ def test_a_cuda_digest_ignores_names_and_covers_instructions_and_threads():
 def test_local_memory_is_read():
     machine = machine_of_cuda(STACK, "deep")
     assert max(machine.stack_bytes) >= 256
-    assert machine.constants, "the bank of the arguments"
+    assert machine.constants, "the constant bank of the arguments"
 
 
 def test_files_without_machine_code_are_refused(prose):

@@ -185,7 +185,7 @@ def test_too_much_shared_memory_is_refused(device):
 @pytest.fixture
 def hopper(device):
     if torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("needs the copy engine and clusters of Hopper")
+        pytest.skip("needs TMA and clusters of a Hopper GPU")
     return device
 
 

@@ -33,7 +33,9 @@ def test_every_entry_has_a_test(request):
 def test_the_file_is_read_as_written():
     entries = {f"{HERE}[a] # 10": "ten", f"{HERE}[a] # 9": "nine", f"{HERE}[a]": "x\n    y\n\nz", f"{HERE}[b]": "x\n    y\n\nz"}
     text = written(entries)
-    assert text.startswith(f"{HERE}[a]\n{HERE}[b]\n    x\n        y\n\n    z\n"), "one text of two parameters stands once"
+    assert text.startswith(f"{HERE}[a]\n{HERE}[b]\n    x\n        y\n\n    z\n"), (
+        "a text shared by two parameters is written once"
+    )
     assert text.index("# 9") < text.index("# 10")
     path = ROOT / "tests" / "snapshots" / "prose.txt"
     assert written(read(path)) == path.read_text(encoding="utf-8")

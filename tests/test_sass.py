@@ -157,7 +157,7 @@ def test_code_that_is_compiled_is_mended(monkeypatch):
     assert hurried(with_cycles(as_compiled, 1)), "the kernel reads a clock and adds at once"
     monkeypatch.setattr(sass, "mended", lambda code: with_cycles(code, 9))
     assert cuda.compile_now(CLOCK, "sm_90a").cubin == with_cycles(as_compiled, 9)
-    assert cuda.compile_now(CLOCK, "sm_80").cubin != with_cycles(cuda.compile_now(CLOCK, "sm_80").cubin, 9), "not where unknown"
+    assert cuda.compile_now(CLOCK, "sm_80").cubin != with_cycles(cuda.compile_now(CLOCK, "sm_80").cubin, 9), "not for others"
 
 
 @pytest.mark.gpu
@@ -168,7 +168,7 @@ def test_hopper_has_no_interlock_for_the_clock(device):
     On a busy SM, warps have read too early even with 5 cycles.
     """
     if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("The cycles are known for Hopper.")
+        pytest.skip("the stall cycles are known only for Hopper")
     as_compiled = cuda.compile_now(CLOCK, "sm_90a").cubin
     assert right(as_compiled, device)
     for cycles in (1, 2, 3):

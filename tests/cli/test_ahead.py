@@ -101,7 +101,7 @@ def test_ctrl_c_during_pytorchs_import_ends_the_process(monkeypatch):
 @pytest.mark.parametrize("collects", [True, False])
 def test_the_garbage_collectors_state_is_restored(collects, monkeypatch):
     """PyTorch may be imported already, as in a notebook, or the collector may have been turned off."""
-    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("keeps what is not ours"))
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("objects of the caller would be frozen"))
     if not collects:
         monkeypatch.delitem(sys.modules, "torch")
         gc.disable()

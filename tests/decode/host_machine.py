@@ -128,7 +128,7 @@ class HostKernel:
         assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
         pointers = (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
         finished = self.kernel.run(pointers, cache.capacity, *numbers, self.shared, seed, ctypes.c_longlong(SWEEPS))
-        assert finished, "the launch did not come to its end"
+        assert finished, "the launch did not end"
 
 
 def set_position(memory: Memory, position: int, token: int) -> None:

@@ -330,7 +330,7 @@ def test_the_next_engine_runs_if_the_fastest_lacks_memory(monkeypatch, prose):
     assert engine_file.engine_bytes(SMALL, cpu, name) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert engine_file.engine_that_fits(SMALL, cpu, -1) == AUTO, "no room for the weights alone: the error says so"
+        assert engine_file.engine_that_fits(SMALL, cpu, -1) == AUTO, "even the weights do not fit, which a later error reports"
 
 
 def test_a_device_with_too_little_memory(monkeypatch, tmp_path, prose):
@@ -348,7 +348,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path, prose):
         taken.append((caught.value.need, caught.value.free))
     need = packing_bytes(SMALL, summed=True)
     assert taken == [(weights.nbytes, 140), (weights.nbytes + need, 140)]
-    assert stream < need < stream + 150e6, "and what is there for a moment"
+    assert stream < need < stream + 150e6, "the estimate includes temporary buffers"
 
     def exhausted(self, config, positions):
         raise torch.OutOfMemoryError("no more")
@@ -472,7 +472,7 @@ def test_names_of_models(tmp_path, monkeypatch, prose):
     monkeypatch.setattr(hub, "snapshot_download", refuse)
     with prose.raises(CheckpointError) as caught:
         find_model("owner/name")
-    assert "hf download owner/name --local-dir" in str(caught.value), "what to do offline"
+    assert "hf download owner/name --local-dir" in str(caught.value), "the remedy without a network"
     assert "'tiny'" in str(caught.value)
     file = tmp_path / "model.gguf"
     file.touch()

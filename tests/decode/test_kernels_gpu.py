@@ -170,7 +170,7 @@ def test_drawn_tokens_are_the_samplers_on_the_same_logits(rung, name, device):
             last = sequence.step(25)
             texts[-1] += sequence.copy_tokens().wait()
         session.check()
-    assert texts[0] == texts[1], "the same seed, the same text"
+    assert texts[0] == texts[1], "equal seeds give equal tokens"
     assert not session.memory.tallies.any()
     on_host = Sampler(sampling, torch.cat([prompt, token]).cpu(), GENERATED.vocab_size)
     fresh = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
@@ -179,7 +179,7 @@ def test_drawn_tokens_are_the_samplers_on_the_same_logits(rung, name, device):
         fresh = fresh.with_length(fresh.length + 1)
         assert int(on_host(logits.cpu(), fresh.length)) == known, fresh.length
         token = torch.tensor([known], device=device)
-    assert torch.equal(last, logits), "logits are the model's, without a penalty"
+    assert torch.equal(last, logits), "returned logits are the model's, without the penalty"
 
 
 @pytest.mark.parametrize("rung", IN_ONE_LAUNCH)

@@ -44,12 +44,14 @@ def assert_matches_oracle(weights, plan, libraries, given, positions):
         mine = cache.map(torch.clone).with_length(position)
         found = kernel(memory, mine, token=token, position=position, seed=seed)
         error = (found - want).norm() / want.norm()
-        assert error <= 0.56 * (plain - want).norm() / want.norm(), "activations in more bits are closer than PyTorch's bfloat16"
+        assert error <= 0.56 * (plain - want).norm() / want.norm(), (
+            "activations have more bits than PyTorch's bfloat16, so that the error is smaller"
+        )
         assert int(memory.tokens[position + 1]) == int(found.argmax())
         for written, right in ((mine.keys, after.keys), (mine.values, after.values)):
             row, true = written[:, :, position].double(), right[:, :, position]
             assert (row - true).norm() <= 2**-8 * true.norm(), (
-                "what bfloat16 holds is off by half of that, and little comes with it"
+                "rounding to bfloat16 is half of this bound, and other errors are small"
             )
         for written, before in ((mine.keys, cache.keys), (mine.values, cache.values)):
             assert torch.equal(written[:, :, :position], before[:, :, :position])
@@ -134,7 +136,7 @@ def test_race_detector_finds_a_missing_barrier(change, libraries):
     kernel(Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512), cache, token=torch.tensor([3]), position=5)
     races = kernel.races()
     assert races
-    assert ".cuh:" in races[0], "of lines in the source"
+    assert ".cuh:" in races[0], "races are reported as lines of the source"
 
 
 @pytest.mark.parametrize("lost", [torch.inf, torch.nan, 1e30])
@@ -247,7 +249,7 @@ def test_profile_markers_time_phases_and_do_not_change_results(rung, libraries, 
     ) / 2000  # the host's clock: two ticks a nanosecond
     passes = {phase.name: TINY.num_hidden_layers for phase in plan.layer} | {phase.name: 1 for phase in plan.tail}
     total = sum(passes[name] * (time.waits + time.works) for name, time in times.items())
-    assert 0.5 * span < total < 1.5 * span, "phases make up the token"
+    assert 0.5 * span < total < 1.5 * span, "the times of all phases add up to the token's time"
     with prose.raises(ValueError):
         phase_times(plan, memory.state[:4])
     with prose.raises(ValueError):

@@ -270,7 +270,7 @@ def test_every_weight_is_in_the_stream_once(rung, model):
     for layer, op in work:  # and no weight is lost on the way to the tiles
         if op == "o" and plan.blocks:
             tiles, values = in_tiles(*in_order(weights, layer, op, plan)), matrix(weights, layer, op)
-            assert torch.equal(counts(tiles[tiles != 0]), counts(values[values != 0])), "tiles are filled up with zeros"
+            assert torch.equal(counts(tiles[tiles != 0]), counts(values[values != 0])), "tiles are padded with zeros"
             continue
         tiles, values = in_tiles(matrix(weights, layer, op), row_order(config, op)), matrix(weights, layer, op)
         rows = as_operands(
@@ -407,7 +407,7 @@ def test_plans_of_drawn_tokens_are_sound(rung):
     check(*(plan_for(TINY, rung, 7, rounds=rounds) for rounds in (ROUNDS, 0, None, 1, 0, 2, ROUNDS)))
     head, first, *others = plan_for(TINY, rung, 7, rounds=ROUNDS).tail
     assert (head.edge, first.edge) == (RUNGS[rung].others, RUNGS[rung].others)
-    assert {phase.edge for phase in others} == {"grid"}, "what sampling.cuh has between rounds"
+    assert {phase.edge for phase in others} == {"grid"}, "sampling.cuh has grid barriers between radix-select passes"
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_a_graph_cache_keeps_the_most_recently_used(capacity):
     assert [cache.get(0, pytest.fail), len(cache)] == [0, capacity]
     assert cache.get("new", lambda: "graph") == "graph"
     assert len(cache) == capacity
-    assert cache.get(0, pytest.fail) == 0, "it was used after the others"
+    assert cache.get(0, pytest.fail) == 0, "it was used most recently"
     cache.get(1, lambda: made.append(1))
     assert made == [*range(capacity), 1], "the least recently used one was dropped"
 

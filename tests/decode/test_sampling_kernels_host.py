@@ -65,7 +65,7 @@ def at_once(kernel, memory, cache, sampling, count, seed=0):
     set_position(memory, POSITION, FIRST)
     logits = kernel(memory, cache.map(torch.clone), count, seed=seed, sampler=sampler)
     assert int(memory.state[ERROR]) == 0
-    assert not memory.tallies.any(), "what was added up is cleared"
+    assert not memory.tallies.any(), "histograms are cleared"
     return memory.tokens[POSITION : POSITION + count + 1].tolist(), logits, sampler
 
 
@@ -76,7 +76,7 @@ def test_tokens_of_one_launch_are_the_samplers(name, libraries):
     expected, logits, sampler = step_by_step(kernel, memory, cache, CHOICES[name], 6)
     found, last, mine = at_once(kernel, memory, cache, CHOICES[name], 6)
     assert found == expected
-    assert torch.equal(last, logits), "logits are the model's, without a penalty"
+    assert torch.equal(last, logits), "returned logits are the model's, without the penalty"
     if sampler.seen is not None:
         assert torch.equal(mine.seen, sampler.seen)
 

@@ -60,7 +60,7 @@ def test_the_kernel_reads_prompts_up_to_its_limit(make, weights, played, monkeyp
         before = played.launches
         assert list(make(weights, "streaming").run(request)) == alone(weights, request)
         assert played.launches - before == launches
-    assert len(prefilled) == 1 + 2, "that of the kernel's engine, and two of the engine without one"
+    assert len(prefilled) == 1 + 2, "one by the kernel's engine, and two by the PyTorch engine"
 
 
 @pytest.mark.parametrize("make", [TorchEngine, KernelEngine])
@@ -205,7 +205,7 @@ def test_streams_are_synchronized_before_the_buffers_are_touched(watched):
     done.clear()
     session.step(torch.tensor([3]), KVCache.empty(MODEL, 8))
     assert done == ["join", "launch"]
-    assert session.active is None, "a single step belongs to no sequence"
+    assert session.active is None, "a single step is not bound to a sequence"
     done.clear()
     session.memory.state[ERROR] = 1
     with pytest.raises(DecodeStalled):

@@ -54,7 +54,7 @@ def folder(request, device, tmp_path_factory) -> Path:
 def test_a_start_is_short(folder, device, tmp_path):
     cache = tmp_path / "cache"
     first, said = start(folder, cache)
-    assert list(cache.glob("cubins/*.cubin")), "the kernel was compiled, and kept"
+    assert list(cache.glob("cubins/*.cubin")), "the kernel was compiled and cached"
     assert first < FIRST, said
     reading = min(seconds_to_read(folder, device) for _ in range(2))
     later = [start(folder, cache) for _ in range(RUNS)]

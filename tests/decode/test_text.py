@@ -130,7 +130,7 @@ def test_special_tokens_of_a_conversation_are_not_doubled(talking):
     expected = transformers.AutoTokenizer.from_pretrained(talking).apply_chat_template(messages, tokenize=True, return_dict=False)
     assert codec.chat(messages) == "<end>hi"
     assert list(codec.encode(codec.chat(messages))) == expected
-    assert list(codec.encode("hi")) == expected, "other text gets them here"
+    assert list(codec.encode("hi")) == expected, "this tokenizer adds them to other text"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_the_cards_training_facts_match_the_script():
         "steps of warm-up": said(script["WARM_UP"]),
     }
     config = read("config.json")
-    assert {name: config[name] for name in script["SHAPE"]} == script["SHAPE"], "the files are what the script makes"
+    assert {name: config[name] for name in script["SHAPE"]} == script["SHAPE"], "the files are those that the script writes"
     assert (config["vocab_size"], table("The model")["end token"]) == (script["VOCABULARY"], script["END"])
     for folder in script["LEFT_OUT"] & {"encodings", "pydoc_data", "lib2to3"}:
         assert f"`{folder}`" in CARD

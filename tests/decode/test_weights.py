@@ -198,7 +198,7 @@ def test_a_symlink_out_of_the_folder_is_not_followed(tmp_path, name, prose):
     (folder / name).symlink_to("renamed")
     assert load_weights(folder, ModelConfig.from_pretrained(folder)).config == SMALL
     (tmp_path / "alias").symlink_to(folder)
-    assert load_weights(tmp_path / "alias", SMALL).config == SMALL, "the folder itself may be reached by a link"
+    assert load_weights(tmp_path / "alias", SMALL).config == SMALL, "the folder itself may be a symlink"
 
 
 @pytest.mark.parametrize("shared", [False, True])

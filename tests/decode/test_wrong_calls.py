@@ -51,7 +51,7 @@ def test_a_model_name_of_a_wrong_type(name, prose):
 def test_an_unknown_model_name(name, prose):
     with prose.raises(UnknownModel, match="config.json") as caught:
         Model.from_pretrained(name)
-    assert isinstance(caught.value, UnknownNameError), "the command line ends with the code of a wrong name"
+    assert isinstance(caught.value, UnknownNameError), "the command line's exit code is that of a wrong name"
     assert ("Did you mean 'tiny'?" in str(caught.value)) == (name in ("tinny", "Tiny"))
     assert len(str(caught.value)) < 500
 
@@ -119,7 +119,7 @@ def test_a_misspelt_argument(model, name, meant, prose):
     for ask in (model.generate, model.stream):
         with prose.raises(UnknownKeyword, match=f"'{name}'") as caught:
             ask([1], **{name: 1})
-        assert isinstance(caught.value, TypeError), "as Python's own"
+        assert isinstance(caught.value, TypeError), "the error is a TypeError, as Python's own"
         assert meant is None or f"Did you mean '{meant}'?" in str(caught.value)
         assert "max_new_tokens" in str(caught.value)
 

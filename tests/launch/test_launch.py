@@ -51,7 +51,7 @@ def test_every_variant_with_own_kernels_lists_them(variant):
         assert bool(variant.builds(architecture)) == (architecture in made_for)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, and have no builds")
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no builds")
 @pytest.mark.parametrize("variant", with_examples(), ids=repr)
 def test_a_recorded_call_launches_no_more_kernels_than_its_variant_declares(variant):
     architecture = (variant.capabilities.architectures or ("sm_90a",))[0]
@@ -164,7 +164,7 @@ def test_a_real_call_makes_the_recorded_launches(variant):
     name = find_architecture(f"sm_{major}{minor}").name
     architecture = find_architecture(name)
     if torch.cuda.get_device_properties(device).multi_processor_count != architecture.processors:
-        pytest.skip("the chip has another number of SMs than the usual one")
+        pytest.skip("this GPU has another number of SMs than its architecture's usual one")
     operation = variant.operation
     ran = 0
     for example in variant.listed_examples():
@@ -188,7 +188,7 @@ def test_a_real_call_makes_the_recorded_launches(variant):
         assert Counter(facts(each, architecture) for each in launches) == Counter(facts(each, architecture) for each in expected)
         ran += 1
     if not ran:
-        pytest.skip("none of its examples can run on this device")
+        pytest.skip("none of the variant's examples can run on this device")
 
 
 @pytest.mark.gpu

@@ -65,7 +65,7 @@ def test_separate_weights_are_loaded_and_saved_unchanged(pair):
     assert saved.keys() == given.keys()
     for key, value in before.items():
         assert torch.equal(saved[key], value), key
-        assert torch.equal(given[key], value), f"{key} of the caller's was changed"
+        assert torch.equal(given[key], value), f"{key} in the caller's state dict was changed"
     twin = PAIRS[pair][1]()
     twin.load_state_dict(saved)
     assert all(torch.equal(value, before[key]) for key, value in twin.state_dict().items())

@@ -422,7 +422,7 @@ def assert_clean(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @each_variant
 def test_nan_stays_in_its_head_and_does_not_reach_earlier_chunks(variant, argument, options):
     if "value_gate" in options and variant in triton_variants(GLA):
-        pytest.skip("kernels take no gate on values, and refuse it: see test_kernels_refuse_what_they_cannot_do")
+        pytest.skip("kernels refuse a gate on values: see test_kernels_refuse_unsupported_calls")
     arguments, clean = clean_run(variant, tuple({"B": 2, "T": 150, "H": 2, **options}.items()))
     found = results(GLA, with_nan(arguments, argument, (1, NAN_AT, 0)), variant)
     steps = [name for name in clean if name not in ("final_state", "grad initial_state")]
@@ -445,7 +445,7 @@ def test_nan_stays_in_its_packed_sequence(variant, argument):
     """Results and gradients of the sequences before and after are unchanged. The sequence right after is empty."""
     lengths, gated = (30, 50, 0, 70), variant not in triton_variants(GLA)
     if argument == "gv" and not gated:
-        pytest.skip("kernels take no gate on values, and refuse it: see test_kernels_refuse_what_they_cannot_do")
+        pytest.skip("kernels refuse a gate on values: see test_kernels_refuse_unsupported_calls")
     arguments, clean = clean_run(variant, (("B", 1), ("T", 150), ("lengths", lengths), ("value_gate", gated)))
     place = (1,) if argument == "initial_state" else (0, NAN_AT)
     found = results(GLA, with_nan(arguments, argument, place), variant)

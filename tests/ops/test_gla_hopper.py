@@ -286,7 +286,7 @@ LEFT_TO_OTHERS: dict[str, tuple[dict[str, Any], bool, str]] = {
 def test_unsupported_calls_are_refused_with_the_reason(name, monkeypatch):
     from onelaunch.ops.gla.variants import hopper
 
-    pytest.importorskip("triton", reason="without Triton, that it is missing is all that is said")
+    pytest.importorskip("triton", reason="without Triton, the only reason given is that it is missing")
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     given, grad, said = LEFT_TO_OTHERS[name]
     case = GLA.case(**{"dtype": "bfloat16", "B": 1, "T": 70, "H": 1, "K": 64, "V": 64, **given})
@@ -302,7 +302,7 @@ def test_it_is_refused_without_a_hopper_gpu():
     ("programs", "chunks", "parts"), [(96, 128, 1), (32, 256, 4), (16, 512, 8), (256, 64, 1), (1, 1, 1), (1, 3, 1), (64, 2, 1)]
 )
 def test_time_segments_fill_the_gpu(programs, chunks, parts):
-    pytest.importorskip("triton", reason="launches import their kernels, and these import Triton")
+    pytest.importorskip("triton", reason="launches import their kernels, which import Triton")
     from onelaunch.ops.gla.launch_hopper import parts_of
 
     assert parts_of(programs, chunks, 132) == parts

@@ -144,7 +144,7 @@ def test_it_compiles_without_graph_breaks(variant, device):
     assert_near({"y": y.detach(), "final_state": final.detach()}, {key: expected[key] for key in ("y", "final_state")}, 0)
 
 
-@pytest.mark.skipif(HOPPER, reason="here it runs")
+@pytest.mark.skipif(HOPPER, reason="this device is a Hopper GPU, on which the kernel runs")
 def test_without_a_hopper_gpu_the_error_states_the_requirement(device):
     arguments = arguments_of(LINEAR_RNN, dtype="float16", B=1, T=64, D=8, V=8)
     with pytest.raises(VariantUnsupported, match="needs"):

@@ -70,7 +70,7 @@ def test_a_share_of_tuning_tries_only_its_own_configurations():
             tried += tuner.prune_configs({})
     assert sorted(config.num_warps for config in tried) == [1, 2, 4, 8, 16]
     with part_of_tuning(7, 9):
-        assert tuner.prune_configs({}) == configs[:1], "some configuration has to run"
+        assert tuner.prune_configs({}) == configs[:1], "at least one configuration must run"
         tuner.cache, tuner.arg_names = {"key": "from a part before"}, ()
         with pytest.raises(AttributeError):
             tuner.run()  # it has no kernel
@@ -78,7 +78,7 @@ def test_a_share_of_tuning_tries_only_its_own_configurations():
         tuner.cache["key"] = "of this part"
         with pytest.raises(AttributeError):
             tuner.run()
-        assert tuner.cache, "which is not forgotten within it"
+        assert tuner.cache, "the choice stays cached within this share of the tuning"
     assert tuner.prune_configs({}) == configs
     assert Autotuner.run is before
 

@@ -86,7 +86,7 @@ def test_a_time_is_compared_with_microseconds(prose):
     assert outcome(asked, ok_cell("one", 12.0)).status == "missed"
     assert outcome(asked, ok_cell("one", 12.0), floor=1.2).status == "inconclusive"
     assert outcome(asked, ok_cell("one", 12.0, spread=0.1)).status == "inconclusive"  # 10.8 to 13.2
-    assert outcome(asked, ok_cell("one", 10.0).model_copy(update={"plan": None})).status == "met", "no floor is needed"
+    assert outcome(asked, ok_cell("one", 10.0).model_copy(update={"plan": None})).status == "met", "no roofline bound is needed"
 
 
 def in_regimes(cell, **times):

@@ -97,7 +97,7 @@ def test_a_measure_in_one_file_works_from_declaration_to_report(operators, writt
     assert cell.counts == {"operators": cell.count("operators")}
     unasked = result.cell("first", "eager")  # no criterion names it
     assert unasked.count("operators") is None
-    assert "counts" not in unasked.model_dump(), "what was stored before is stored as it was"
+    assert "counts" not in unasked.model_dump(), "results without the measure are stored unchanged"
     (outcome,) = result.outcomes
     assert outcome.status == "met"
     assert outcome.values["first"].median == cell.count("operators")

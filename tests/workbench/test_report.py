@@ -65,7 +65,7 @@ class Reader(html.parser.HTMLParser):
         self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "srcset", "action", "data")]
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
+        assert self.open, f"</{tag}> closes no open element"
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:

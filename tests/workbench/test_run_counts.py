@@ -103,7 +103,7 @@ def test_barriers_are_counted_if_a_criterion_needs_them():
     assert (cell.barriers, cell.launches, result.outcomes[0].status) == (3, None, "met")
     assert result.cell("second", "parallel").barriers is None
     unasked = result.cell("first", "eager").model_dump()
-    assert "barriers" not in unasked, "what was stored before is stored as it was"
+    assert "barriers" not in unasked, "results without the count are stored unchanged"
 
 
 def test_launches_that_cannot_be_counted_leave_a_note(prose):

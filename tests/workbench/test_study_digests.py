@@ -17,4 +17,4 @@ def test_studies_have_their_recorded_digests():
     found = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}  {path.name}" for path in sorted((ROOT / "studies").glob("*.toml"))
     ]
-    assert found == RECORDED.read_text(encoding="utf-8").splitlines(), f"record what is meant in {RECORDED.name}"
+    assert found == RECORDED.read_text(encoding="utf-8").splitlines(), f"record intended changes in {RECORDED.name}"

@@ -167,7 +167,7 @@ def test_consecutive_steps_are_timed_in_addition_to_single_calls(scripted, loops
     times = {timing.regime: timing.microseconds.median for timing in found.subjects["parallel"].timings}
     assert times == {"cold": 10.0, "running": pytest.approx(20.0), "served": pytest.approx(30.0)}
     assert {noise.regime for noise in found.noise} == {"cold", "running", "served"}
-    assert sorted(made) == sorted(2 * ["eager", "parallel", "eager"]), "one for each regime, of the baseline twice"
+    assert sorted(made) == sorted(2 * ["eager", "parallel", "eager"]), "one loop per regime, and two for the baseline"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_ctrl_c_keeps_complete_rounds(scripted):
     assert isinstance(caught.value, Interrupted)
     subjects = caught.value.measurements.subjects
     kept = {name: len(subject.timings[0].rounds) for name, subject in subjects.items()}
-    assert kept["eager"] == kept["parallel"] >= 2, "a round counts for all or for none"
+    assert kept["eager"] == kept["parallel"] >= 2, "a round counts for all candidates or for none"
     assert {subject.status for subject in subjects.values()} == {"interrupted"}
     assert f"after {kept['eager']} rounds" in subjects["eager"].reason
     assert caught.value.measurements.noise[0].ratio.samples == kept["eager"]
