@@ -28,7 +28,7 @@ from tests.prose import prose  # noqa: F401 - a fixture
 from tests.toys import make_scale
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether this process interprets Triton's kernels. Triton decides that at its import, so a process does one or the other."""
+"""True if this process interprets Triton's kernels. Triton decides that at its import, so a process does one or the other."""
 
 if INTERPRETED and importlib.util.find_spec("triton") is not None:
     spare_repeated_work()

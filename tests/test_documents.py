@@ -32,8 +32,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture
 def registry_of_its_own(monkeypatch):
-    """What a page registers is gone afterwards."""
-    list(operation.operations())  # what is imported meanwhile would be forgotten
+    """Undo what a page registers."""
+    list(operation.operations())  # without this, operations imported by the page would be unregistered after the test
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     for known in registry._REGISTRY.values():
         monkeypatch.setattr(known, "variants", dict(known.variants))
@@ -44,7 +44,7 @@ def registry_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page, registry_of_its_own, monkeypatch):
-    """All blocks of a page in order, as one module."""
+    """All blocks of a page run in order, as one module."""
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name])
     name = f"page_{page.stem.lower()}"
@@ -54,7 +54,7 @@ def test_the_python_of_a_page_runs(page, registry_of_its_own, monkeypatch):
         exec(compile(block, str(page), "exec"), module.__dict__)
 
 
-def test_the_readme_shows_what_it_says(capsys):
+def test_the_readmes_code_prints_the_output_shown(capsys):
     function, layer = blocks(ROOT / "README.md", "python")
     assert len(function.strip().splitlines()) <= 10
     exec(compile(function, "README.md", "exec"), {"__name__": "readme"})
@@ -67,7 +67,7 @@ def test_the_readme_shows_what_it_says(capsys):
     assert "torch.Size([2, 50, 128]) torch.Size([2, 1, 128])" in capsys.readouterr().out
 
 
-def test_the_readme_leads_to_documentation_and_examples():
+def test_the_readme_links_documentation_and_examples():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([^)#:]+)\)", text))
     assert {"docs/start.md", "docs/workbench.md", "docs/concepts.md", "docs/security.md", "docs/index.md"} <= linked
@@ -77,8 +77,8 @@ def test_the_readme_leads_to_documentation_and_examples():
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "start.md"], ids=lambda page: page.name)
-def test_nobody_is_told_to_install_from_an_index(page):
-    """The package is on none: a clone or a wheel is what there is."""
+def test_no_page_installs_from_a_package_index(page):
+    """No index has the package. It is installed from a clone or a wheel."""
     text = page.read_text(encoding="utf-8")
     commands = re.findall(r"^(?: {4}|\$ )(.*pip install .*)$", text, re.MULTILINE)
     assert any(command.split("pip install ")[1].startswith(".") for command in commands)
@@ -87,8 +87,8 @@ def test_nobody_is_told_to_install_from_an_index(page):
     assert "pytorch.org" in text
 
 
-def test_the_variant_of_the_contributing_page_is_found_wrong_when_it_is(registry_of_its_own):
-    """The gate that the page shows would not let a mistake pass."""
+def test_the_contributing_pages_gate_detects_a_wrong_variant(registry_of_its_own):
+    """Insert a mistake into the variant of the page. The gate that the page shows must reject it."""
     from onelaunch.ops import linear_rnn
     from onelaunch.workbench.verify import judge
 
@@ -98,7 +98,7 @@ def test_the_variant_of_the_contributing_page_is_found_wrong_when_it_is(registry
     assert not judge(linear_rnn, case, variant="doubling", device=torch.device("cpu")).ok
 
 
-def test_the_study_of_the_contributing_page_can_be_read(tmp_path):
+def test_the_contributing_pages_study_is_valid(tmp_path):
     found = [block for block in blocks(ROOT / "CONTRIBUTING.md", "toml") if "operation =" in block]
     assert len(found) == 1
     path = tmp_path / "packed-sequences.toml"
@@ -119,8 +119,8 @@ COMMANDS = sorted(
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_a_command_that_is_shown_is_one_that_is_understood(line):
-    """Parsed to the last option by the command line's own parser; not run."""
+def test_commands_shown_on_pages_can_be_parsed(line):
+    """The command line's own parser parses every option, but runs nothing."""
     command, words = typer.main.get_command(application), shlex.split(line)[1:]
     context = None
     while hasattr(command, "commands"):
@@ -130,12 +130,12 @@ def test_a_command_that_is_shown_is_one_that_is_understood(line):
     command.make_context(command.name, words, parent=context)
 
 
-def test_commands_are_shown():
+def test_pages_show_commands():
     assert any("study run" in line for line in COMMANDS)
     assert len(COMMANDS) >= 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_have_targets(page):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target

@@ -249,7 +249,7 @@ def test_the_buffer_of_a_cpu_is_larger_than_its_caches(monkeypatch, cache, free,
     assert peaks.buffer_bytes(torch.device("cpu")) == wanted
 
 
-def test_the_free_memory_of_a_cpu_is_no_more_than_it_has():
+def test_free_memory_of_a_cpu_is_at_most_its_memory():
     assert 0 < peaks.free_memory(torch.device("cpu")) <= peaks.describe("cpu").memory_bytes
 
 

@@ -52,7 +52,7 @@ def cubin(*kernels: bytes, before: str = ".text.") -> bytes:
     return head + body + b"".join(sections)
 
 
-def test_the_code_that_was_wrong_is_found_and_waits_a_cycle_more():
+def test_the_faulty_code_is_found_and_waits_one_more_cycle():
     code = cubin(ZERO + waiting(UNDER_A_PREDICATE, 3) + waiting(COMPARE, 4))
     assert hurried(code) == [Hurried(64, 1)]
     better = mended(code)
@@ -84,17 +84,17 @@ def test_the_code_that_was_wrong_is_found_and_waits_a_cycle_more():
         (LOAD & ~(0xFF << 24) | 8 << 24, True),
     ],
 )
-def test_who_reads_a_result(reader, found):
+def test_instructions_that_read_a_result_are_recognized(reader, found):
     assert hurried(cubin(zero(8, 2) + waiting(reader, 1))) == ([Hurried(64, 4)] if found else [])
 
 
-def test_four_registers_are_stored_by_the_name_of_the_first():
+def test_a_128_bit_store_reads_four_registers():
     assert hurried(cubin(zero(10, 1) + waiting(store(40, 8, 128), 1))) == [Hurried(64, 5)]
     assert not hurried(cubin(zero(10, 1) + waiting(store(40, 8, 64), 1)))
 
 
 @pytest.mark.parametrize("cycles", range(1, 9))
-def test_cycles_of_all_that_comes_between_count(cycles):
+def test_stall_cycles_of_instructions_in_between_count(cycles):
     code = cubin(zero(8, cycles) + waiting(NOTHING, 0) + waiting(NOTHING, 2) + waiting(add(first=8), 1))
     missing = sass.CYCLES - (cycles + 1 + 2)
     assert hurried(code) == ([Hurried(64, missing)] if missing > 0 else [])
@@ -118,7 +118,7 @@ def test_every_kernel_of_a_file_is_read_and_nothing_else():
     assert hurried(cubin(bad, before=".data.")) == []
 
 
-def test_what_is_no_cubin_is_refused(prose):
+def test_files_other_than_cubins_are_refused(prose):
     for other in (b"", b".version 8.0", b"\x7fELF\x01" + bytes(100)):
         with prose.raises(ValueError):
             hurried(other)

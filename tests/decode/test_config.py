@@ -25,7 +25,7 @@ QWEN3 = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_survives_its_file(name, tmp_path):
+def test_a_saved_configuration_is_read_back(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(as_dict(CONFIGS[name])))
     assert ModelConfig.from_pretrained(tmp_path) == CONFIGS[name]
     assert hash(ModelConfig.from_pretrained(tmp_path)) == hash(CONFIGS[name])
@@ -130,6 +130,6 @@ def test_a_folder_without_a_readable_configuration_is_refused(tmp_path, content,
         ModelConfig.from_pretrained(tmp_path)
 
 
-def test_a_configuration_is_checked_however_it_is_made():
+def test_every_way_to_make_a_configuration_checks_it():
     with pytest.raises(ModelConfigError, match="vocab_size"):
         ModelConfig(**{**vars(SMALL), "vocab_size": True})

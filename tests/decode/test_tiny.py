@@ -28,7 +28,7 @@ def test_the_bundled_model_is_small_and_complete():
 
 
 def test_the_bundled_model_has_learnt_python(model):
-    """It predicts this file better than random letters. An untrained model would lose 7.6 nats per token."""
+    """The model predicts this file better than random letters. An untrained model would lose 7.6 nats per token."""
     from onelaunch.decode import KVCache
     from onelaunch.decode.model.forward import forward, logits_of
 

@@ -203,7 +203,7 @@ def test_a_symlink_out_of_the_folder_is_not_followed(tmp_path, name, prose):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_symlinks_of_the_hubs_cache_are_followed(tmp_path, shared, prose):
-    """Its entries lead to blobs of the same model, which may lead to blobs that several models share."""
+    """Entries of the cache lead to blobs of the same model, which may lead to blobs that several models share."""
     model = tmp_path / "hub" / "models--owner--name"
     folder = write(model / "snapshots" / "0123abcd", random_weights(SMALL), shards=2)
     store = tmp_path / "hub" / "blobs" / "ab"
@@ -300,7 +300,7 @@ def test_a_folder_of_pickles_is_refused_by_name(tmp_path, prose):
 
 
 def test_wrong_shapes_and_truncation_are_both_checkpoint_errors(tmp_path, prose):
-    """Both are the checkpoint's fault and not the caller's, so that the command line ends with the same exit code."""
+    """The checkpoint is at fault and not the caller, so that the command line ends with the same exit code."""
     path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
     save_file(load_file(path) | {DOWN: torch.ones(2, 2)}, path)
     for foreign in (False, True):

@@ -124,7 +124,7 @@ def test_a_misspelt_argument(model, name, meant, prose):
         assert "max_new_tokens" in str(caught.value)
 
 
-def test_a_streamer_is_suggested_where_it_is_taken(model, prose):
+def test_streamer_is_suggested_only_by_functions_that_accept_it(model, prose):
     with prose.raises(UnknownKeyword, match="'streamer'"):
         model.generate([1], streemer=None)
     with prose.raises(UnknownKeyword, match="'streamer'"):

@@ -8,8 +8,11 @@ from tests.nn import definitions
 D = 64
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-6}
-"""Between calls that cut time differently, in float32: chunks and steps add up in other orders, and results have elements near 0
-that are sums of numbers of about 0.1. Layers are held to their definitions in float64, norm-wise, beside that."""
+"""Tolerance between float32 calls that split time differently.
+
+Chunks and steps sum in other orders, and elements near 0 are sums of numbers of about 0.1. In addition, layers are compared with
+their float64 definitions by norm.
+"""
 
 GLA = {
     "gla": {},

@@ -106,7 +106,7 @@ def test_convolutions_refuse_padding_that_would_count_as_steps(name, prose):
     "name", ["gla-conv-bias", "gla-no-gate", "gla-gelu", "gla-clamped", "gla-plain-norm", "simple-conv", "linear_rnn"]
 )
 def test_layers_compile_in_one_graph(name):
-    """These layers cover every branch. Others differ only in numbers and elementwise functions."""
+    """The chosen layers cover every branch. Others differ only in numbers and elementwise functions."""
     layer, _ = make(name)
     x = torch.randn(2, 9, D, requires_grad=True)
     torch._dynamo.reset()

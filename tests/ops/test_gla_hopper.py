@@ -203,7 +203,7 @@ def test_states_decay_by_the_given_amount(per, least, device):
 @on_hopper
 @pytest.mark.parametrize("name", ["q", "k", "v", "g"])
 @each_layout
-def test_nan_stays_in_its_head_and_is_not_lost(name, per, device):
+def test_nan_stays_in_its_head_and_propagates(name, per, device):
     arguments = made(device, T=300, decay_per=per)
     if arguments[name].dim() == 3:
         arguments[name][0, 130, 1] = math.nan

@@ -59,7 +59,7 @@ def test_kernels_are_correct(variant, name):
 @pytest.mark.interpret
 @variants_by_case([name for name in KERNELS if name != "fused"], UNGATED)
 def test_other_forward_passes_are_correct(variant, name):
-    """These variants have the backward pass of ``fused``."""
+    """The backward pass of these variants is that of ``fused``."""
     assert_one_call_correct(GLA, case_of(GLA, name), variant, "forward")
 
 
@@ -137,7 +137,7 @@ def test_large_float16_inputs_do_not_overflow_in_intermediates(variant, name):
 
 @pytest.mark.interpret
 @each_kernel
-def test_nan_stays_in_its_head_and_is_not_lost(variant):
+def test_nan_stays_in_its_head_and_propagates(variant):
     arguments = arguments_of(GLA, B=2, T=70, H=2, K=16, V=16)
     arguments["g"][0, 66, 1, 3] = math.nan
     o, _ = GLA(**arguments, variant=variant)

@@ -39,7 +39,7 @@ def cases(declared, processes=3):
     return list(places_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes))
 
 
-def test_every_call_that_can_run_here_is_made():
+def test_every_runnable_call_is_compiled():
     made = cases(study())
     assert {(place.shape, place.direction) for place in made if place.variant == "eager"} == {
         (shape, direction) for shape in ("first", "second") for direction in ("forward", "forward_backward")

@@ -62,7 +62,7 @@ def test_the_evidence_holds_the_numbers(prose):
 
 
 def test_ratios_are_paired_by_round():
-    """Both times vary by half, together. Their paired ratio is exact; unpaired, it would be between 0.5 and 4.5."""
+    """The two times vary by half, together. Their paired ratio is exact; unpaired, it would be between 0.5 and 4.5."""
     found = outcome(faster(1.4), ok_cell("three", 15.0, spread=0.5), ok_cell("one", 10.0, spread=0.5))
     assert found.status == "met"
     assert found.values["mega"].low == pytest.approx(1.5)
@@ -147,7 +147,7 @@ def test_tags_that_are_tuples_match_by_a_member():
     assert outcome(faster(of={"fuses": "b", "gemm": "library"}, at_least=1.2), *cells).evidence.startswith("two is 1.25x")
 
 
-def test_incorrect_variants_are_no_candidates(prose):
+def test_incorrect_variants_are_not_candidates(prose):
     wrong = bad_cell("one", "incorrect", "y is off", verdict=Verdict(ok=False, problems=("y is off.",)))
     found = outcome(faster(of={"launches": [1, 2]}), ok_cell("three", 15.0), ok_cell("two", 10.0), wrong)
     assert (found.status, found.best_of) == ("met", 1)
@@ -171,7 +171,7 @@ def test_a_variant_that_did_not_run_is_not_measured_with_the_reason(status):
     assert "because" in found.evidence
 
 
-def test_a_speedup_beyond_the_floor_is_infeasible_once_the_baseline_is_measured(prose):
+def test_a_speedup_beyond_the_roofline_bound_is_infeasible(prose):
     """The roofline bound is 4 us. Relative to a baseline of 6 us, nothing can be 2x faster."""
     found = outcome(faster(2.0), ok_cell("three", 6.0), ok_cell("one", 5.0))
     assert found.status == "infeasible"
@@ -179,13 +179,13 @@ def test_a_speedup_beyond_the_floor_is_infeasible_once_the_baseline_is_measured(
     assert outcome(faster(1.4), ok_cell("three", 6.0), ok_cell("one", 5.0)).status == "missed"
 
 
-def test_a_time_ratio_below_the_floor_is_infeasible(prose):
+def test_a_time_ratio_below_the_roofline_bound_is_infeasible(prose):
     found = outcome(ratio(1.35), ok_cell("product", 2.0), ok_cell("one", 5.0))
     assert found.status == "infeasible"
     prose(found.evidence)
 
 
-def test_floors_are_computed_for_the_cold_regime_alone():
+def test_roofline_bounds_apply_only_to_the_cold_regime():
     result = measured(study(faster(2.0)), ok_cell("three", 6.0), ok_cell("one", 5.0))
     assert possible_gain(result, faster(2.0), "mega") == pytest.approx(1.5)
     assert possible_gain(result, faster(2.0, regime="warm"), "mega") is None
@@ -404,7 +404,7 @@ def test_a_speedup_between_two_shapes_is_the_inverse_ratio():
 
 
 def test_rounds_at_two_shapes_are_not_paired():
-    """Both times vary by a tenth. Only pairing rounds that were never taken together could cancel that."""
+    """The two times vary by a tenth. Only pairing rounds that were never taken together could cancel that."""
     cells = ok_cell("one", 10.0, spread=0.1), ok_cell("one", 44.0, of=LONG, spread=0.1)
     found = outcome(at_two(1.2), *cells, shapes=(MEGA, LONG))
     assert found.status == "inconclusive"

@@ -48,7 +48,7 @@ def test_savings_are_split_into_bytes_launches_and_a_rest():
     assert saving.unexplained == pytest.approx(0.1)
 
 
-def test_counted_bytes_explain_savings_where_both_sides_have_them():
+def test_savings_use_counted_bytes_if_both_sides_have_them():
     cells = ok_cell("three", 10.1, counted=9e6), ok_cell("one", 5.0, counted=4e6)
     (saving,) = explain_savings(measured(study(), *cells))
     assert (saving.by_bytes, saving.traffic_source) == (pytest.approx(5.0), "ncu")
