@@ -124,16 +124,16 @@ def choose_partition(tiles: int, k_blocks: int, multiprocessors: int, k_block: f
     """
     rounds = cdiv(tiles, multiprocessors)
     units = cdiv(tiles, rounds)
-    found = [Partition(units, *divmod(tiles, units), k_blocks, splits_tiles=False, microseconds=rounds * k_blocks * k_block)]
+    candidates = [Partition(units, *divmod(tiles, units), k_blocks, splits_tiles=False, microseconds=rounds * k_blocks * k_block)]
     parts = max((part for part in range(1, max(multiprocessors // tiles, 1) + 1) if k_blocks % part == 0), default=1)
     if parts > 1:
         time = k_blocks // parts * k_block + fixup
-        found.append(Partition(tiles * parts, k_blocks // parts, 0, 1, splits_tiles=True, microseconds=time))
+        candidates.append(Partition(tiles * parts, k_blocks // parts, 0, 1, splits_tiles=True, microseconds=time))
     total = tiles * k_blocks
     units = min(multiprocessors, total)
     time = cdiv(total, units) * k_block + fixup + UNALIGNED_MICROSECONDS
-    found.append(Partition(units, *divmod(total, units), 1, splits_tiles=True, microseconds=time))
-    return min(found, key=lambda partition: partition.microseconds)
+    candidates.append(Partition(units, *divmod(total, units), 1, splits_tiles=True, microseconds=time))
+    return min(candidates, key=lambda partition: partition.microseconds)
 
 
 def partition_of(config: GemmConfig, shape: tuple[int, int, int], multiprocessors: int) -> Partition:

@@ -65,7 +65,7 @@ class SwigluCall(NamedTuple):
     w_up: Operand
     """Weight of up, ``[N, K]``, of the same kind."""
     stacked: Operand | None
-    """Both weights as one matrix ``[2 N, K]``, the gate's rows first, or None. It sets the query's flag ``stacked``."""
+    """Stacked weights ``[2 N, K]`` in one matrix, the gate's rows first, or None. It sets the query's flag ``stacked``."""
     key: Query
     """Dispatch key."""
     constant_weights: bool = False
