@@ -105,7 +105,7 @@ def test_no_room_for_the_weights_a_second_time_or_for_a_prompt(weights, played, 
 
     with monkeypatch.context() as patched:
         patched.setattr(kernels_file, "pack", exhausted)
-        with pytest.raises(DeviceMemoryError, match="no room on cpu for the weights in the order of their use"):
+        with pytest.raises(DeviceMemoryError, match="no room on cpu for a second copy of the weights, in the order in which"):
             list(KernelEngine(weights, "streaming").run(SAMPLED))
     for place, what in ((KVCache, "a cache of 40 positions"), (None, "the activations of a prompt of 40 tokens")):
         with monkeypatch.context() as patched:
