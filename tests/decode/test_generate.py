@@ -372,7 +372,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
         ("", {}, ArgumentError, "prompt has no tokens"),
         ([1, 300], {}, ValueRangeError, r"prompt holds 300; a token is an integer within 0\.\.299"),
         ([1, "2"], {}, ValueRangeError, "prompt holds '2'"),
-        (torch.tensor([[1], [2]]), {}, ArgumentError, r"prompt is a tensor \(2, 1\) of torch.int64; .* one text at a time"),
+        (torch.tensor([[1], [2]]), {}, ArgumentError, r"prompt is a tensor \(2, 1\) of torch.int64; .* one sequence at a time"),
         (torch.tensor([1.0]), {}, ArgumentError, "of torch.float32"),
         (torch.tensor([True]), {}, ArgumentError, "of torch.bool; it must be .* of integers"),
         (torch.tensor([1j]), {}, ArgumentError, "of torch.complex64"),

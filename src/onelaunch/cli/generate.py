@@ -17,7 +17,7 @@ from onelaunch.decode.model.hub import BUNDLED
 from onelaunch.decode.model.sampling import Sampling
 from onelaunch.errors import ArgumentError, FallbackNotice, OneLaunchError
 
-MODEL_DEFAULT = "the model's"
+MODELS = "the model's"
 """Default that the help shows for options that ``generation_config.json`` or ``config.json`` sets."""
 
 
@@ -29,35 +29,25 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Largest number of new tokens.")] = 256,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            "--temperature", "-t", help="Divisor of the logits; 0 always takes the likeliest token.", show_default=MODEL_DEFAULT
-        ),
+        typer.Option("--temperature", "-t", help="Divisor of the logits; 0 takes the likeliest token.", show_default=MODELS),
     ] = None,
     top_k: Annotated[
         int | None,
-        typer.Option("--top-k", help="Sample from this many of the likeliest tokens; 0 keeps all.", show_default=MODEL_DEFAULT),
+        typer.Option("--top-k", help="Sample from this many of the likeliest tokens; 0 keeps all.", show_default=MODELS),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            "--top-p",
-            help="Sample from the smallest set of tokens whose total probability reaches top_p.",
-            show_default=MODEL_DEFAULT,
+            "--top-p", help="Sample from the smallest set of tokens that reaches this probability.", show_default=MODELS
         ),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(
-            "--min-p", help="Keep tokens whose probability is at least min_p times the largest.", show_default=MODEL_DEFAULT
-        ),
+        typer.Option("--min-p", help="Keep tokens whose probability is at least min_p times the largest.", show_default=MODELS),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(
-            "--repetition-penalty",
-            help="Values above 1 make tokens that occurred before less likely.",
-            show_default=MODEL_DEFAULT,
-        ),
+        typer.Option("--repetition-penalty", help="Above 1, tokens that occurred are less likely.", show_default=MODELS),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of sampling; the same seed gives the same text.")] = 0,
     stop: Annotated[
@@ -73,7 +63,7 @@ def generate(
     device: DeviceName = "auto",
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="Dtype of weights and cache: bfloat16, float16 or float32.", show_default=MODEL_DEFAULT),
+        typer.Option("--dtype", help="Dtype of weights and cache: bfloat16, float16 or float32.", show_default=MODELS),
     ] = None,
     variant: Annotated[str, typer.Option("--variant", help="Variant of decode_step; onelaunch explain lists them.")] = "auto",
 ) -> None:

@@ -2,7 +2,7 @@
 
 The time of a single step includes one launch, and the time to fill the ring of weight chunks of a kernel that otherwise
 prefetches the next token's first weights. A long sequence pays for both once per launch of many tokens. The loops here measure
-that cost per token.
+that cost per token. They are the regimes ``running`` and ``served`` of studies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_TOKENS, MAX_TOKENS = 16, 128
 """Smallest and largest number of tokens in a timed run."""
 
 RUN_SECONDS = 50e-3
-"""Duration that a run aims at, in seconds. The start and the end of a run then cost less than a thousandth of it."""
+"""Duration that a run aims at, in seconds. What its first and last token cost in addition is then below a thousandth of it."""
 
 SLEEP_CYCLES = 400_000
 """Clock cycles (0.2 ms) that the device sleeps before a timed run. The host enqueues the first launch meanwhile."""

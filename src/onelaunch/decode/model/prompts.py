@@ -61,7 +61,7 @@ def _values(prompt: Any, config: ModelConfig) -> Iterable[object]:
         integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype is torch.bool)
         if not integers or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
             got = f"{tuple(prompt.shape)} of {prompt.dtype}"
-            raise ArgumentError(f"prompt is a tensor {got}; it must be [T] or [1, T] of integers: one text at a time.")
+            raise ArgumentError(f"prompt is a tensor {got}; it must be [T] or [1, T] of integers: one sequence at a time.")
         return prompt.flatten().tolist()
     if isinstance(prompt, Mapping):
         hint = "pass its input_ids" if "input_ids" in prompt else "for a message, pass what Model.chat makes of it"
@@ -87,7 +87,7 @@ def _token(value: object, config: ModelConfig) -> int:
         if isinstance(value, Mapping):
             hint = "; for messages, pass what Model.chat makes of them"
         elif isinstance(value, Iterable) and not isinstance(value, str):
-            hint = "; give one text at a time"
+            hint = "; give one sequence at a time"
         want = f"a token is an integer within 0..{config.vocab_size - 1}{hint}"
         raise ValueRangeError("prompt", got=f"holds {shown(value)}", want=want)
     return token

@@ -15,7 +15,10 @@ from onelaunch.decode.plan.packing import Stream, pack
 from onelaunch.decode.plan.phases import ROUNDS, Plan
 
 STATE_WORDS, ERROR = 4, 3
-"""Number of words of the kernel's state (position, tokens, barriers, error), and the index of the error word."""
+"""Number of words of the kernel's state (position, tokens, barriers, error), and the index of the error word.
+
+The enumerations in ``codegen/kernels/step.cu`` have the same values.
+"""
 
 OUT_OF_RANGE = 2
 """Error code of a fixed-point sum that left its range. The only other code means that a wait timed out."""
@@ -94,9 +97,10 @@ class Memory:
         self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
         """Counter of the grid barrier, then the semaphores of key heads."""
         self.state = torch.zeros(STATE_WORDS + markers * plan.ctas * marker_words(plan), dtype=torch.int32, device=device)
+        """State of the kernel: position, tokens so far, grid barriers so far, error; then profile markers, if there are any."""
 
     def reset(self) -> None:
-        """Clear the buffers after an error, which leaves counters and tags inconsistent; they run on over launches."""
+        """Clear the buffers after an error, since counters and tags continue from launch to launch."""
         for tensor in (self.words, self.best, self.histograms, self.counters, self.state):
             tensor.zero_()
 
