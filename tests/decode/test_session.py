@@ -18,7 +18,7 @@ from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.runtime import kernels as kernels_file
 from onelaunch.decode.runtime import proofs
-from onelaunch.decode.runtime.engines import BATCH, KernelEngine, Request, TorchEngine
+from onelaunch.decode.runtime.engines import TOKENS_PER_LAUNCH, KernelEngine, Request, TorchEngine
 from onelaunch.decode.runtime.kernels import session_for
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE
 from onelaunch.decode.runtime.models import MODELS
@@ -83,7 +83,7 @@ def test_texts_that_take_turns_are_those_that_come_alone(weights, played):
     engine = KernelEngine(weights, "streaming")
     texts = [engine.run(request) for request in GREEDY.values()]
     found = [[], []]
-    for _ in range(3 * BATCH + 5):
+    for _ in range(3 * TOKENS_PER_LAUNCH + 5):
         for text, tokens in zip(texts, found, strict=True):
             tokens += [token for token in (next(text, None),) if token is not None]
     assert found == [alone(weights, request) for request in GREEDY.values()]
@@ -105,14 +105,14 @@ def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name,
     engine = KernelEngine(weights, "streaming")
     texts = [engine.run(request) for request in requests]
     found = [[], []]
-    for _ in range(3 * BATCH + 5):
+    for _ in range(3 * TOKENS_PER_LAUNCH + 5):
         for text, tokens in zip(texts, found, strict=True):
             tokens += [token for token in (next(text, None),) if token is not None]
     assert found == [alone(weights, request) for request in requests]
     assert found[0] != alone(weights, GREEDY["first"])
     (short, long), most = (len(request.prompt) for request in requests), megakernel.prompt_steps("streaming", MODEL)
     assert short < most < long
-    assert played.launches == short + sum(-(-(request.max_new_tokens - 1) // BATCH) for request in requests)
+    assert played.launches == short + sum(-(-(request.max_new_tokens - 1) // TOKENS_PER_LAUNCH) for request in requests)
 
 
 def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch, tmp_path):
