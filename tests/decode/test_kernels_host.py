@@ -27,7 +27,7 @@ CASES += [("streaming", "odd sizes", 8), ("streaming", "untied, a key head", 12)
 
 def kernel_and_memory(weights, plan, libraries, tuning=None):
     kernel = HostKernel(plan, libraries, tuning)
-    return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, stamps=kernel.tuning.stamps)
+    return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, markers=kernel.tuning.stamps)
 
 
 def assert_matches_oracle(weights, plan, libraries, given, positions):

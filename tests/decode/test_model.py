@@ -59,7 +59,7 @@ def test_28_layers_in_bfloat16_stay_within_the_gate():
 
 @pytest.mark.parametrize("name", ["tied", "untied_with_biases", "yarn"])
 def test_chunks_and_single_steps_give_the_logits_of_the_whole_sequence(name, monkeypatch):
-    monkeypatch.setattr(model_file, "PIECE", 7)
+    monkeypatch.setattr(model_file, "PREFILL_CHUNK", 7)
     weights = random_weights(CONFIGS[name], seed=3).map(torch.Tensor.double)
     tokens = tokens_of(weights.config, 40)
     whole = all_logits(weights, tokens)

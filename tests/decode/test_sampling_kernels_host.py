@@ -65,7 +65,7 @@ def at_once(kernel, memory, cache, sampling, count, seed=0):
     set_position(memory, POSITION, FIRST)
     logits = kernel(memory, cache.map(torch.clone), count, seed=seed, sampler=sampler)
     assert int(memory.state[ERROR]) == 0
-    assert not memory.tallies.any(), "histograms are cleared"
+    assert not memory.histograms.any(), "histograms are cleared"
     return memory.tokens[POSITION : POSITION + count + 1].tolist(), logits, sampler
 
 

@@ -107,7 +107,7 @@ def test_gradients_of_a_subset_of_the_tensors(variant):
         assert set(results(GLA_LAYER, given, variant)) == {"out", f"grad {asking}"}
 
 
-def test_autocast_lowers_all_tensors_but_the_norms_weight_and_the_state():
+def test_autocast_casts_all_tensors_but_the_norms_weight_and_the_state():
     given = made(grad=True, initial_state=True, final_state=True)
     low = {name: value.detach().bfloat16() if name in TENSORS else value for name, value in given.items()}
     low["norm_weight"] = given["norm_weight"].detach()

@@ -184,13 +184,13 @@ def replanned(monkeypatch):
 def shared_by(runs):
     """Return a function that splits all work into so many stream-K work units, which end in the middle of tiles."""
 
-    def cut(config, shape, *_):
+    def partition(config, shape, *_):
         rows, columns, channels = shape
         units = configure_hopper.tile_count(config, rows, columns) * -(-channels // config.k_block)
         count = min(runs, units)
-        return configure_hopper.Cut(count, *divmod(units, count), 1, shares=True, microseconds=0.0)
+        return configure_hopper.Partition(count, *divmod(units, count), 1, splits_tiles=True, microseconds=0.0)
 
-    return cut
+    return partition
 
 
 @pytest.mark.gpu
@@ -202,7 +202,7 @@ def test_tiles_shared_by_any_stream_k_units(way, form, runs, device, replanned):
     arguments = made(device, M=40, N=528, K=9 * 1024, format=form)
     expected = swiglu(**arguments, variant="eager").float()
 
-    replanned("cut_of", shared_by(runs))
+    replanned("partition_of", shared_by(runs))
     first = swiglu(**arguments, variant=way)
     assert (
         first.float() - expected
@@ -262,7 +262,7 @@ def test_pytorchs_default_dtype_does_not_matter(form, dtype, device, replanned):
     arguments = made(device, M=40, N=528, K=9 * 1024, format=form)
     if form != "dense":
         arguments["w_up"] = NVFP4Tensor(arguments["w_up"].codes, arguments["w_up"].scales)
-    replanned("cut_of", shared_by(40))
+    replanned("partition_of", shared_by(40))
     expected = swiglu(**arguments, variant="stream_k")
     torch.set_default_dtype(dtype)
     try:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from onelaunch.kernels.common.layout import cdiv
-from onelaunch.kernels.gemm_sm90.config import SIDE_ROWS, WIDEST, GemmConfig, Multicast
+from onelaunch.kernels.gemm_sm90.config import WARPGROUP_ROWS, WIDEST, GemmConfig, Multicast
 from onelaunch.kernels.tma import ROW_BYTES
 from onelaunch.operation import remembered
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, Place
@@ -25,7 +25,7 @@ LARGEST = 3e38
 FEW = 64
 """Columns left of a segment for which narrower products are compiled."""
 
-STORE_BYTES = TILE_ROWS // SIDE_ROWS * 2 * PANEL * ROW_BYTES
+STORE_BYTES = TILE_ROWS // WARPGROUP_ROWS * 2 * PANEL * ROW_BYTES
 """Shared memory for results on their way out: two panels of each warpgroup."""
 
 MAX_STAGES = 8
