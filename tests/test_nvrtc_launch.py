@@ -260,9 +260,8 @@ def test_tma_reads_a_box_and_fills_zeros_outside(hopper):
     assert not y[:2, 4:].any()
     assert not y[2:].any()
     box((1, 1, 1), described, y, 0, 0)
-    assert torch.equal(
-        y.sort().values, x[:4, :8].sort().values
-    )  # swizzled: the elements of each row are the same, in another order
+    # swizzled: the elements of each row are the same, in another order
+    assert torch.equal(y.sort().values, x[:4, :8].sort().values)
 
 
 @compiled

@@ -232,7 +232,7 @@ def test_a_control_is_registered_separately_from_the_variants(scale):
         """Copy the input."""
         return call.x.clone()
 
-    assert scale.controls["copy"].summary == "A plain copy."
+    assert scale.controls["copy"].summary == "Copy the input."
     assert "copy" not in scale.variants
     assert math.isclose(scale.controls["copy"].cost(scale.case("float16", N=1)).bytes, 8)
 

@@ -44,9 +44,8 @@ def phase_times(plan: Plan, state: torch.Tensor) -> dict[str, PhaseTime]:
     span, nanoseconds = (end - begin) % 2**32, (time_end - time_begin) % 2**32
     microseconds = 1e-3 * float(nanoseconds.double().sum() / span.double().sum().clamp(min=1))
     marks = ((table[:, MARKER_HEADER:] - begin[:, None]) % 2**32).view(plan.ctas, -1, len(MARKER_ROWS), 2)
-    seen = (table[:, MARKER_HEADER:] != 0).view_as(marks) & (
-        marks <= span[:, None, None, None]
-    )  # other markers are left from an earlier token
+    # other markers are left from an earlier token
+    seen = (table[:, MARKER_HEADER:] != 0).view_as(marks) & (marks <= span[:, None, None, None])
     waits: dict[str, list[int]] = {}
     works: dict[str, list[int]] = {}
     order = [(layer, phase.name, _row(phase.op)) for layer, phase in plan.instances() if phase.op != "norm"]

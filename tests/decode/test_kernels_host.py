@@ -221,9 +221,8 @@ def test_a_wait_that_never_ends_is_abandoned_and_reported(libraries):
     kernel, memory = kernel_and_memory(weights, plan_for(TINY, "streaming", 2), libraries)
     whole = kernel.plan.ctas
     logits = torch.zeros(TINY.vocab_size)
-    kernel.launch(
-        memory, cache, logits, torch.tensor([1]), (1, 3, 0, 0, whole - 1), 0
-    )  # one CTA is missing, so the others wait in vain
+    # one CTA is missing, so the others wait in vain
+    kernel.launch(memory, cache, logits, torch.tensor([1]), (1, 3, 0, 0, whole - 1), 0)
     assert int(memory.state[ERROR]) == 1
     assert logits.isnan().any()
     memory.reset()

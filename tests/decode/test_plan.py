@@ -273,9 +273,8 @@ def test_every_weight_is_in_the_stream_once(rung, model):
             assert torch.equal(counts(tiles[tiles != 0]), counts(values[values != 0])), "tiles are padded with zeros"
             continue
         tiles, values = in_tiles(matrix(weights, layer, op), row_order(config, op)), matrix(weights, layer, op)
-        rows = as_operands(
-            tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op)))
-        )  # as_operands is its own inverse
+        # as_operands is its own inverse
+        rows = as_operands(tiles.permute(0, 3, 1, 2, 4).reshape(-1, padded(columns(config, op))))
         kept = row_order(config, op).flatten()
         assert torch.equal(rows[kept >= 0][:, : values.shape[1]], values[kept[kept >= 0]])
 

@@ -106,9 +106,8 @@ def test_leading_dimensions_are_kept(lead, variant):
     expected = output_chain(**given, variant=variant)
     found = output_chain(**flat(given, lead), variant=variant)
     assert found.shape == (*lead, 40)
-    assert_near(
-        {"out": found.reshape(expected.shape)}, {"out": expected}, 1e-6
-    )  # with other strides, the product may sum in another order
+    # with other strides, the product may sum in another order
+    assert_near({"out": found.reshape(expected.shape)}, {"out": expected}, 1e-6)
 
 
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}])

@@ -158,10 +158,8 @@ def test_extreme_values(variant):
         (answer["gradient"],) = torch.autograd.grad(sum(each.sum() for each in outputs), weight)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-5, atol=5e-7), name
-    for name, at in (
-        ("logsigmoid", (0, slice(7, 9))),
-        ("gradient", (slice(31, 33), 0)),
-    ):  # tolerance: bits that an exponential loses when added to 1
+    # tolerance: bits that an exponential loses when added to 1
+    for name, at in (("logsigmoid", (0, slice(7, 9))), ("gradient", (slice(31, 33), 0))):
         assert torch.allclose(found[name][at] / expected[name][at], torch.ones(2), rtol=1e-4), name
     (q,) = projections(torch.zeros(2, 3), torch.randn(8, 3), (Segment("q", 2, 4, "l2norm"),), variant=variant)
     assert not q.any()

@@ -345,9 +345,8 @@ def test_kept_products(device):
         h, both = launch_hopper.dual_gemm(config, x, (gate, up), None, None, keep=True)
         assert torch.equal(h, swiglu(x, gate, up, variant=variant))
         expected = torch.cat((x @ gate.T, x @ up.T), 1)
-        assert torch.allclose(
-            both, expected, rtol=1e-2, atol=1e-2
-        )  # tolerance: both are rounded to bfloat16, and sums are in another order
+        # tolerance: both are rounded to bfloat16, and sums are in another order
+        assert torch.allclose(both, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu

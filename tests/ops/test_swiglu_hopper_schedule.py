@@ -68,9 +68,8 @@ def test_every_k_block_is_done_once_and_every_partial_sum_is_used(tiles, steps, 
             elif last < steps:
                 added += waits_for(partition, run, tile, steps)
     assert len(done) == tiles * steps == begin(partition, partition.units)
-    assert sorted(left) == sorted(
-        added
-    )  # each unit leaves partial sums once and another takes them, so that flags are zero again
+    # each unit leaves partial sums once and another takes them, so that flags are zero again
+    assert sorted(left) == sorted(added)
     assert len(set(left)) == len(left)
     assert not left or partition.splits_tiles
 

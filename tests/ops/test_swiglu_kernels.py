@@ -179,9 +179,8 @@ def test_row_scales_combined_with_one_tensor_scale(variant, per_row):
     matrices = {"x": torch.randn(6, 32), "gate": torch.randn(16, 32), "up": torch.randn(16, 32)}
     given = [quantize_fp8(matrix, per_row=name == per_row) for name, matrix in matrices.items()]
     expected = swiglu(*given, out_dtype=torch.bfloat16)
-    assert_near(
-        {"h": swiglu(*given, variant=variant)}, {"h": expected}, 2**-7
-    )  # tolerance: two roundings to bfloat16 more or less
+    # tolerance: two roundings to bfloat16 more or less
+    assert_near({"h": swiglu(*given, variant=variant)}, {"h": expected}, 2**-7)
 
 
 @pytest.mark.interpret

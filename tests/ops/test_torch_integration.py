@@ -66,17 +66,13 @@ def with_strides(value, make):
 
 
 def in_graphs():
-    """Return parameters for tests of compilation: operation, variant, and whether sequences are packed.
-
-    The loop over time reads the offsets and is never packed. Unpacked calls are included only where no operator hides the code.
-    """
+    """Parametrize compilation: packed except for the step loop, unpacked only where no operator hides the code."""
     for each in EVERYWHERE + KERNELS:
         operation, variant = each.values
         for packed in (False, True):
             read = packed and variant == stepwise_baseline(operation)
-            seen = not packed and (
-                each in KERNELS or variant == "auto"
-            )  # "auto" is tested in test_compiled_code_supports_other_lengths
+            # "auto" is tested in test_compiled_code_supports_other_lengths
+            seen = not packed and (each in KERNELS or variant == "auto")
             if not read and not seen:
                 yield pytest.param(*each.values, packed, id=f"{each.id}-{packed}", marks=each.marks)
 

@@ -147,9 +147,8 @@ def test_a_failing_disassembler_is_reported(monkeypatch, prose):
     def fail(*_args, **_kwargs):
         raise subprocess.CalledProcessError(1, "cuobjdump")
 
-    only_ours = SimpleNamespace(
-        run=fail, SubprocessError=subprocess.SubprocessError
-    )  # Triton starts ptxas through the same module
+    # Triton starts ptxas through the same module
+    only_ours = SimpleNamespace(run=fail, SubprocessError=subprocess.SubprocessError)
     monkeypatch.setattr(inspection, "subprocess", only_ours)
     with prose.raises(InspectionError, match="'matmul'"):
         inspect_build(matmul(), "sm_80")

@@ -137,9 +137,8 @@ def test_a_markdown_report_has_only_its_own_structure() -> None:
     heads = [line for line in text.splitlines() if line.startswith("#")]
     assert [line.partition(" ")[0] for line in heads if "Notes" not in line][:3] == ["#", "##", "##"]
     assert "\x1b" not in text
-    assert (
-        honest.count("\n## ") <= text.count("\n## ") <= honest.count("\n## ") + 1
-    )  # the run's notes have a section of their own
+    # the run's notes have a section of their own
+    assert honest.count("\n## ") <= text.count("\n## ") <= honest.count("\n## ") + 1
 
 
 @pytest.mark.parametrize(
