@@ -275,7 +275,7 @@ def test_float8_errors_are_within_half_a_unit_of_its_three_bits(per_row):
     smallest = tensor.scale * 2.0**-10  # half of the smallest subnormal number
     assert (off <= values.abs() * 2**-4 * (1 + 1e-6) + smallest).all()
     assert torch.equal(tensor.rows(2, 5).dequantize(), tensor.dequantize()[2:5])
-    # tolerance: largest / 448 * 448 in float32
+    # The tolerance is for the largest value, divided by 448 and multiplied again in float32.
     assert torch.isclose(tensor.dequantize().abs().amax(), values.abs().amax(), rtol=1e-6)
 
 
