@@ -117,7 +117,7 @@ def compile_now(source: Source, architecture: str) -> Compiled:
             raise CompileError(source.name, architecture, log=log or error.name)
         cubin = _product(program, "CUBIN")
         if architecture in sass.ARCHITECTURES:
-            cubin = sass.mended(cubin)
+            cubin = sass.patched(cubin)
         return Compiled(cubin, _product(program, "PTX").rstrip(b"\0").decode(), log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
