@@ -152,7 +152,7 @@ def test_a_case_is_made_of_sizes_and_options(scale):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "scale needs the sizes N; N not given"),
+        ({}, "scale needs the sizes N; these are missing: N"),
         ({"N": -1}, "Size N of scale is -1; it must be an integer of at least 0"),
         ({"N": 2.5}, "Size N of scale is 2.5"),
         ({"N": True}, "Size N of scale is True"),

@@ -1,4 +1,4 @@
-"""``python -m onelaunch``: the command line, where the console script is not on the path."""
+"""Entry point of ``python -m onelaunch``, which runs the command line without the console script."""
 
 from onelaunch.cli.main import app
 

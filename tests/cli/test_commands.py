@@ -110,7 +110,7 @@ def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypat
     ("arguments", "said"),
     [
         (("linear_rn", "--shape", SHAPE), "error: There is no operation 'linear_rn'. Did you mean 'linear_rnn'?"),
-        (("linear_rnn", "--shape", "B=1,T=64"), "error: linear_rnn needs the sizes B, T, D, V; D, V not given."),
+        (("linear_rnn", "--shape", "B=1,T=64"), "error: linear_rnn needs the sizes B, T, D, V; these are missing: D, V."),
         (("linear_rnn", "--shape", "B=1,T=64,D=32,W=32"), "error: --shape has the unknown name 'W'."),
         (("linear_rnn", "--shape", "B=1,T=x,D=32,V=32"), "error: --shape has T=x; a size must be an integer"),
         (("linear_rnn", "--shape", "B=1,T=1.5,D=32,V=32"), "error: --shape has T=1.5; a size must be an integer"),

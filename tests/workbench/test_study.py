@@ -99,7 +99,7 @@ MISTAKES = {
         ("N = 4", "M = 4"),
         "shapes[0] (big) has an unknown key 'M'. Known: name, dtype, scale, skip, directions, N, V, kind, masked.",
     ),
-    "missing size": (("N = 4\n", ""), "shapes[0] (big): ladder needs the sizes N, V; N not given."),
+    "missing size": (("N = 4\n", ""), "shapes[0] (big): ladder needs the sizes N, V; these are missing: N."),
     "unknown name to skip": (
         ('kind = "odd"', 'skip = ["two", "produkt"]'),
         "shapes[0] (big): skip names no variant or control 'produkt'. Did you mean 'product'?",

@@ -63,7 +63,7 @@ class StallHazard(NamedTuple):
 def stall_hazards(cubin: bytes) -> list[StallHazard]:
     """Return the hazards of all kernels in a cubin for one of :data:`ARCHITECTURES`, in the order of their offsets in a kernel.
 
-    Instructions are read in the order of their addresses. Jumps are not followed, since a taken jump lasts longer than the hazard.
+    Instructions are read in the order of their addresses. Jumps are not followed: a taken jump lasts longer than the hazard.
 
     Raises:
         ValueError: The bytes are not a cubin.
