@@ -44,7 +44,7 @@ def test_where_nothing_was_measured_the_order_of_preference_decides(table):
     table({})
     assert dispatch.choose(query()).name == "vector"
     assert dispatch.explain(query()).because == (
-        "first in scale's order of preference on cpu that can run; nothing near was measured"
+        "it is the first in scale's order of preference on cpu that can run; no similar call was measured"
     )
 
 
@@ -57,7 +57,9 @@ def test_the_fastest_measured_one_is_chosen(table):
     table({8: {"loop": 1.0, "vector": 2.0, "no_backward": 3.0}})
     assert dispatch.choose(query()).name == "loop"
     here = hardware.describe("cpu").name
-    assert dispatch.explain(query()).because == f"fastest measured of ours, or within 3% of it, at N=8 on {here}"
+    assert dispatch.explain(query()).because == (
+        f"it is the fastest of our variants, or within 3% of it, as measured at N=8 on {here}"
+    )
 
 
 def test_other_libraries_run_by_name_alone(table, scale, monkeypatch):

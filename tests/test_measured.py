@@ -179,7 +179,7 @@ def test_an_explanation_says_which_direction_was_measured_and_where(places, scal
     assert "forward was measured" in other.because
     assert "forward_backward was not" in other.because
     nothing = dispatch.explain(query._replace(sizes=(1000,)))
-    assert "nothing near was measured" in nothing.because
+    assert "no similar call was measured" in nothing.because
     path.write_text(table(row(direction="forward_backward"), device=here.name))
     forget()
     assert "forward_backward was measured" in dispatch.explain(query).because

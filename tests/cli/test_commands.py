@@ -71,7 +71,7 @@ def test_explain_knows_every_operation(call, operation):
     shape = ",".join(f"{dimension}=32" for dimension in operation.dimensions)
     answer = call("explain", operation.name, "--shape", shape, "--dtype", "float32", "--device", "cpu", "--grad")
     assert answer.code == 0
-    assert "chunked runs: first in" in answer.out
+    assert "chunked runs: it is the first in" in answer.out
     assert all(name in answer.out for name in operation.variants)
 
 
@@ -121,7 +121,7 @@ def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypat
         (("linear_rnn", "--shape", ""), "error: linear_rnn needs the sizes"),
         (("linear_rnn", "--shape", SHAPE, "--dtype", "float61"), "error: dtype is 'float61'"),
         (("linear_rnn",), "--shape"),
-        (("gla", "--shape", "B=1,T=64,K=32,V=32"), "error: gla needs the sizes B, T, H, K, V; H not given."),
+        (("gla", "--shape", "B=1,T=64,K=32,V=32"), "error: gla needs the sizes B, T, H, K, V; these are missing: H."),
         (("gla", "--shape", "B=1,T=64,H=2,K=8,V=32"), "error: q has shape (1, 64, 2, 8); it must be [B, T, H, K] with K from 16"),
     ],
 )
