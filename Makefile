@@ -14,7 +14,7 @@ QUICK := $(if $(shell command -v nvidia-smi || command -v rocm-smi),,--quick)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt --build-constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint types layers docs check format clean
+.PHONY: help demo test quick prose lint types layers docs check format clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -32,6 +32,11 @@ test: $(VENV)/.developer ## run the test-suite: once with kernels compiled, once
 
 quick: $(VENV)/.developer ## run what tests in a few minutes: no slow ones, kernels compiled for sm_90a alone, none interpreted
 	$(PYTEST) -m "not interpret and not slow" --architectures=one
+
+prose: $(VENV)/.developer ## write the words that tests find to tests/snapshots/prose.txt (TESTS=... for some of them), for review
+	-$(BIN)/python -m pytest -q --update-prose -m "not interpret" --architectures=one $(TESTS)
+	-TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --update-prose -m interpret $(TESTS)
+	git diff --stat tests/snapshots/prose.txt
 
 lint: $(VENV)/.developer ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -19,10 +19,12 @@ import torch
 from onelaunch import dispatch, operation
 from onelaunch.device.tools import find_ncu
 from onelaunch.operation import registry
+from tests import prose as wording
 from tests.browser import REQUIRED, missing_browser
 from tests.durations import Durations, add_options
 from tests.interpreter import spare_repeated_work
 from tests.kept import keep_triton
+from tests.prose import prose  # noqa: F401 - a fixture
 from tests.toys import make_scale
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,6 +43,7 @@ if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:  # thre
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
+    wording.add_options(parser)
     parser.addoption(
         "--architectures",
         choices=("one", "two", "all"),
@@ -52,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(config))
+    wording.register(config)
     config.pluginmanager.register(Frozen())
 
 

@@ -62,6 +62,6 @@ def test_runs_are_long_enough_to_be_timed(seconds, room, count):
     assert enough(seconds, room) == count
 
 
-def test_where_texts_differ():
+def test_where_texts_differ(prose):
     assert first_difference((1, 2, 3), [1, 2, 3]) is None
-    assert first_difference((1, 2, 3), [1, 5, 4]) == "token 2 of 3 is 2; single steps make 5."
+    prose(first_difference((1, 2, 3), [1, 5, 4]))

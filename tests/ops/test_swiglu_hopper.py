@@ -40,23 +40,23 @@ def query(M=4, N=64, K=512, dtype=torch.bfloat16, grad=False, flags=()):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    "given",
     [
-        ({"N": 20}, "N in multiples of 8 and K in multiples of 8"),
-        ({"K": 100}, "N in multiples of 8 and K in multiples of 8"),
-        ({"K": 24, "flags": ["fp8"]}, "K in multiples of 16"),
-        ({"K": 96, "flags": ["nvfp4_weights"]}, "K in multiples of 64"),
-        ({"flags": ["nvfp4"]}, "takes NVFP4 for weights alone"),
-        ({"flags": ["nvfp4_weights", "swizzled_scales"]}, "with plain scales"),
-        ({"dtype": torch.float32}, "needs a result in float16 or bfloat16"),
-        ({"dtype": torch.float32, "flags": ["fp8"]}, "needs a result in float16 or bfloat16"),
-        ({"M": 0}, "needs at least one element"),
-        ({"M": 2**20, "N": 2**20, "K": 2**10}, "takes at most"),
-        ({"M": 2**31 - 1, "N": 8, "K": 8}, "takes at most"),
+        {"N": 20},
+        {"K": 100},
+        {"K": 24, "flags": ["fp8"]},
+        {"K": 96, "flags": ["nvfp4_weights"]},
+        {"flags": ["nvfp4"]},
+        {"flags": ["nvfp4_weights", "swizzled_scales"]},
+        {"dtype": torch.float32},
+        {"dtype": torch.float32, "flags": ["fp8"]},
+        {"M": 0},
+        {"M": 2**20, "N": 2**20, "K": 2**10},
+        {"M": 2**31 - 1, "N": 8, "K": 8},
     ],
 )
-def test_what_the_kernel_leaves_to_others(given, reason):
-    assert reason in str(hopper.sixteen_bits_or_fewer(query(**given)))
+def test_what_the_kernel_leaves_to_others(given, prose):
+    prose(hopper.sixteen_bits_or_fewer(query(**given)))
 
 
 @pytest.mark.parametrize("given", [{}, {"flags": ["fp8", "row_scales"]}, {"flags": ["nvfp4_weights"]}])
@@ -64,9 +64,9 @@ def test_what_the_kernel_takes(given):
     assert hopper.sixteen_bits_or_fewer(query(**given)) is None
 
 
-def test_many_rows_are_not_for_small_m():
+def test_many_rows_are_not_for_small_m(prose):
     assert hopper.few_rows(query(M=128)) is None
-    assert "takes at most 128 rows" in str(hopper.few_rows(query(M=129)))
+    prose(hopper.few_rows(query(M=129)))
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_float8_elsewhere_takes_units_for_it_before_plain_pytorch():
 
 
 @each_variant
-def test_elsewhere_than_on_hopper(variant):
+def test_elsewhere_than_on_hopper(variant, prose):
     case = SWIGLU.case("bfloat16", M=4, N=64, K=64)
-    assert "needs an NVIDIA GPU of compute capability 9.0" in str(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
+    prose(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
