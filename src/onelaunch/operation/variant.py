@@ -233,7 +233,7 @@ class Loop(Protocol):
         """Run the loop once, and return the mean seconds per step."""
 
     def problem(self) -> str | None:
-        """Return what is wrong with the last run's results, or ``None``. Single steps, judged by the oracle, serve as reference."""
+        """Return what is wrong with the last run's results, or ``None``. Single steps, which the oracle judges, are right."""
 
 
 LoopMaker = Callable[[Variant, Mapping[str, Any]], Loop]
