@@ -118,6 +118,11 @@ def test_every_kernel_of_a_file_is_read_and_nothing_else():
     assert stall_hazards(cubin(bad, before=".data.")) == []
 
 
+def test_old_names_still_work():
+    with pytest.warns(DeprecationWarning, match="hurried is now stall_hazards"):
+        assert sass.hurried is stall_hazards
+
+
 def test_what_is_no_cubin_is_refused(prose):
     for other in (b"", b".version 8.0", b"\x7fELF\x01" + bytes(100)):
         with prose.raises(ValueError):

@@ -20,6 +20,10 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from onelaunch.moved import renamed
+
+__getattr__ = renamed(__name__, {"Hurried": "StallHazard", "hurried": "stall_hazards", "mended": "patched"})
+
 ARCHITECTURES = ("sm_90", "sm_90a")
 """Architectures for which the latency :data:`CYCLES` is known."""
 

@@ -17,7 +17,7 @@ Direction = Literal["forward", "forward_backward"]
 """Direction of a call: the forward pass alone, or with the backward pass."""
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
-"""Both directions of a call."""
+"""All directions of a call."""
 
 AUTO = "auto"
 """Value of ``variant`` with which a call lets the dispatcher choose."""
