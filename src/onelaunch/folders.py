@@ -48,9 +48,9 @@ def kept(path: Path) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except FileTooLarge:
-        say_unusable(path, "is too large for a file of the cache")
+        warn_unusable(path, "is too large for a file of the cache")
     except OSError as problem:
-        say_unusable(path, f"cannot be read ({reason(problem)})")
+        warn_unusable(path, f"cannot be read ({reason(problem)})")
     return None
 
 
@@ -59,7 +59,7 @@ def keep(path: Path, data: bytes) -> bool:
     try:
         replace(path, data)
     except OSError as problem:
-        _say_unwritable(str(path.parent), reason(problem))
+        _warn_unwritable(str(path.parent), reason(problem))
         return False
     return True
 
@@ -69,7 +69,7 @@ LOCK_SECONDS = 120.0
 
 
 @contextlib.contextmanager
-def alone(folder: Path, name: str) -> Iterator[None]:
+def process_lock(folder: Path, name: str) -> Iterator[None]:
     """Hold a lock between processes, so that two do not compile or measure the same thing at once.
 
     If the lock cannot be acquired, because the folder cannot be written or another process holds it for longer than
@@ -97,7 +97,7 @@ def alone(folder: Path, name: str) -> Iterator[None]:
 
 
 @functools.cache
-def say_unusable(path: Path, problem: str) -> None:
+def warn_unusable(path: Path, problem: str) -> None:
     """Warn, once for each file and problem, that a cache file is ignored and made again.
 
     Args:
@@ -108,7 +108,7 @@ def say_unusable(path: Path, problem: str) -> None:
 
 
 @functools.cache
-def _say_unwritable(folder: str, problem: str) -> None:
+def _warn_unwritable(folder: str, problem: str) -> None:
     """Warn, once for each folder and problem, that nothing can be written to the cache."""
     warnings.warn(
         CacheNotice(

@@ -99,7 +99,7 @@ def compile_source(source: Source, architecture: str) -> bytes:
     cubin = _stored(path)
     if cubin is None:
         # One of 16 locks, by the first digit of the key: a process seldom waits for another one that compiles a different kernel.
-        with folders.alone(folders.cache_folder() / "locks", f"compile-{key[0]}"):
+        with folders.process_lock(folders.cache_folder() / "locks", f"compile-{key[0]}"):
             cubin = _stored(path)
             if cubin is None:
                 cubin = compile_now(source, architecture).cubin
@@ -161,5 +161,5 @@ def _stored(path: Path) -> bytes | None:
     cubin, digest = data[:-_DIGEST], data[-_DIGEST:]
     if hashlib.sha256(cubin).digest() == digest:
         return cubin
-    folders.say_unusable(path, "is damaged")
+    folders.warn_unusable(path, "is damaged")
     return None

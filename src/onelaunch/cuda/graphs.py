@@ -1,4 +1,4 @@
-"""Capture enqueued work in a CUDA graph, safely beside other threads and Python's garbage collector."""
+"""Capture enqueued work in a CUDA graph, undisturbed by other threads and by Python's garbage collector."""
 
 from __future__ import annotations
 

@@ -109,9 +109,8 @@ def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
     found = None if refresh else stored(device)
     if found is not None:
         return found
-    with folders.alone(
-        folders.cache_folder() / "locks", "peaks"
-    ):  # two processes that measure at once would slow each other down
+    # Two processes that measure at once would slow each other down.
+    with folders.process_lock(folders.cache_folder() / "locks", "peaks"):
         found = None if refresh else stored(device)
         return found or remember(device, measure(device))
 
@@ -201,12 +200,12 @@ def measure(device: str) -> Ceilings:
         spread={name: round(probe.spread, 4) for name, probe in best.items()},
     )
     if unsteady(found):
-        _say_busy(device)
+        _warn_busy(device)
     return found
 
 
 @functools.cache
-def _say_busy(device: str) -> None:
+def _warn_busy(device: str) -> None:
     warnings.warn(BusyDeviceNotice(device, apart=TRUSTED), stacklevel=3)
 
 
@@ -430,11 +429,11 @@ def _entries(device: str) -> dict[str, Ceilings]:
     try:
         listed = list(json.loads(data)["entries"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        folders.say_unusable(path, "holds no table of peaks in the format of this version")
+        folders.warn_unusable(path, "holds no table of peaks in the format of this version")
         return {}
     found = [_entry(each) for each in listed]
     if None in found:
-        folders.say_unusable(path, "has an entry that is not valid in this version")
+        folders.warn_unusable(path, "has an entry that is not valid in this version")
     return {entry.software: entry for entry in found if entry is not None}
 
 

@@ -26,7 +26,7 @@ class _State(threading.local):
 
     imitated = False
     """Flag that launches do nothing."""
-    notes: list[Any] | None = None
+    launches: list[Any] | None = None
     """List to which launches are appended, or ``None`` if they are not recorded."""
 
 
@@ -40,13 +40,13 @@ def imitated() -> bool:
 
 def recorded() -> bool:
     """Return whether launches of this thread, on a pretended device, are recorded now."""
-    return _STATE.imitated and _STATE.notes is not None
+    return _STATE.imitated and _STATE.launches is not None
 
 
-def note(launch: Any) -> bool:
+def record_launch(launch: Any) -> bool:
     """Append a launch to the list of the thread if there is one, and return whether the caller must skip the launch."""
-    if _STATE.notes is not None:
-        _STATE.notes.append(launch)
+    if _STATE.launches is not None:
+        _STATE.launches.append(launch)
     return _STATE.imitated
 
 
@@ -64,12 +64,12 @@ def imitate() -> Iterator[None]:
 @contextmanager
 def observe() -> Iterator[list[Any]]:
     """Record the launches of this thread inside, and execute them. Yields the list of launches."""
-    before = _STATE.notes
-    _STATE.notes = notes = []
+    before = _STATE.launches
+    _STATE.launches = launches = []
     try:
-        yield notes
+        yield launches
     finally:
-        _STATE.notes = before
+        _STATE.launches = before
 
 
 @contextmanager
@@ -79,9 +79,9 @@ def record(architecture: str) -> Iterator[tuple[torch.device, list[Any]]]:
     Yields:
         The pretended device on which to create the tensors inside, and the list of launches in order.
     """
-    with observe() as notes, imitate(), _no_context(), warnings.catch_warnings(), fake_tensor.FakeTensorMode(), _Brackets():
+    with observe() as launches, imitate(), _no_context(), warnings.catch_warnings(), fake_tensor.FakeTensorMode(), _Brackets():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield pretended(architecture), notes
+        yield pretended(architecture), launches
 
 
 class _Brackets(TorchFunctionMode):

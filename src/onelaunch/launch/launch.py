@@ -16,7 +16,7 @@ import torch
 from onelaunch.cuda.compiler import Source
 from onelaunch.cuda.module import Function, Kind, load
 from onelaunch.launch.global_atomics import global_atomics
-from onelaunch.launch.imitation import note
+from onelaunch.launch.imitation import record_launch
 from onelaunch.launch.warp_mma import warp_mma
 
 
@@ -67,7 +67,7 @@ class Launch:
 
     def run(self) -> None:
         """Launch the kernel on the current stream, unless launches are imitated."""
-        if note(self):
+        if record_launch(self):
             return
         if torch.version.hip:
             with global_atomics():
@@ -172,5 +172,5 @@ class CudaLaunch:
 
     def run(self) -> None:
         """Launch the kernel on PyTorch's current stream of the device, unless launches are imitated."""
-        if not note(self):
+        if not record_launch(self):
             self.kernel.on(self.device)(self.grid, *self.arguments)

@@ -90,7 +90,7 @@ class Operation(Generic[P, R]):
             name: Name of the variant, which must be new in this operation.
             **tags: Facts about the variant. The library acts on those that are fields of
                 :class:`~onelaunch.operation.Capabilities`, and checks their types. Studies select variants by all tags that are
-                not functions. Common tags beside the fields are ``fuses`` (tuple of the names of fused steps), ``gemm``
+                not functions. Common tags that are not such fields are ``fuses`` (tuple of the names of fused steps), ``gemm``
                 (``cublas``, ``triton``...) and ``maker`` (author of code of another project: ``pytorch``, ``liger``...).
 
         Raises:
@@ -109,7 +109,7 @@ class Operation(Generic[P, R]):
     def control(
         self, name: str, *, oracle: Callable[..., torch.Tensor], cost: Callable[[Case], Cost]
     ) -> Callable[[Callable[[Any], torch.Tensor]], Control]:
-        """Register the decorated function as a control: a part of the operation that studies time beside its variants.
+        """Register the decorated function as a control: a part of the operation that studies time in addition.
 
         Args:
             name: Name of the control, which must be new in this operation.
@@ -232,7 +232,7 @@ class Operation(Generic[P, R]):
             raise UnknownVariant(name, self.variants) from None
 
     def variants_for(self, device: str) -> list[str]:
-        """Return the names of the variants that can run on a device, asked for a small float16 call with all sizes 64."""
+        """Return the names of the variants that can run on a device, judged by a small float16 call in which all sizes are 64."""
         case = Case(self.name, dict.fromkeys(self.dimensions, 64), torch.float16)
         query = self.query(case, device)
         return [name for name, variant in self.variants.items() if variant.why_not(query) is None]
