@@ -62,7 +62,7 @@ def explain(query: Query) -> Explanation:
         for name, variant in operation.variants.items()
     )
     if chosen.name in times and measured:
-        because = f"it is the fastest of our variants, or within {TIE - 1:.0%} of it, as measured at {measured.where()}"
+        because = f"it is the fastest of our variants, or at most {TIE - 1:.0%} slower, as measured at {measured.where()}"
     else:
         order = f"{operation.name}'s order of preference on {query.device_type}"
         because = f"it is the first in {order} that can run; {_unmeasured(operation, query, measured)}"

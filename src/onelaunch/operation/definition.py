@@ -250,7 +250,7 @@ def check_name(kind: str, name: str) -> None:
 def _declared(part: Callable[..., Any] | None, owner: Operation[..., Any], decorator: str) -> Callable[..., Any]:
     """Return a registered function; raise NotImplementedError if the operation has not registered it."""
     if part is None:
-        raise NotImplementedError(f"operation {owner.name!r} has not declared @{owner.name}.{decorator}")
+        raise NotImplementedError(f"Operation {owner.name!r} has not declared @{owner.name}.{decorator}.")
     return part
 
 
