@@ -1,4 +1,4 @@
-"""CUDA C++ on a GPU: loading, launches, capture, several threads, clusters and TMA; and the current context of a thread."""
+"""CUDA C++ on a GPU: loaded, launched, captured, by threads and in clusters, through the copy engine; and a thread's context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOX = Source(
     "box.cu",
     """
     struct alignas(64) TensorMap { char bytes[128]; };
-    // One box of [ROWS, COLUMNS] floats copied by TMA, written out in the layout of shared memory.
+    // One box of [ROWS, COLUMNS] floats by the copy engine, written out as it lies in shared memory.
     extern "C" __global__ void box(const __grid_constant__ TensorMap map, float* y, int column, int row) {
         extern __shared__ __align__(128) float tile[];
         __shared__ alignas(8) unsigned long long full;
@@ -185,7 +185,7 @@ def test_more_shared_memory_than_there_is_is_refused(device):
 @pytest.fixture
 def hopper(device):
     if torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("needs TMA and clusters, which Hopper has")
+        pytest.skip("needs the copy engine and clusters of Hopper")
     return device
 
 

@@ -1,4 +1,4 @@
-"""Entry point of ``python -m onelaunch``, which runs the command line without the console script."""
+"""Entry point of ``python -m onelaunch``, for environments in which the console script is not on the path."""
 
 from onelaunch.cli.main import app
 
