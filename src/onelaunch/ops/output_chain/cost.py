@@ -1,4 +1,4 @@
-"""What ``output_chain`` must compute and move, per variant."""
+"""Cost model of ``output_chain``: FLOPs and bytes, at least and per variant."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from onelaunch.ops.output_chain.contract import output_chain
 from onelaunch.ops.output_chain.reference import options_of
 
 PRODUCTS = {"forward": 1, "forward_backward": 3}
-"""Matrix products of equal size: a W^T; backward also dout W and dout^T a."""
+"""Number of matrix products of equal size: a W^T; with the backward pass also dout W and dout^T a."""
 
 
 @output_chain.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """The least: all tensors in, the result out; backward all tensors and dout in, their gradients out.
+    """Return the least cost of a case, or with ``variant`` the cost of that variant.
 
-    A variant adds what its launches hand each other (tag ``hands``), out and in: ``norm``, the normalized heads; ``silu``, the
-    activated gate; ``a``, their product. Its backward pass adds da, out and in, and what the products and the gradients read: one
-    that keeps rstd (tag ``keeps``) makes ``a`` again, another reads all that was handed on, and hands on their gradients.
+    At least, forward reads all tensors and writes the result; backward reads all tensors and dout and writes the gradients. A
+    variant writes and reads the intermediates between its launches (tag ``hands``): ``norm``, the normalized heads; ``silu``,
+    the activated gate; ``a``, their product. Its backward pass writes and reads da, and reads what products and gradients need.
+    A variant that saves rstd (tag ``keeps``) recomputes ``a``; another reads all intermediates, and writes and reads their
+    gradients.
     """
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
