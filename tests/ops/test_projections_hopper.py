@@ -154,13 +154,13 @@ def test_a_launch_has_ctas_for_every_sm_or_every_tile(rows, multicast, ctas):
 )
 def test_what_the_kernel_leaves_to_others(given, reason):
     case = PROJECTIONS.case(**{"dtype": "bfloat16", "B": 2, "T": 64, "D": 64, "H": 2, "K": 64, "V": 64, **given})
-    assert reason in str(hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")))
+    assert reason in str(hopper.why_tiles_cannot_hold(PROJECTIONS.query(case, "cuda:0")))
 
 
 @pytest.mark.parametrize("chain", ["normalized", "gla", "3x7:silu:bias,2x100:none,5x1:sigmoid"])
 def test_what_the_kernel_takes(chain):
     case = PROJECTIONS.case("float16", B=1, T=3, D=24, H=2, K=96, V=100, segments=chain)
-    assert hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")) is None
+    assert hopper.why_tiles_cannot_hold(PROJECTIONS.query(case, "cuda:0")) is None
 
 
 def test_auto_prefers_one_launch_and_elsewhere_two():
