@@ -10,7 +10,7 @@ Memory     reads v, log_decay and gate once, writes y once. Per tile and channel
            float32 of the state that enters the tile where a backward pass needs it (CARRIES).
 Protocol   the decoupled look-back of look_back.py: publish the tile's pair, wait for the earlier tiles, then scan from the
            carry. scan_gate_kernel reads its old words first and loads its operands meanwhile. The sequential kernel waits for
-           nobody.
+           no other CTA.
 Packing    sequences packed into one batch entry are one scan whose decay is set to 0 where a sequence starts. Each step finds
            its sequence by bisection of the offsets, on the device.
 Numerics   decays multiply in linear space, float32; nothing is divided by a decay, so -inf is safe. y is rounded once, at its

@@ -80,8 +80,8 @@ def sequential_tiles(device: torch.device, batch: int, width: int) -> ScanTiles 
     if device.type != "cuda":
         return None
     sequential = ScanTiles(steps=32, channels=32, warps=1, stages=3)
-    programs = batch * cdiv(width, sequential.channels)
-    return sequential if programs >= 3 * processors(device) else None
+    ctas = batch * cdiv(width, sequential.channels)
+    return sequential if ctas >= 3 * processors(device) else None
 
 
 def forward(
@@ -121,9 +121,9 @@ def forward(
     }
     sequential = sequential_tiles(v.device, batch, width)
     if sequential is not None:
-        programs = batch * cdiv(width, sequential.channels)
+        ctas = batch * cdiv(width, sequential.channels)
         Launch(
-            kernels.sequential_scan_gate_kernel, (programs,),
+            kernels.sequential_scan_gate_kernel, (ctas,),
             *given, *sizes, BT=sequential.steps, BV=sequential.channels, EVEN=sequential.even(length, width),
             STAGES=sequential.stages, CARRY_STEPS=tiles.steps, **sequential.options(v.device), **flags,
         ).run()  # fmt: skip

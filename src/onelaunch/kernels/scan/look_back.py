@@ -23,7 +23,7 @@ Reuse      Each word of a workspace is written exactly once per launch, so betwe
            reads the phase from its own word and publishes with the opposite one. No launch clears, counts or receives
            anything, so a captured graph can be replayed.
 Ordering   A CTA reads the old value of its own word at its start, and :func:`launch_phase` is a barrier between that read and
-           the CTA's own write. Nobody else writes that word.
+           the CTA's own write. No other CTA writes that word.
 Progress   A tile waits only for tiles of a lower program index, which the hardware starts no later.
 Numerics   float32; decays are multiplied and nothing is divided by a decay, so a decay of 0 (log-decay -inf) is safe.
 Source     Merrill and Garland (2016), adapted to affine maps; docs/notebook/linear_rnn.md has the measurements.

@@ -170,7 +170,7 @@ def run_forward(
         o, final = launch.forward(call, want_final=want_final)
     given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
     out, rstd = chain.launches[plan.kernels.way_out](given, w_out, None, eps, KEEP)
-    assert rstd is not None  # noqa: S101 - it is kept
+    assert rstd is not None  # noqa: S101 - KEEP is set
     return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
 
 

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
     sequences: Sequences
     want_final: bool
     keep: bool
-    """Whether v and the carries are stored for a backward pass."""
+    """Flag: v and the carries are stored for a backward pass."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -69,9 +69,9 @@ def persistent(layer: Layer) -> Results:
     words = workspace(layer.x.device, batch * tiles_t * channels)
     # No look-back has a workspace of one word, so no other launch uses this one. The kernel resets it to 0.
     counter = workspace(layer.x.device, 1)
-    programs = min(tiles, processors(layer.x.device))
+    ctas = min(tiles, processors(layer.x.device))
     Launch(
-        project_scan_gate_hopper_kernel, (programs,),
+        project_scan_gate_hopper_kernel, (ctas,),
         *(described(rows_of(tensor), box) for tensor, box in zip(given, boxes.values(), strict=True)),
         initial, results.y, results.v, results.final, results.carries, words, counter,
         length, width, channels, tiles, batch * slices,

@@ -23,25 +23,25 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
     rows, inner, value = batch * length, heads * values, case.dtype.itemsize
-    handed, result = rows * inner * value, rows * columns * value
-    operands = handed * (1 if gate == "none" else 2) + (columns * inner + (columns if bias else 0)) * value
+    passed, result = rows * inner * value, rows * columns * value
+    operands = passed * (1 if gate == "none" else 2) + (columns * inner + (columns if bias else 0)) * value
     operands += {"none": 0, "same": value, "float32": 4}[norm_weight] * values
     moved = operands + result
     steps = () if variant is None else variant.tags.get("hands", ())
     hands = [step for step in steps if step != "silu" or gate == "silu"]
-    moved += 2 * handed * len(hands)
-    written = result + handed * len(hands)
+    moved += 2 * passed * len(hands)
+    written = result + passed * len(hands)
     if direction == "forward_backward":
         moved += 2 * operands + result
         written += operands
         if variant is not None:
-            moved += 2 * handed  # da
-            written += handed
+            moved += 2 * passed  # da
+            written += passed
             if "rstd" in variant.tags.get("keeps", ()):
-                moved += 2 * handed + 2 * 4 * rows * heads
-                written += handed + 4 * rows * heads
+                moved += 2 * passed + 2 * 4 * rows * heads
+                written += passed + 4 * rows * heads
             else:
-                moved += handed * len(hands) + 2 * handed * (len(hands) - 1)
-                written += handed * (len(hands) - 1)
+                moved += passed * len(hands) + 2 * passed * (len(hands) - 1)
+                written += passed * (len(hands) - 1)
     flops = PRODUCTS[direction] * 2 * rows * inner * columns
     return Cost(flops, moved, launch_count(variant, direction), written=written)

@@ -109,7 +109,7 @@ def norm_gate_gradients(
     (rows, inner), heads, values = h.shape, given.heads, given.values
     count = tiles(rows, heads, values, GRADIENT_ELEMENTS)
     steps = steps_of(count, h.device)
-    programs = cdiv(count, steps)
+    ctas = cdiv(count, steps)
 
     def empty(wanted: bool) -> Any:
         return torch.empty((rows, inner), dtype=h.dtype, device=h.device) if wanted else None
@@ -118,9 +118,9 @@ def norm_gate_gradients(
     dgate = empty(da is not None and gate is not None) if into is None else into
     partials = None
     if da is not None and given.norm_weight is not None:
-        partials = h.new_empty(programs, values, dtype=torch.float32)
+        partials = h.new_empty(ctas, values, dtype=torch.float32)
     Launch(
-        norm_gate_gradients_kernel, (programs,),
+        norm_gate_gradients_kernel, (ctas,),
         da, h, gate, given.norm_weight, rstd, a, dh, dgate, partials, rows, heads, steps,
         0 if da is None else da.stride(0), h.stride(0), 0 if gate is None else gate.stride(0),
         0 if dgate is None else dgate.stride(0),

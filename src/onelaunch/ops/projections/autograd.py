@@ -24,7 +24,7 @@ class Wanted(NamedTuple):
     layout: Layout
     eps: float
     keep: bool
-    """Whether there will be a backward pass."""
+    """Flag: a backward pass will follow."""
 
 
 class Packed(NamedTuple):

@@ -133,9 +133,9 @@ enum {{ {names} }};
 struct Kind {{ int activation, head; bool bias, ragged; float by; }};
 constexpr Kind KINDS_OF_SEGMENTS[] = {{{", ".join(kinds)}}};
 constexpr int KIND_COUNT = {len(kinds)}, COLUMN_TILES = {begin};
-constexpr int PITCH = {layout.pitch}, NORMS = {layout.norms}, KEPT = {layout.kept};  // columns of what is written
+constexpr int PITCH = {layout.pitch}, NORMS = {layout.norms}, KEPT = {layout.kept};  // columns of the results
 
-// A tile of columns: rows of the weight, and where they lie in what is written. ``count`` is 0 behind the last one.
+// A tile of columns: its rows of the weight, and its offsets in the results. ``count`` is 0 behind the last tile.
 struct Columns {{ int kind, row, count, column, norm, kept, bias; }};
 
 __device__ __forceinline__ Columns at(

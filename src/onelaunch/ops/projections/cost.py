@@ -34,9 +34,9 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     moved, written = operands + result, result
     if variant is not None:
         through_memory = {"all": result, "activated": activated}
-        handed = sum(through_memory[each] for each in variant.tags.get("hands", ()))
-        moved += apart * x + 2 * handed
-        written += handed
+        passed = sum(through_memory[each] for each in variant.tags.get("hands", ()))
+        moved += apart * x + 2 * passed
+        written += passed
     if direction == "forward_backward":
         moved += 2 * operands + result
         written += operands

@@ -150,7 +150,7 @@ def empty_results(
     return x.new_empty(rows, layout.pitch), rstd, x.new_empty(rows, layout.kept) if keep and layout.kept else None
 
 
-def programs(rows: int, layout: Layout) -> int:
+def ctas_of_activations(rows: int, layout: Layout) -> int:
     """Return the number of CTAs of a launch of either kernel of activations."""
     known = constants(layout)
     return cdiv(rows, known["BM"]) * known["FIRSTS"][-1]
@@ -166,7 +166,7 @@ def activate(
     z = z.contiguous()
     rows = z.shape[0]
     y, rstd, kept = empty_results(z, layout, keep=keep)
-    grid = (programs(rows, layout),)
+    grid = (ctas_of_activations(rows, layout),)
     bias = None if bias is None else bias.contiguous()
     Launch(
         kernels.activate_kernel, grid,
@@ -186,7 +186,7 @@ def activation_gradients(
     )
     strides = tuple([0 if dy is None else dy.stride(0) for dy in flat])
     Launch(
-        kernels.activation_gradients_kernel, (programs(rows, layout),),
+        kernels.activation_gradients_kernel, (ctas_of_activations(rows, layout),),
         flat, strides, y, rstd, kept, dz, rows, **gradient_constants(layout), num_warps=WARPS,
     ).run()  # fmt: skip
     return dz

@@ -76,7 +76,7 @@ def produce(x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter, sizes):
     BD: gl.constexpr = weight.block_type.shape[0]
     BV: gl.constexpr = weight.block_type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    T, width, tiles, pairs, slices, programs = sizes
+    T, width, tiles, pairs, slices, ctas = sizes
     steps = gl.cdiv(width, BD)
     stage = 0
     phase = 1
@@ -98,7 +98,7 @@ def produce(x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter, sizes):
             if stage == stages:
                 stage = 0
                 phase ^= 1
-    if tile == tiles + programs - 1:
+    if tile == tiles + ctas - 1:
         gl.atomic_xchg(counter, 0, sem="relaxed")  # every CTA has taken its last index: reset for the next launch
     mbarrier.wait(empty.index(stage), phase)
     write_scalar(tile_ids.index(stage), -1, layout)

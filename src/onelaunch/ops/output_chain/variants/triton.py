@@ -59,11 +59,11 @@ def needs_triton(query: Query) -> str | None:
 
     batch, length, heads, values, columns = query.sizes
     if values > LARGEST_HEAD:
-        return f"takes heads of at most {LARGEST_HEAD} channels, not {values}: a program holds whole heads"
+        return f"takes heads of at most {LARGEST_HEAD} channels, not {values}: a CTA holds whole heads"
     if max(heads * values, columns) >= MOST_COLUMNS:
-        return f"takes H * V and D below {MOST_COLUMNS}: positions in rows are of 32 bits"
+        return f"takes H * V and D below {MOST_COLUMNS}: column indices are 32-bit"
     if launch.tiles(batch * length, heads, values, launch.GRADIENT_ELEMENTS) > LARGEST_GRID:
-        return f"takes at most {LARGEST_GRID} tiles of {launch.GRADIENT_ELEMENTS} elements: a launch is no wider"
+        return f"takes at most {LARGEST_GRID} tiles of {launch.GRADIENT_ELEMENTS} elements, one per CTA of a grid"
     return None
 
 
@@ -94,7 +94,7 @@ def fits(query: Query) -> str | None:
     """Return why the kernel of the product cannot run a call, or ``None``."""
     values, most = query.sizes[3], LARGEST_MULTIPLIED_HEAD
     if values > most:
-        return f"takes heads of at most {most} channels, not {values}: they are held beside the sums of a product"
+        return f"takes heads of at most {most} channels, not {values}: a CTA holds them in addition to the sums of a product"
     return interprets_bfloat16_wrongly(query)
 
 

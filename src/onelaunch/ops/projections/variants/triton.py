@@ -75,9 +75,9 @@ def activates(query: Query) -> str | None:
     if (reason := heads_too_long(layout)) is not None:
         return reason
     if layout.rows >= MOST_COLUMNS:
-        return f"takes N below {MOST_COLUMNS}: positions in rows are of 32 bits"
-    if launch.programs(query.sizes[0] * query.sizes[1], layout) > LARGEST_GRID_X:
-        return f"takes at most {LARGEST_GRID_X} tiles of {launch.ELEMENTS} elements: a launch is no wider"
+        return f"takes N below {MOST_COLUMNS}: column indices are 32-bit"
+    if launch.ctas_of_activations(query.sizes[0] * query.sizes[1], layout) > LARGEST_GRID_X:
+        return f"takes at most {LARGEST_GRID_X} tiles of {launch.ELEMENTS} elements, one per CTA of a grid"
     return None
 
 
@@ -87,7 +87,7 @@ def heads_too_long(layout: Layout) -> str | None:
     longest = max(heads, key=lambda segment: segment.head_size, default=None)
     if longest is None or longest.head_size <= LARGEST_HEAD:
         return None
-    return f"normalizes heads of at most {LARGEST_HEAD} channels, not {longest.head_size}: a program holds whole heads"
+    return f"normalizes heads of at most {LARGEST_HEAD} channels, not {longest.head_size}: a CTA holds whole heads"
 
 
 def chain(heads: int, head_size: int) -> Layout:
