@@ -78,7 +78,7 @@ def scan_segments(decay, state):
 
 @triton.jit
 def scan_segments_reverse(decay, state):
-    """:func:`scan_segments` from the last segment to the first."""
+    """Scan the maps of segments from the last segment to the first; results are as for :func:`scan_segments`."""
     decays = interleave(decay, tl.zeros_like(decay) + 1.0)
     states = interleave(state, tl.zeros_like(state))
     decays, states = tl.associative_scan((decays, states), 0, combine, reverse=True)
