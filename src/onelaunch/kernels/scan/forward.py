@@ -296,8 +296,8 @@ def scan_gate_kernel(
 def sequential_scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, CARRY_STEPS:
-    tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    CARRY_STEPS: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
     """Scan and gate with one CTA per BV channels, which loops over time and carries the state itself.

@@ -103,8 +103,8 @@ def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr,
 def project_scan_gate_chunked_hopper_kernel(
     x, weight, log_decay, gate, initial, y, v, final, carries, words, T, decay_stride_b, gate_stride_b,
     WIDTH: gl.constexpr, CHANNELS: gl.constexpr, DECAY_STRIDE: gl.constexpr, GATE_STRIDE: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP:
-    gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
+    KEEP: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of y: see the top of the file.
 
