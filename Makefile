@@ -14,7 +14,7 @@ QUICK := $(if $(shell command -v nvidia-smi || command -v rocm-smi),,--quick)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt --build-constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint types layers docs check format clean
+.PHONY: help demo test quick prose lint types layers docs check format clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,6 +22,8 @@ help: ## say what there is
 demo: $(VENV)/.runtime ## run the 040 study at the size that suits this machine (a first look without a GPU); the report goes to reports/
 	$(BIN)/onelaunch study run 040-linear-rnn $(QUICK) --out reports/040-linear-rnn/result.json --report-dir reports/040-linear-rnn --force
 
+# Tests start Python a hundred times: each start would compile our modules anew where no bytecode is kept.
+test quick: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.developer ## run the test-suite: once with kernels compiled, once with kernels interpreted; durations go to build/
 	$(PYTEST) -m "not interpret" --architectures=$(ARCHITECTURES) --durations-table=build/durations.txt \
 		$(if $(BUDGET),--cpu-budget=$(BUDGET))
@@ -30,6 +32,11 @@ test: $(VENV)/.developer ## run the test-suite: once with kernels compiled, once
 
 quick: $(VENV)/.developer ## run what tests in a few minutes: no slow ones, kernels compiled for sm_90a alone, none interpreted
 	$(PYTEST) -m "not interpret and not slow" --architectures=one
+
+prose: $(VENV)/.developer ## write the words that tests find to tests/snapshots/prose.txt (TESTS=... for some of them), for review
+	-$(BIN)/python -m pytest -q --update-prose -m "not interpret" --architectures=one $(TESTS)
+	-TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --update-prose -m interpret $(TESTS)
+	git diff --stat tests/snapshots/prose.txt
 
 lint: $(VENV)/.developer ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib.util
 import os
 import random
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,10 +19,12 @@ import torch
 from onelaunch import dispatch, operation
 from onelaunch.device.tools import find_ncu
 from onelaunch.operation import registry
+from tests import prose as wording
 from tests.browser import REQUIRED, missing_browser
 from tests.durations import Durations, add_options
 from tests.interpreter import spare_repeated_work
 from tests.kept import keep_triton
+from tests.prose import prose  # noqa: F401 - a fixture
 from tests.toys import make_scale
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,6 +43,7 @@ if (WORKERS := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:  # thre
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
+    wording.add_options(parser)
     parser.addoption(
         "--architectures",
         choices=("one", "two", "all"),
@@ -49,12 +55,59 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(config))
+    wording.register(config)
+    config.pluginmanager.register(Frozen())
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files without tests of interpreted kernels where no others run: importing them takes seconds."""
+    return True if INTERPRETED and collection_path.suffix == ".py" and not says_interpret(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("interpret") and not says_interpret(item.path):
+            raise pytest.UsageError(f"{item.path} has tests of interpreted kernels, but does not say {INTERPRET}")
         if reason := _why_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+INTERPRET = "pytest.mark.interpret"
+"""What a file with tests of interpreted kernels says itself, also where another adds the marker."""
+
+
+@functools.cache
+def says_interpret(path: Path) -> bool:
+    return INTERPRET in path.read_text(encoding="utf-8")
+
+
+class Frozen:
+    """The objects that the garbage collector leaves out: what imports and collection made, which stays.
+
+    A study collects garbage before each measurement, and a compilation as it begins: to look through thousands of tests and
+    all of PyTorch each time takes half a second.
+    """
+
+    MODULES = 50
+    """How many modules are imported before what they made is left out as well."""
+
+    def __init__(self) -> None:
+        self.modules = len(sys.modules)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self) -> None:
+        self.freeze()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        if len(sys.modules) - self.modules > self.MODULES:
+            self.freeze()
+
+    def freeze(self) -> None:
+        """Collect garbage, and let later collections leave out the objects that are alive now."""
+        gc.collect()
+        gc.freeze()
+        self.modules = len(sys.modules)
 
 
 def _why_skip(item: pytest.Item) -> str | None:

@@ -18,6 +18,7 @@ def spare_repeated_work() -> None:
     prepare_the_language_once_a_launch()
     check_no_overflow_that_nobody_asks_for()
     look_up_types_once()
+    describe_types_once()
     scan_slab_by_slab()
 
 
@@ -72,6 +73,41 @@ def look_up_types_once() -> None:
         return build_and_look_up(element) if element.is_ptr() else remembered(element)  # a pointer's needs no table
 
     interpreter._get_np_dtype = look_up
+
+
+def describe_types_once() -> None:
+    """Each operation makes a type of its result and a tensor of this type, which describe its shape anew: a seventh of all time.
+
+    Types of one element and shape are described once, and so are their tensors; nothing changes what was described.
+    """
+    from triton import language as tl
+
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types: dict[tuple[int, tuple[Any, ...]], tl.block_type] = {}  # by identity of the element, which the type keeps
+
+    def described_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = id(element_ty), tuple([each.value if isinstance(each, tl.constexpr) else each for each in shape])
+        if (known := types.get(key)) is None:
+            if len(types) > 10_000:  # each launch has pointers of its own
+                types.clear()
+            make_type(self, element_ty, shape)
+            self.described = {}
+            types[key] = self
+        else:
+            self.__dict__.update(known.__dict__)
+
+    def described_tensor(self: Any, handle: Any, kind: Any) -> None:
+        known = kind.__dict__.get("described")
+        if known:
+            self.__dict__.update(known)
+            self.handle, self.type = handle, kind
+        else:
+            make_tensor(self, handle, kind)
+            if known is not None:
+                known.update({name: value for name, value in self.__dict__.items() if name not in ("handle", "type")})
+
+    tl.block_type.__init__ = described_type
+    tl.tensor.__init__ = described_tensor
 
 
 def scan_slab_by_slab() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -40,12 +41,10 @@ def table(scale, tmp_path, monkeypatch):
     measured._rows.cache_clear()
 
 
-def test_where_nothing_was_measured_the_order_of_preference_decides(table):
+def test_where_nothing_was_measured_the_order_of_preference_decides(table, prose):
     table({})
     assert dispatch.choose(query()).name == "vector"
-    assert dispatch.explain(query()).because == (
-        "first in scale's order of preference on cpu that can run; nothing near was measured"
-    )
+    prose(dispatch.explain(query()).because)
 
 
 def test_a_preferred_variant_that_cannot_run_is_passed_over(table):
@@ -53,11 +52,10 @@ def test_a_preferred_variant_that_cannot_run_is_passed_over(table):
     assert dispatch.choose(query(2000)).name == "loop"
 
 
-def test_the_fastest_measured_one_is_chosen(table):
+def test_the_fastest_measured_one_is_chosen(table, prose):
     table({8: {"loop": 1.0, "vector": 2.0, "no_backward": 3.0}})
     assert dispatch.choose(query()).name == "loop"
-    here = hardware.describe("cpu").name
-    assert dispatch.explain(query()).because == f"fastest measured of ours, or within 3% of it, at N=8 on {here}"
+    prose(dispatch.explain(query()).because, mask={re.escape(hardware.describe("cpu").name): "<device>"})
 
 
 def test_other_libraries_run_by_name_alone(table, scale, monkeypatch):
@@ -99,9 +97,9 @@ def test_within_the_tie_the_preferred_one_is_chosen(table):
     assert dispatch.choose(query()).name == "loop"
 
 
-def test_a_variant_that_was_removed_since_is_ignored(table):
+def test_a_variant_that_was_removed_since_is_ignored(table, prose):
     table({8: {"gone": 0.1, "loop": 1.0}})
-    with pytest.warns(TableNotice, match="gone"):
+    with prose.warns(TableNotice):
         assert dispatch.choose(query()).name == "loop"
 
 
@@ -120,22 +118,20 @@ def test_a_named_variant_runs(scale):
     assert torch.equal(scale(torch.ones(3), variant="no_backward"), torch.full((3,), 2.0))
 
 
-def test_a_named_variant_that_cannot_run_says_why_and_which_can(scale):
-    with pytest.raises(
-        VariantUnsupported, match=r"'elsewhere' of scale cannot run this call: it needs a quantum computer\. These can: loop"
-    ):
+def test_a_named_variant_that_cannot_run_says_why_and_which_can(scale, prose):
+    with prose.raises(VariantUnsupported, match="'elsewhere'"):
         scale(torch.ones(3), variant="elsewhere")
 
 
-def test_the_call_decides_whether_a_backward_pass_is_needed(scale):
-    with pytest.raises(VariantUnsupported, match="has no backward pass"):
+def test_the_call_decides_whether_a_backward_pass_is_needed(scale, prose):
+    with prose.raises(VariantUnsupported):
         scale(torch.ones(3, requires_grad=True), variant="no_backward")
     with torch.no_grad():
         scale(torch.ones(3, requires_grad=True), variant="no_backward")
 
 
-def test_a_misspelt_variant_is_named(scale):
-    with pytest.raises(UnknownVariant, match="Did you mean 'vector'"):
+def test_a_misspelt_variant_is_named(scale, prose):
+    with prose.raises(UnknownVariant, match="'vector'"):
         scale(torch.ones(3), variant="vectr")
 
 

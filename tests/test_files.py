@@ -21,7 +21,7 @@ def test_a_regular_file_is_read_up_to_a_size(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder", "nothing"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind, prose):
     path = tmp_path / "entry"
     if kind == "a pipe":
         os.mkfifo(path)
@@ -29,7 +29,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
         path.symlink_to("/dev/zero")
     elif kind == "a folder":
         path.mkdir()
-    with pytest.raises(OSError, match="no regular file" if kind != "nothing" else "No such file"):
+    with prose.raises(OSError):
         files.read_bytes(path)
     assert folders.kept(path) is None
 
@@ -52,7 +52,7 @@ def test_writing_does_not_touch_the_umask_of_other_threads(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_nothing_new(tmp_path, monkeypatch, call):
+def test_a_full_disk_leaves_the_old_file_and_nothing_new(tmp_path, monkeypatch, call, prose):
     (tmp_path / "file").write_bytes(b"old")
 
     def full(*_, **__):
@@ -62,6 +62,6 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_new(tmp_path, monkeypatch, 
         monkeypatch.setattr(os, "fdopen", lambda handle, _: os.close(handle) or full())
     else:
         monkeypatch.setattr(*((os, "fsync") if call == "fsync" else (files.Path, "replace")), full)
-    with pytest.raises(OutputUnwritable, match="No space left on device"):
+    with prose.raises(OutputUnwritable):
         write_text(tmp_path / "file", "new")
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"old")]

@@ -65,11 +65,11 @@ def test_the_cpu_is_always_present_and_gpus_come_first(monkeypatch):
     assert hardware.resolve("cuda:1") == torch.device("cuda:1")
 
 
-def test_a_device_that_is_not_here_is_refused(monkeypatch):
+def test_a_device_that_is_not_here_is_refused(monkeypatch, prose):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert hardware.resolve("auto") == hardware.resolve("cpu") == torch.device("cpu")
     for name in ("cuda", "cuda:3", "tpu", "not a device"):
-        with pytest.raises(NoDeviceError, match=rf"no device {name!r} here\. Present: cpu\. Name one of these"):
+        with prose.raises(NoDeviceError, match=f"{name!r}"):
             hardware.resolve(name)
 
 

@@ -73,8 +73,8 @@ def test_local_memory_is_read():
     assert machine.constants, "the bank of the arguments"
 
 
-def test_what_is_no_machine_code_is_refused():
-    with pytest.raises(ValueError, match="no ELF file"):
+def test_what_is_no_machine_code_is_refused(prose):
+    with prose.raises(ValueError, match="ELF"):
         hash_kernels.sections(b"MZ" * 100)
 
 
@@ -108,30 +108,29 @@ def compared(new: list[dict[str, Any]]) -> tuple[str, bool]:
     return "\n".join(lines), same
 
 
-def test_other_names_and_another_order_are_equal():
+def test_other_names_and_another_order_are_equal(prose):
     text, same = compared([{**each, "build": f"new {each['build']}"} for each in reversed(OLD)])
     assert same
-    assert "2 different kernels equal, 0 only in the old file, 0 only in the new" in text
+    prose(text)
 
 
-def test_a_changed_kernel_is_shown_from_both_sides_with_what_changed():
+def test_a_changed_kernel_is_shown_from_both_sides_with_what_changed(prose):
     text, same = compared([*OLD[:2], entry("two", "gate", instructions=("c3",), registers=(40,))])
     assert not same
-    assert "only in old: toy.two: gate" in text
-    assert "only in new: toy.two: gate" in text
+    prose(text)
     assert "registers [40] here, [32] there" in text
 
 
-def test_a_kernel_that_goes_to_another_variant_is_a_difference():
+def test_a_kernel_that_goes_to_another_variant_is_a_difference(prose):
     text, same = compared([OLD[0], OLD[1], {**OLD[2], "variant": "one"}])
     assert not same
-    assert "toy.one lists 1 different kernels before, 2 now" in text
+    prose(text)
 
 
-def test_a_missing_architecture_is_a_difference():
+def test_a_missing_architecture_is_a_difference(prose):
     lines, same = hash_kernels.compare({"sm_90a": OLD}, {})
     assert not same
-    assert any("2 only in the old file" in line for line in lines)
+    prose(lines)
 
 
 def test_the_command_compares_two_files(tmp_path, capsys):

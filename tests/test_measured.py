@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -123,11 +124,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_a_table_that_is_none_is_one_warning_and_the_package_speaks(places, text):
+def test_a_table_that_is_none_is_one_warning_and_the_package_speaks(places, text, prose):
     package, user = places
     (package / "some-gpu.json").write_text(table(row(8, {"vector": 2.0})))
     (user / "some-gpu.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.warns(TableNotice, match=r"user.some-gpu\.json.*onelaunch study adopt") as said:
+    deep = {r"maximum recursion[^)]*": "<reason>"}
+    with prose.warns(TableNotice, match=r"some-gpu\.json.*onelaunch study adopt", mask=deep) as said:
         assert near().microseconds == {"vector": 2.0}
     assert len(said) == 1
     with warnings.catch_warnings():
@@ -167,7 +169,7 @@ def test_calls_go_on_with_a_corrupt_table(places, scale):
         assert scale(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_an_explanation_says_which_direction_was_measured_and_where(places, scale):
+def test_an_explanation_says_which_direction_was_measured_and_where(places, scale, prose):
     here = hardware.describe("cpu")
     path = places[1] / f"{here.table}.json"
     path.write_text(table(row(), device=here.name))
@@ -176,10 +178,10 @@ def test_an_explanation_says_which_direction_was_measured_and_where(places, scal
     assert (found.chosen, found.table) == ("loop", path)
     other = dispatch.explain(query._replace(grad=True))
     assert other.table is None
-    assert "forward was measured" in other.because
-    assert "forward_backward was not" in other.because
+    assert "forward_backward" in other.because
+    prose(other.because, mask={re.escape(here.name): "<device>"})
     nothing = dispatch.explain(query._replace(sizes=(1000,)))
-    assert "nothing near was measured" in nothing.because
+    prose(nothing.because)
     path.write_text(table(row(direction="forward_backward"), device=here.name))
     forget()
     assert "forward_backward was measured" in dispatch.explain(query).because
@@ -204,7 +206,7 @@ def test_the_default_folder_is_the_users_data_folder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a large file"])
-def test_a_table_that_is_no_regular_file_is_left_out_with_a_notice(places, kind):
+def test_a_table_that_is_no_regular_file_is_left_out_with_a_notice(places, kind, prose):
     """A pipe was waited for without end, and a link to /dev/zero filled the memory."""
     path = places[1] / "some-gpu.json"
     if kind == "a pipe":
@@ -214,5 +216,5 @@ def test_a_table_that_is_no_regular_file_is_left_out_with_a_notice(places, kind)
     else:
         with path.open("wb") as file:
             file.truncate(files.MOST_BYTES + 1)
-    with pytest.warns(TableNotice, match="bytes" if kind == "a large file" else "no regular file"):
+    with prose.warns(TableNotice, match=r"some-gpu\.json"):
         assert measured.nearest(GPU, "scale", "forward", torch.float32, {"N": 8}) is None

@@ -120,19 +120,17 @@ def test_a_folder_that_cannot_be_written_is_done_without(cache, compilations, mo
 
 
 @compiled
-def test_a_source_that_does_not_compile_shows_file_line_and_log(cache):
+def test_a_source_that_does_not_compile_shows_file_line_and_log(cache, prose):
     broken = replace(SCALE, name="broken.cu", text='extern "C" __global__ void scale() {\n  int x = unknown;\n}')
-    with pytest.raises(
-        CompileError, match=r'(?s)broken.cu does not compile for sm_90a:\nbroken.cu\(2\): error: .*"unknown"'
-    ) as raised:
+    with prose.raises(CompileError, match="broken.cu", mask={r"(?s)\n.*": "\n<log>"}) as raised:
         compile_source(broken, "sm_90a")
-    assert "1 error detected" in raised.value.log
+    assert 'broken.cu(2): error: identifier "unknown"' in raised.value.log
     assert not (cache / "cubins").exists()
 
 
 @compiled
-def test_an_architecture_that_nvrtc_does_not_know_is_named():
-    with pytest.raises(CompileError, match=r"scale.cu does not compile for sm_1a:\n.*gpu-architecture"):
+def test_an_architecture_that_nvrtc_does_not_know_is_named(prose):
+    with prose.raises(CompileError, match="sm_1a", mask={r"(?s)\n.*": "\n<log>"}):
         compile_now(SCALE, "sm_1a")
 
 
@@ -153,20 +151,20 @@ def forgotten():
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda.bindings", "cuda.bindings.nvrtc"])
-def test_without_the_packages_the_message_says_what_to_install(name, forgotten, monkeypatch):
+def test_without_the_packages_the_message_says_what_to_install(name, forgotten, monkeypatch, prose):
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(CompilerMissing, match=r"cuda-bindings is not installed. Do: pip install 'onelaunch\[cuda\]'"):
+    with prose.raises(CompilerMissing, match=r"'onelaunch\[cuda\]'"):
         compile_now(SCALE, "sm_90a")
-    assert cuda.missing() == "needs cuda-bindings and NVRTC: pip install 'onelaunch[cuda]'"
+    prose(cuda.missing())
 
 
-def test_bindings_without_their_library_are_reported(forgotten, monkeypatch):
+def test_bindings_without_their_library_are_reported(forgotten, monkeypatch, prose):
     def absent():
         raise RuntimeError("libnvrtc.so: cannot open shared object file")
 
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", SimpleNamespace(nvrtcVersion=absent))
-    with pytest.raises(CompilerMissing, match="cuda-bindings finds no NVRTC"):
+    with prose.raises(CompilerMissing, match="NVRTC"):
         cuda.version()
     assert cuda.missing() is not None
 
@@ -183,24 +181,21 @@ MAP = {"dtype": torch.bfloat16, "address": 4096, "sizes": (256, 100), "strides":
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (
-            {"dtype": torch.float64},
-            "dtype is torch.float64; it must be one of uint8, float8_e4m3fn, int32, float16, float32, bfloat16",
-        ),
-        ({"sizes": (256,)}, "it has 1 sizes, 1 strides and 2 sides of a box"),
-        ({"strides": (512, 512)}, "it has 2 sizes, 2 strides and 2 sides of a box"),
-        ({"address": 4100}, "its address 0x1004 must be a multiple of 16"),
-        ({"strides": (520,)}, r"strides are \(520,\) bytes; each must be a positive multiple of 16 below 2\^40"),
-        ({"strides": (-512,)}, r"strides are \(-512,\) bytes"),
-        ({"sizes": (256, 0)}, r"sizes are \(256, 0\); each must be 1 to 2\^32"),
-        ({"box": (64, 257)}, r"the box is \(64, 257\); each side must be 1 to 256"),
-        ({"swizzle": 16}, "the swizzle is 16; it must be one of 0, 32, 64, 128"),
-        ({"box": (128, 100)}, "the box is 256 bytes wide; it must be a multiple of 16, at most the swizzle's 128"),
-        ({"box": (4, 100), "swizzle": 0}, r"the box is 8 bytes wide; it must be a multiple of 16\."),
+        ({"dtype": torch.float64}, "dtype"),
+        ({"sizes": (256,)}, "sizes"),
+        ({"strides": (512, 512)}, "strides"),
+        ({"address": 4100}, "address"),
+        ({"strides": (520,)}, "strides"),
+        ({"strides": (-512,)}, "strides"),
+        ({"sizes": (256, 0)}, "sizes"),
+        ({"box": (64, 257)}, "box"),
+        ({"swizzle": 16}, "swizzle"),
+        ({"box": (128, 100)}, "box"),
+        ({"box": (4, 100), "swizzle": 0}, "box"),
     ],
 )
-def test_what_the_copy_engine_cannot_address_says_why(wrong, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_the_copy_engine_cannot_address_says_why(wrong, message, prose):
+    with prose.raises(ValueError, match=message):
         tensor_map(**MAP | wrong)
 
 

@@ -39,18 +39,18 @@ def test_the_operations_of_the_package_are_registered():
     assert {"gated_scan", "gla", "linear_rnn"} <= {found.name for found in operations()}
 
 
-def test_an_unknown_operation_suggests_the_nearest(scale):
-    with pytest.raises(UnknownOperation, match=r"no operation 'scael'\. Did you mean 'scale'\? Known: .*scale"):
+def test_an_unknown_operation_suggests_the_nearest(scale, prose):
+    with prose.raises(UnknownOperation, match="'scael'"):
         find_operation("scael")
 
 
-def test_two_operations_cannot_share_a_name(scale):
-    with pytest.raises(ArgumentError, match="'scale' is registered already"):
+def test_two_operations_cannot_share_a_name(scale, prose):
+    with prose.raises(ArgumentError, match="'scale'"):
         make_scale()
 
 
-def test_two_variants_cannot_share_a_name(scale):
-    with pytest.raises(ArgumentError, match="scale has a variant 'loop' already"):
+def test_two_variants_cannot_share_a_name(scale, prose):
+    with prose.raises(ArgumentError, match="'loop'"):
         scale.variant("loop")(lambda call: call)
 
 
@@ -63,8 +63,8 @@ def test_a_variant_knows_its_tags_and_the_first_line_of_its_docstring(scale):
     assert repr(loop) == "<variant scale.loop>"
 
 
-def test_an_unknown_variant_suggests_the_nearest(scale):
-    with pytest.raises(UnknownVariant, match=r"no variant 'vectro'\. Did you mean 'vector'\?"):
+def test_an_unknown_variant_suggests_the_nearest(scale, prose):
+    with prose.raises(UnknownVariant, match="'vectro'"):
         scale.get("vectro")
 
 
@@ -150,26 +150,26 @@ def test_a_case_is_made_of_sizes_and_options(scale):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given",
     [
-        ({}, "scale needs the sizes N; N not given"),
-        ({"N": -1}, "Size N of scale is -1; it must be an integer of at least 0"),
-        ({"N": 2.5}, "Size N of scale is 2.5"),
-        ({"N": True}, "Size N of scale is True"),
-        ({"N": 8, "decai": "strong"}, "no size or option 'decai'. Did you mean 'decay'"),
+        {},
+        {"N": -1},
+        {"N": 2.5},
+        {"N": True},
+        {"N": 8, "decai": "strong"},
     ],
 )
-def test_a_wrong_case_is_refused(scale, given, message):
+def test_a_wrong_case_is_refused(scale, given, prose):
     with pytest.raises(ArgumentError) as caught:
         scale.case("float16", **given)
-    assert message in str(caught.value)
+    prose(caught.value)
 
 
-def test_a_dtype_is_read_from_its_name():
+def test_a_dtype_is_read_from_its_name(prose):
     assert parse_dtype("bfloat16") is parse_dtype(torch.bfloat16) is torch.bfloat16
-    with pytest.raises(ArgumentError, match=r"dtype is 'flaot16'; .*Did you mean 'float16'"):
+    with prose.raises(ArgumentError, match="'flaot16'"):
         parse_dtype("flaot16")
-    with pytest.raises(ArgumentError, match="must be one of float16, bfloat16, float32"):
+    with prose.raises(ArgumentError):
         parse_dtype("int8")
 
 
@@ -213,16 +213,16 @@ def test_a_cost_of_nothing_is_a_cost():
         ("written", {"written": 9}),
     ],
 )
-def test_a_cost_that_no_work_can_have_names_its_field(field, wrong):
-    with pytest.raises(ArgumentError, match=f"{field} of the cost is {next(iter(wrong.values()))!r}") as caught:
+def test_a_cost_that_no_work_can_have_names_its_field(field, wrong, prose):
+    with prose.raises(ArgumentError, match=field) as caught:
         Cost(**{"flops": 1, "bytes": 8, "launches": 1, **wrong})
     assert caught.value.field == field
     assert isinstance(caught.value, ValueError)
 
 
-def test_an_operation_without_a_part_says_which_is_missing(scale):
+def test_an_operation_without_a_part_says_which_is_missing(scale, prose):
     scale._oracle = None
-    with pytest.raises(NotImplementedError, match=r"'scale' has not declared @scale\.oracle"):
+    with prose.raises(NotImplementedError, match="'scale'"):
         scale.reference(x=torch.ones(1))
 
 
@@ -248,20 +248,20 @@ print(hasattr(onelaunch, "nothing"), hasattr(onelaunch, "_private"))
 
 
 @pytest.mark.parametrize("name", ["../evil", "<script>", "", "1st", "x" * 65, "a b", "a\nb", None, "auto"])
-def test_a_variant_needs_a_name_that_files_and_reports_can_carry(scale, name):
-    with pytest.raises(ArgumentError, match="must begin with a letter"):
+def test_a_variant_needs_a_name_that_files_and_reports_can_carry(scale, name, prose):
+    with prose.raises(ArgumentError):
         scale.variant(name)(lambda call: (call.x,))
-    with pytest.raises(ArgumentError, match="must begin with a letter"):
+    with prose.raises(ArgumentError):
         scale.control(name, oracle=lambda x, factor: x, cost=lambda case: Cost(0, 0))(lambda call: call.x)
 
 
 @pytest.mark.parametrize("wrong", [{"dimensions": ("B", "B")}, {"dimensions": "BT"}, {"outputs": "y"}, {"bind": None}], ids=str)
-def test_an_operation_of_wrong_parts_is_refused_where_it_is_made(scale, wrong):
+def test_an_operation_of_wrong_parts_is_refused_where_it_is_made(scale, wrong, prose):
     def broken():
         """An operation."""
 
     facts = {"dimensions": ("N",), "outputs": ("y",), "bind": print, "options": {}, "defaults": {}}
-    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} of broken is"):
+    with prose.raises(ArgumentError, match=next(iter(wrong))):
         operation(**facts | wrong)(broken)
 
 

@@ -23,28 +23,27 @@ def wrong(scale, name, give):
 
 
 WRONG = {
-    "a_tensor": (lambda call: call.x * call.factor, "returned Tensor"),
-    "nothing": (lambda call: None, "returned NoneType"),
-    "two": (lambda call: (call.x * call.factor, call.x), "returned 2 results"),
-    "none_inside": (lambda call: (None,), "returned y as None"),
-    "a_number": (lambda call: (3.0,), "returned y as float"),
-    "elsewhere_too": (lambda call: (call.x.to("meta"),), "returned y on meta"),
-    "short": (lambda call: (call.x[:-1] * call.factor,), "shape"),
+    "a_tensor": lambda call: call.x * call.factor,
+    "nothing": lambda call: None,
+    "two": lambda call: (call.x * call.factor, call.x),
+    "none_inside": lambda call: (None,),
+    "a_number": lambda call: (3.0,),
+    "elsewhere_too": lambda call: (call.x.to("meta"),),
+    "short": lambda call: (call.x[:-1] * call.factor,),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_call_names_the_variant_and_what_it_must_return(scale, name):
-    give, said = WRONG[name]
-    wrong(scale, name, give)
-    with pytest.raises(VariantResultError, match=said) as caught:
+def test_a_call_names_the_variant_and_what_it_must_return(scale, name, prose):
+    wrong(scale, name, WRONG[name])
+    with prose.raises(VariantResultError) as caught:
         scale(torch.ones(4), variant=name)
     assert (caught.value.operation, caught.value.variant) == ("scale", name)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_gate_makes_a_verdict_of_it_in_both_directions(scale, name):
-    wrong(scale, name, WRONG[name][0])
+    wrong(scale, name, WRONG[name])
     verdict = judge(scale, scale.case("float32", N=8), variant=name, directions=("forward", "forward_backward"))
     assert not verdict.ok
     assert name in verdict.explain()

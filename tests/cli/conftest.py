@@ -14,6 +14,7 @@ from onelaunch.device.hardware import Ceilings
 from onelaunch.workbench import run
 from onelaunch.workbench.measure import sampling, timing
 from tests.workbench import results, toy
+from tests.workbench.drawn import all_but_numbers, draw_once
 
 RATES = {"float16": 1e13, "bfloat16": 1e13, "float32": 1e13}
 
@@ -65,6 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sampling, "CACHES", 0)
     monkeypatch.setattr(sampling, "CPU_SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(run, "TIME_CAP_SECONDS", {"small": 2.0, "full": 2.0})
+    draw_once(monkeypatch, all_but_numbers)
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "toy-study.toml").write_text(STUDY)
     return tmp_path

@@ -22,6 +22,7 @@ from onelaunch.operation import find_operation
 from onelaunch.operation.entry_points import Plugin
 from onelaunch.workbench.inspection import Inspection
 from tests.ops.cases import OPERATIONS
+from tests.prose import lines_with
 
 SHAPE = "B=1,T=64,D=32,V=32"
 COMMANDS = [
@@ -67,11 +68,13 @@ def test_explain_names_the_choice_and_a_reason_for_every_other_variant(call):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_explain_knows_every_operation(call, operation):
+def test_explain_knows_every_operation(call, operation, prose):
     shape = ",".join(f"{dimension}=32" for dimension in operation.dimensions)
     answer = call("explain", operation.name, "--shape", shape, "--dtype", "float32", "--device", "cpu", "--grad")
     assert answer.code == 0
-    assert "chunked runs: first in" in answer.out
+    choice = answer.raw.strip().splitlines()[1]
+    assert "chunked" in choice
+    prose(choice)
     assert all(name in answer.out for name in operation.variants)
 
 
@@ -84,7 +87,7 @@ def test_explain_takes_options_that_change_what_can_run(call):
     assert answer.code == 0
 
 
-def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypatch):
+def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypatch, prose):
     operation = find_operation("linear_rnn")
     query = operation.query(operation.case("float16", B=1, T=64, D=32, V=32), "cpu", grad=True)
     standings = (
@@ -100,45 +103,50 @@ def test_explain_shows_measured_times_and_puts_the_fastest_first(call, monkeypat
     )
     answer = call("explain", "linear_rnn", "--shape", SHAPE, "--grad", "--device", "cpu")
     assert asked == [query]
-    assert "chunked runs: fastest measured at T=64." in answer.out
+    prose(answer.out)
     assert "chunked runs 10.0 µs 1.00x" in answer.out
     assert "eager could run 90.0 µs 9.00x" in answer.out
     assert answer.out.index("chunked runs 10.0") < answer.out.index("eager could run") < answer.out.index("semi_fused cannot run")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments",
     [
-        (("linear_rn", "--shape", SHAPE), "error: There is no operation 'linear_rn'. Did you mean 'linear_rnn'?"),
-        (("linear_rnn", "--shape", "B=1,T=64"), "error: linear_rnn needs the sizes B, T, D, V; D, V not given."),
-        (("linear_rnn", "--shape", "B=1,T=64,D=32,W=32"), "error: --shape has the unknown name 'W'."),
-        (("linear_rnn", "--shape", "B=1,T=x,D=32,V=32"), "error: --shape has T=x; a size must be an integer"),
-        (("linear_rnn", "--shape", "B=1,T=1.5,D=32,V=32"), "error: --shape has T=1.5; a size must be an integer"),
-        (("linear_rnn", "--shape", "B=1,T=-4,D=32,V=32"), "error: Size T of linear_rnn is -4"),
-        (("linear_rnn", "--shape", f"B=1,T={10**400},D=32,V=32"), "a size must be at most"),
-        (("linear_rnn", "--shape", "B1,T=64"), "error: --shape has 'B1'; each part must be NAME=VALUE"),
-        (("linear_rnn", "--shape", "B=1,B=2"), "error: --shape gives B twice"),
-        (("linear_rnn", "--shape", ""), "error: linear_rnn needs the sizes"),
-        (("linear_rnn", "--shape", SHAPE, "--dtype", "float61"), "error: dtype is 'float61'"),
-        (("linear_rnn",), "--shape"),
-        (("gla", "--shape", "B=1,T=64,K=32,V=32"), "error: gla needs the sizes B, T, H, K, V; H not given."),
-        (("gla", "--shape", "B=1,T=64,H=2,K=8,V=32"), "error: q has shape (1, 64, 2, 8); it must be [B, T, H, K] with K from 16"),
+        ("linear_rn", "--shape", SHAPE),
+        ("linear_rnn", "--shape", "B=1,T=64"),
+        ("linear_rnn", "--shape", "B=1,T=64,D=32,W=32"),
+        ("linear_rnn", "--shape", "B=1,T=x,D=32,V=32"),
+        ("linear_rnn", "--shape", "B=1,T=1.5,D=32,V=32"),
+        ("linear_rnn", "--shape", "B=1,T=-4,D=32,V=32"),
+        ("linear_rnn", "--shape", f"B=1,T={10**400},D=32,V=32"),
+        ("linear_rnn", "--shape", "B1,T=64"),
+        ("linear_rnn", "--shape", "B=1,B=2"),
+        ("linear_rnn", "--shape", ""),
+        ("linear_rnn", "--shape", SHAPE, "--dtype", "float61"),
+        ("gla", "--shape", "B=1,T=64,K=32,V=32"),
+        ("gla", "--shape", "B=1,T=64,H=2,K=8,V=32"),
     ],
 )
-def test_explain_refuses_what_is_wrong_in_one_line(call, arguments, said):
+def test_explain_refuses_what_is_wrong_in_one_line(call, arguments, prose):
     answer = call("explain", *arguments)
     assert answer.code == 2
-    assert said in answer.err
+    prose(answer.err)
     assert "Traceback" not in answer.err
 
 
-def test_a_shape_may_hold_options_of_the_operation():
+def test_explain_needs_a_shape(call):
+    answer = call("explain", "linear_rnn")
+    assert answer.code == 2
+    assert "--shape" in answer.err
+
+
+def test_a_shape_may_hold_options_of_the_operation(prose):
     operation = find_operation("linear_rnn")
     name, default = next((name, value) for name, value in operation.options.items() if isinstance(value, bool))
     case = parse_case(operation, f" B=1, T=64 ,D=32,V=32,{name}={str(not default).lower()}", "float32")
     assert case.sizes == {"B": 1, "T": 64, "D": 32, "V": 32}
     assert operation.option(case, name) is (not default)
-    with pytest.raises(ArgumentError, match="Did you mean"):
+    with prose.raises(ArgumentError):
         parse_case(operation, f"B=1,{name}x=true", "float32")
 
 
@@ -146,7 +154,7 @@ def made(variant: str, problems: tuple[str, ...] = ()) -> Inspection:
     return Inspection(variant, "scan", "sm_90a", 128, len(problems), 0, 2048, {"HGMMA": 8}, 900, problems, {"ptx": "text of ptx"})
 
 
-def test_inspect_shows_what_the_compiler_made(call, here, monkeypatch):
+def test_inspect_shows_what_the_compiler_made(call, here, monkeypatch, prose):
     asked = []
 
     def inspect_operation(operation, architecture, variants):
@@ -161,28 +169,28 @@ def test_inspect_shows_what_the_compiler_made(call, here, monkeypatch):
     assert (here / "asm" / "fused_chunked.scan.sm_90a.ptx").read_text() == "text of ptx"
     everything = call("inspect", "linear_rnn")
     assert asked[1] == ("linear_rnn", "sm_90a", None)
-    assert re.search(r"Without kernels of their own: .*\bchunked\b", everything.out)
+    prose(everything.out)
 
 
-def test_inspect_fails_when_a_kernel_has_a_problem(call, monkeypatch):
+def test_inspect_fails_when_a_kernel_has_a_problem(call, monkeypatch, prose):
     monkeypatch.setattr(inspect_module, "inspect_operation", lambda *_: [made("semi_fused", ("spills registers: 4 accesses",))])
     answer = call("inspect", "linear_rnn")
     assert answer.code == 1
-    assert "semi_fused, scan: spills registers: 4 accesses." in answer.out
+    prose(answer.out)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code"),
     [
-        (("linear_rn",), 2, "Did you mean 'linear_rnn'?"),
-        (("linear_rnn", "--variant", "fused_chunkd"), 2, "Did you mean 'fused_chunked'?"),
-        (("linear_rnn", "--arch", "sm_91"), 2, "error: There is no architecture 'sm_91'."),
+        (("linear_rn",), 2),
+        (("linear_rnn", "--variant", "fused_chunkd"), 2),
+        (("linear_rnn", "--arch", "sm_91"), 2),
     ],
 )
-def test_inspect_refuses_what_is_wrong_in_one_line(call, arguments, code, said):
+def test_inspect_refuses_what_is_wrong_in_one_line(call, arguments, code, prose):
     answer = call("inspect", *arguments)
     assert answer.code == code
-    assert said in answer.err
+    prose(answer.err)
 
 
 def test_debug_shows_the_whole_error(call):
@@ -190,52 +198,51 @@ def test_debug_shows_the_whole_error(call):
         call("--debug", "inspect", "linear_rnn", "--arch", "sm_91")
 
 
-def test_doctor_says_what_is_here_and_what_is_missing_for_what(call, known_ceilings):
+def test_doctor_says_what_is_here_and_what_is_missing_for_what(call, known_ceilings, prose):
     answer = call("doctor", "--device", "cpu")
     assert answer.code == 0
-    assert "Measured peaks of cpu" in answer.out
+    prose(lines_with(answer.raw, "peaks", "cpu"))
     assert "Measuring" not in answer.err
-    assert re.search(r"read bandwidth 2\.00 TB/s 2\.0%.* copy bandwidth 1\.00 TB/s 1\.0%", answer.out)
     assert known_ceilings.measured_at in answer.out
     assert str(torch.__version__) in answer.out
     for thing in ("triton", "NVRTC", "C++ compiler", "ncu", "nvidia-ml-py", "NVIDIA driver", "fla"):
         assert re.search(rf"{re.escape(thing)} (ok|missing) ", answer.out), thing
 
 
-def test_doctor_says_that_it_measures_only_when_it_does(call, known_ceilings, monkeypatch):
+def test_doctor_says_that_it_measures_only_when_it_does(call, known_ceilings, monkeypatch, prose):
     faster = replace(known_ceilings, read_bytes_per_second=3e12)
     monkeypatch.setattr("onelaunch.device.peaks.measure", lambda device: faster)
     answer = call("doctor", "--device", "cpu", "--refresh")
-    assert "Measuring the peaks of cpu" in answer.err
+    prose(answer.err)
     assert "3.00 TB/s" in answer.out
     answer = call("doctor", "--device", "cpu")
     assert "Measuring" not in answer.err
     assert "3.00 TB/s" in answer.out
 
 
-def test_doctor_says_that_the_device_was_busy(call, known_ceilings, monkeypatch):
+def test_doctor_says_that_the_device_was_busy(call, known_ceilings, monkeypatch, prose):
     assert "busy" not in call("doctor", "--device", "cpu").out
     busy = replace(known_ceilings, spread={"copy": 0.01, "read": 5.74})
     monkeypatch.setattr("onelaunch.device.peaks.measure", lambda device: busy)
-    assert re.search("busy.* measured again the next time", call("doctor", "--device", "cpu", "--refresh").out)
+    prose(lines_with(call("doctor", "--device", "cpu", "--refresh", width=300).raw, "busy"))
     assert "busy" in call("doctor", "--device", "cpu").out
 
 
 @pytest.mark.parametrize(
-    ("plugin", "wanted", "unwanted"),
+    ("plugin", "unwanted"),
     [
-        (Plugin("mine", "m", "p 1", "OSError: " + 999 * "x"), "OSError: x", 300 * "x"),
-        (Plugin("mine", "m", "p 1", "OSError: \x1b[31mred\u202e"), r"\x1b[31mred\u202e", "\x1b"),
-        (Plugin("mi\x1bne", "m\x07", "p\x9b 1"), r"mi\x1bne", "\x07"),
-        (Plugin("mine", "m", "None None"), "(of a package without metadata)", "None"),
-        (Plugin("mine", "m", "p None"), "(of p)", "None"),
-        (Plugin("mine", "m", "p 1.0"), "m (of p 1.0)", "None"),
-        (Plugin("mine", "m", "an unknown distribution"), "m (of an unknown distribution)", "None"),
+        (Plugin("mine", "m", "p 1", "OSError: " + 999 * "x"), 300 * "x"),
+        (Plugin("mine", "m", "p 1", "OSError: \x1b[31mred\u202e"), "\x1b"),
+        (Plugin("mi\x1bne", "m\x07", "p\x9b 1"), "\x07"),
+        (Plugin("mine", "m", "None None"), "None"),
+        (Plugin("mine", "m", "p None"), "None"),
+        (Plugin("mine", "m", "p 1.0"), "None"),
+        (Plugin("mine", "m", "an unknown distribution"), "None"),
     ],
 )
-def test_doctor_shows_what_plugins_say_bounded_and_escaped(monkeypatch, plugin, wanted, unwanted):
+def test_doctor_shows_what_plugins_say_bounded_and_escaped(monkeypatch, plugin, unwanted, prose):
     ((name, _, text),) = doctor._plugins([plugin])
-    assert wanted in f"{name} {text}"
+    prose(f"{name} {text}")
     assert unwanted not in f"{name} {text}"
 
 
@@ -244,10 +251,10 @@ def test_doctor_need_not_measure(call, monkeypatch):
     assert "Measured peaks" not in call("doctor", "--no-measure").out
 
 
-def test_doctor_says_what_to_do_about_what_is_missing(call, monkeypatch):
+def test_doctor_says_what_to_do_about_what_is_missing(call, monkeypatch, prose):
     monkeypatch.setattr("shutil.which", lambda _: None)
     answer = call("doctor", "--no-measure")
-    assert re.search(r"C\+\+ compiler missing install g\+\+, .*torch\.compile on a CPU", answer.out)
+    prose(lines_with(answer.raw, "g++"))
 
 
 def words_of_needs() -> set[str]:
@@ -313,7 +320,7 @@ app()
 
 
 @pytest.mark.parametrize("package", ["typer", "rich", "pydantic", "matplotlib", "jinja2"])
-def test_a_missing_extra_is_one_line_that_says_what_to_install(package):
+def test_a_missing_extra_is_one_line_that_says_what_to_install(package, prose):
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(package=package, command="--version")],
         capture_output=True,
@@ -322,7 +329,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(package):
         timeout=120,
     )
     assert ended.returncode == 1
-    assert ended.stderr.strip() == f'error: the command line needs {package}. Do: pip install "onelaunch[workbench]"'
+    prose(ended.stderr.strip())
     assert not ended.stdout
 
 
@@ -336,7 +343,8 @@ def test_a_text_does_not_wait_for_what_studies_import():
 
 def test_a_name_that_is_no_command_brings_the_one_that_was_meant(call):
     answer = call("generaet", "def main(")
-    assert (answer.code, "Did you mean 'generate'?" in answer.err) == (2, True)
+    assert answer.code == 2
+    assert "'generate'" in answer.err
 
 
 def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
@@ -348,7 +356,7 @@ def test_a_missing_module_of_our_own_is_not_blamed_on_the_extra():
         timeout=120,
     )
     assert "onelaunch[workbench]" not in ended.stderr
-    assert "No module named 'torch'" in ended.stderr
+    assert "'torch'" in ended.stderr
 
 
 def test_errors_that_nobody_made_on_purpose_are_not_hidden(call, monkeypatch):

@@ -52,42 +52,45 @@ def test_ctrl_c_leaves_what_came_and_a_line_of_its_own(call, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "code"),
     [
-        (["--model", "nothing-here"], 2, "error: There is no model 'nothing-here'"),
-        (["--model", "tinny"], 2, "Did you mean 'tiny'?"),
-        (["-n", 0], 2, "error: max_new_tokens is 0"),
-        (["--temperature", -1], 2, "error: temperature is -1.0"),
-        (["--variant", "egaer"], 2, "error: There is no variant 'egaer'. Did you mean 'eager'?"),
-        (["--variant", "captured", "--device", "cpu"], 1, "cannot run this call: it needs a CUDA device"),
-        (["--chat"], 1, "has no chat template"),
-        (["--model", "nothing-here", "--top-p", 7], 2, "error: top_p is 7.0"),
-        (["--model", "a" * 5000], 2, "error: There is no model 'aaa"),
+        (["--model", "nothing-here"], 2),
+        (["--model", "tinny"], 2),
+        (["-n", 0], 2),
+        (["--temperature", -1], 2),
+        (["--variant", "egaer"], 2),
+        (["--variant", "captured", "--device", "cpu"], 1),
+        (["--chat"], 1),
+        (["--model", "nothing-here", "--top-p", 7], 2),
+        (["--model", "a" * 5000], 2),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_line(call, arguments, code, message):
+def test_what_is_wrong_is_one_line(call, arguments, code, prose):
     if "--chat" in arguments:
         pytest.importorskip("transformers", reason="needs the extra decode")
     answer = call("generate", "def main(", *arguments)
     assert answer.code == code
-    assert message in answer.err
+    prose(answer.err[answer.err.index("error: ") :])
     assert not answer.out.strip() or "--chat" in arguments
 
 
 @pytest.mark.parametrize(
-    ("redirected", "options", "code", "said"),
+    ("redirected", "options", "code"),
     [
-        ("printf 'caf\\351' |", "-", 2, "error: prompt has '\\udce9', which is no character of Unicode"),
-        ("", "- <&-", 2, "error: prompt is -, for stdin, which is closed."),
-        ("", "x >&-", 1, "error: stdout is closed"),
-        ("", "x >/dev/full", 1, "error: stdout cannot be written: No space left on device."),
-        ("PYTHONIOENCODING=ascii", "'\u00e9 = ' >/dev/null", 0, "2 tokens"),
+        ("printf 'caf\\351' |", "-", 2),
+        ("", "- <&-", 2),
+        ("", "x >&-", 1),
+        ("", "x >/dev/full", 1),
+        ("PYTHONIOENCODING=ascii", "'\u00e9 = ' >/dev/null", 0),
     ],
     ids=["bytes", "no stdin", "no stdout", "full", "ascii"],
 )  # fmt: skip
-def test_where_text_cannot_come_from_or_go_to_is_one_line(redirected, options, code, said):
+def test_where_text_cannot_come_from_or_go_to_is_one_line(redirected, options, code, prose):
     command = f"{redirected} {shlex.quote(sys.executable)} -m onelaunch generate --device cpu -n 2 --ignore-end {options}"
     answer = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (answer.returncode, answer.stdout) == (code, "")
-    assert said in answer.stderr
+    if code:
+        prose(answer.stderr)
+    else:
+        assert "2 tokens" in answer.stderr
     assert "Traceback" not in answer.stderr

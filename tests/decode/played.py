@@ -11,12 +11,15 @@ import torch
 from onelaunch.decode import KVCache
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
-from onelaunch.decode.runtime.engines import BATCH, Request, TorchEngine
+from onelaunch.decode.runtime.engines import TOKENS_PER_LAUNCH, Request, TorchEngine
 from onelaunch.decode.runtime.memory import ERROR
 from tests.decode.models import SMALL
 
 MODEL = replace(SMALL, eos_token_ids=())
-GREEDY = {"first": Request((3, 4, 5), 3 * BATCH + 5), "second": Request(tuple(range(10, 50)), 2 * BATCH + 1)}
+GREEDY = {
+    "first": Request((3, 4, 5), 3 * TOKENS_PER_LAUNCH + 5),
+    "second": Request(tuple(range(10, 50)), 2 * TOKENS_PER_LAUNCH + 1),
+}
 SAMPLED = Request((9, 8), 20)
 
 CHOICES = {

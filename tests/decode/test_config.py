@@ -63,70 +63,70 @@ def test_the_ends_of_a_text_come_from_the_generation_configuration_first(tmp_pat
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"hidden_size": None}, ModelConfigError, "hidden_size of the model's configuration is missing"),
-        ({"hidden_size": 0}, ModelConfigError, "hidden_size .* is 0; it must be an integer of at least 1"),
-        ({"num_hidden_layers": "28"}, ModelConfigError, "num_hidden_layers .* is '28'; it must be an integer"),
-        ({"num_key_value_heads": 3}, ModelConfigError, "num_key_value_heads .* is 3; .* a divisor of num_attention_heads = 16"),
-        ({"head_dim": 33}, ModelConfigError, "head_dim .* is 33; it must be even"),
-        ({"rms_norm_eps": -1}, ModelConfigError, "rms_norm_eps .* a number of at least 0"),
-        ({"rms_norm_eps": math.inf}, ModelConfigError, "rms_norm_eps .* is inf"),
-        ({"rope_theta": 0.0}, ModelConfigError, "rope_theta .* a number above 1"),
-        ({"rope_theta": math.inf}, ModelConfigError, "rope_theta .* is inf"),
+        ({"hidden_size": None}, ModelConfigError, "hidden_size"),
+        ({"hidden_size": 0}, ModelConfigError, "hidden_size"),
+        ({"num_hidden_layers": "28"}, ModelConfigError, "'28'"),
+        ({"num_key_value_heads": 3}, ModelConfigError, "num_key_value_heads"),
+        ({"head_dim": 33}, ModelConfigError, "head_dim"),
+        ({"rms_norm_eps": -1}, ModelConfigError, "rms_norm_eps"),
+        ({"rms_norm_eps": math.inf}, ModelConfigError, "rms_norm_eps"),
+        ({"rope_theta": 0.0}, ModelConfigError, "rope_theta"),
+        ({"rope_theta": math.inf}, ModelConfigError, "rope_theta"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ModelConfigError, "rope_theta .* is 0"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "rope_theta": 1}}, ModelConfigError, "rope_theta .* above 1"),
-        ({"torch_dtype": "float8"}, ModelConfigError, "dtype .* is 'float8'; it must be one of bfloat16, float16, float32"),
-        ({"eos_token_id": 151936}, ModelConfigError, "eos_token_id .* is 151936; it must be within 0..151935"),
-        ({"eos_token_id": "end"}, ModelConfigError, "eos_token_id .* an integer or a list"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, ModelConfigError, "'dynamic'; .* default, linear, yarn"),
-        ({"rope_scaling": {"rope_type": "linear"}}, ModelConfigError, "rope_scaling.factor .* is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, ModelConfigError, "rope_scaling.factor .* at least 1"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, ModelConfigError, "rope_scaling.factor .* a number above 0"),
+        ({"torch_dtype": "float8"}, ModelConfigError, "'float8'"),
+        ({"eos_token_id": 151936}, ModelConfigError, "eos_token_id"),
+        ({"eos_token_id": "end"}, ModelConfigError, "eos_token_id"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, ModelConfigError, "'dynamic'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, ModelConfigError, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, ModelConfigError, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, ModelConfigError, "rope_scaling.factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1}}, ModelConfigError, "rope_scaling.mscale"),
-        ({"bos_token_id": [1]}, ModelConfigError, r"bos_token_id .* is \[1\]; it must be within 0..151935, an integer"),
-        ({"eos_token_id": True}, ModelConfigError, "eos_token_id .* is True"),
-        ({"rope_parameters": 5}, ModelConfigError, "rope_parameters .* is 5; it must be an object"),
-        ({"rope_scaling": ["yarn"]}, ModelConfigError, r"rope_scaling .* it must be an object"),
-        ({"rope_scaling": {"rope_type": ["x"]}}, ModelConfigError, r"rope_type .* is \['x'\]; it must be one of default"),
+        ({"bos_token_id": [1]}, ModelConfigError, "bos_token_id"),
+        ({"eos_token_id": True}, ModelConfigError, "eos_token_id"),
+        ({"rope_parameters": 5}, ModelConfigError, "rope_parameters"),
+        ({"rope_scaling": ["yarn"]}, ModelConfigError, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": ["x"]}}, ModelConfigError, "'x'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "truncate": [1]}}, ModelConfigError, "rope_scaling.truncate"),
-        ({"layer_types": [["a"]]}, ModelConfigError, r"layer_types .* is \[\['a'\]\]; it must be a list of names"),
+        ({"layer_types": [["a"]]}, ModelConfigError, "'a'"),
         ({"layer_types": 5}, ModelConfigError, "layer_types .* is 5"),
-        ({"architectures": "Qwen3ForCausalLM"}, ModelConfigError, "architectures .* is 'Qwen3ForCausalLM'; .* a list of names"),
+        ({"architectures": "Qwen3ForCausalLM"}, ModelConfigError, "'Qwen3ForCausalLM'"),
         ({"architectures": [["x"]]}, ModelConfigError, "architectures"),
-        ({"tie_word_embeddings": [1]}, ModelConfigError, r"tie_word_embeddings .* is \[1\]; it must be true or false"),
-        ({"use_sliding_window": True, "max_window_layers": "x"}, UnsupportedModel, "sliding window"),
-        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModel, "'LlamaForCausalLM', which is not .* Qwen3ForCausalLM"),
+        ({"tie_word_embeddings": [1]}, ModelConfigError, "tie_word_embeddings"),
+        ({"use_sliding_window": True, "max_window_layers": "x"}, UnsupportedModel, ""),
+        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModel, "'LlamaForCausalLM'"),
         ({"architectures": None, "model_type": "gpt2"}, UnsupportedModel, "'gpt2'"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "hidden_act 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, UnsupportedModel, "quantized weights"),
-        ({"use_sliding_window": True, "max_window_layers": 2}, UnsupportedModel, "sliding window"),
-        ({"layer_types": ["sliding_attention"] * 28}, UnsupportedModel, "sliding window"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModel, ""),
+        ({"use_sliding_window": True, "max_window_layers": 2}, UnsupportedModel, ""),
+        ({"layer_types": ["sliding_attention"] * 28}, UnsupportedModel, ""),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(change, error, message):
-    with pytest.raises(error, match=message):
+def test_what_is_wrong_is_named(change, error, message, prose):
+    with prose.raises(error, match=message):
         ModelConfig.from_dict(QWEN3 | change)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (None, "cannot be read"),
-        ("{", "is not JSON"),
-        ("[" * 10**5, "is not JSON .* nested too deeply"),
-        ("[]", "holds no JSON object"),
-        ('{"vocab_size": 1, "vocab_size": 2}', "is not JSON: the key 'vocab_size' stands twice"),
-        ('{"rope_scaling": {"a": 1, "a": 1}}', "is not JSON: the key 'a' stands twice"),
-        ('{"rope_theta": NaN}', "is not JSON: NaN is no number"),
-        ('{"rope_theta": -Infinity}', "is not JSON: -Infinity is no number"),
-        ('{"rope_theta": 1' + "0" * 5000 + "}", "is not JSON: "),
-        (" " * 9_000_000 + "{}", "has 9,000,002 bytes"),
+        None,
+        "{",
+        "[" * 10**5,
+        "[]",
+        '{"vocab_size": 1, "vocab_size": 2}',
+        '{"rope_scaling": {"a": 1, "a": 1}}',
+        '{"rope_theta": NaN}',
+        '{"rope_theta": -Infinity}',
+        '{"rope_theta": 1' + "0" * 5000 + "}",
+        " " * 9_000_000 + "{}",
     ],
     ids=["none", "open", "deep", "list", "twice", "twice inside", "nan", "infinity", "digits", "huge"],
 )
-def test_a_folder_without_a_readable_configuration(tmp_path, content, message):
+def test_a_folder_without_a_readable_configuration(tmp_path, content, prose):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=rf"config\.json {message}"):
+    with prose.raises(CheckpointError, match=r"config\.json", mask={"Exceeds the limit.*": "<reason>"}):
         ModelConfig.from_pretrained(tmp_path)
 
 

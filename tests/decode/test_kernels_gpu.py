@@ -167,7 +167,7 @@ def test_drawn_texts_are_the_samplers_on_the_same_logits(rung, name, device):
             texts[-1] += sequence.copy_tokens().wait()
         session.check()
     assert texts[0] == texts[1], "the same seed, the same text"
-    assert not session.memory.tallies.any()
+    assert not session.memory.histograms.any()
     on_host = Sampler(sampling, torch.cat([prompt, token]).cpu(), GENERATED.vocab_size)
     fresh = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
     for known in texts[0]:

@@ -24,7 +24,7 @@ CASES += [("streaming", "odd sizes", 8), ("streaming", "untied, a key head", 12)
 
 def kernel_and_memory(weights, plan, libraries, tuning=None):
     kernel = HostKernel(plan, libraries, tuning)
-    return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, stamps=kernel.tuning.stamps)
+    return kernel, Memory(plan, Constants.of(weights, packed(weights, plan), 512), 512, markers=kernel.tuning.stamps)
 
 
 def assert_the_oracles(weights, plan, libraries, given, positions):
@@ -221,7 +221,7 @@ def test_a_wait_without_end_is_given_up_and_said(libraries):
 
 
 @pytest.mark.parametrize("rung", ["redundant_norm", "streaming"])
-def test_stamps_say_where_a_token_waits_and_change_nothing_else(rung, libraries):
+def test_stamps_say_where_a_token_waits_and_change_nothing_else(rung, libraries, prose):
     weights, cache, _, _ = text(TINY, 20)
     plan, found = plan_for(TINY, rung, 4), []
     for stamps in (False, True):
@@ -240,7 +240,7 @@ def test_stamps_say_where_a_token_waits_and_change_nothing_else(rung, libraries)
     passes = {phase.name: TINY.num_hidden_layers for phase in plan.layer} | {phase.name: 1 for phase in plan.tail}
     total = sum(passes[name] * (time.waits + time.works) for name, time in times.items())
     assert 0.5 * span < total < 1.5 * span, "phases make up the token"
-    with pytest.raises(ValueError, match="without Tuning"):
+    with prose.raises(ValueError):
         phase_times(plan, memory.state[:4])
-    with pytest.raises(ValueError, match="a launch for each phase"):
+    with prose.raises(ValueError):
         phase_times(plan_for(TINY, "graph", 4), memory.state)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onelaunch.decode import KVCache, decode_step, random_weights
-from onelaunch.decode.loops import FEWEST, MOST, Running, Served, enough, first_difference
+from onelaunch.decode.loops import MAX_TOKENS, MIN_TOKENS, Running, Served, first_difference, tokens_per_run
 from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.runtime.engines import Request, TorchEngine
 from onelaunch.errors import ContextExceeded
@@ -56,12 +56,12 @@ def test_the_context_bounds_a_run():
 
 @pytest.mark.parametrize(
     ("seconds", "room", "count"),
-    [(1e-9, 10**6, MOST), (1.0, 10**6, FEWEST), (1e-3, 10**6, 48), (1e-3, 20, 20), (0.0, 3, 3)],
+    [(1e-9, 10**6, MAX_TOKENS), (1.0, 10**6, MIN_TOKENS), (1e-3, 10**6, 48), (1e-3, 20, 20), (0.0, 3, 3)],
 )
 def test_runs_are_long_enough_to_be_timed(seconds, room, count):
-    assert enough(seconds, room) == count
+    assert tokens_per_run(seconds, room) == count
 
 
-def test_where_texts_differ():
+def test_where_texts_differ(prose):
     assert first_difference((1, 2, 3), [1, 2, 3]) is None
-    assert first_difference((1, 2, 3), [1, 5, 4]) == "token 2 of 3 is 2; single steps make 5."
+    prose(first_difference((1, 2, 3), [1, 5, 4]))

@@ -81,10 +81,10 @@ def test_every_model_and_number_of_ctas_has_sound_plans(ctas, hidden, inner, hea
 
 
 @pytest.mark.parametrize(("rung", "name"), sorted(set(WAITING)))
-def test_no_edge_can_be_left_out(rung, name):
+def test_no_edge_can_be_left_out(rung, name, prose):
     plan = plan_for(TINY, rung, 5)
     bare = without_edge(plan, name)
-    with pytest.raises(PlanError, match=r"before CTA|nobody|may still (read|add)|old use|overtake"):
+    with prose.raises(PlanError, match="CTA", mask={r"\d+": "<number>"}):
         check(bare)
 
 
@@ -100,52 +100,52 @@ def without_edge(plan, name):
 
 
 @pytest.mark.parametrize("rung", ["eight_barriers", "redundant_norm", "head_local"])
-def test_keys_that_are_fetched_ahead_must_be_of_earlier_tokens(rung):
+def test_keys_that_are_fetched_ahead_must_be_of_earlier_tokens(rung, prose):
     """Where a phase of its own writes the newest key, a later one may read it, but not who fetched before the token began."""
     plan = plan_for(TINY, rung, 5)
     check(plan)
-    with pytest.raises(PlanError, match=r"phase attention reads words .* of cache before CTA"):
+    with prose.raises(PlanError, match="CTA"):
         check(replace(plan, keys_stream=True))
     for rung in STREAMS:
         check(plan_for(MODELS["whole chunks"], rung, 9))
         assert plan_for(MODELS["whole chunks"], rung, 9).keys_stream
 
 
-def test_words_that_count_must_get_as_many_additions_as_are_waited_for():
+def test_words_that_count_must_get_as_many_additions_as_are_waited_for(prose):
     plan = plan_for(TINY, "streaming", 5)
     for op in ("o", "down"):
         phase = next(phase for phase in plan.layer if phase.op == op)
         cta = next(cta for cta, share in enumerate(phase.shares) if share.adds)
         for adds in ((), phase.shares[cta].adds * 2):
-            with pytest.raises(PlanError, match=r"waits for \d+ additions to a word of mid, which has \d+"):
+            with prose.raises(PlanError):
                 check(changed_share(plan, phase, cta, replace(phase.shares[cta], adds=adds)))
 
 
-def test_words_that_count_are_cleared_for_the_next_token():
+def test_words_that_count_are_cleared_for_the_next_token(prose):
     plan = plan_for(TINY, "streaming", 5)
     share = plan.closing.shares[0]
     kept = replace(share, writes=tuple(piece for piece in share.writes if piece.buffer != "mid"))
-    with pytest.raises(PlanError, match=r"waits for 2 additions to a word of mid, which has \d+ \(token 1"):
+    with prose.raises(PlanError):
         check(changed_share(plan, plan.closing, 0, kept))
 
 
-def test_each_word_that_is_read_is_waited_for():
+def test_each_word_that_is_read_is_waited_for(prose):
     plan = plan_for(TINY, "streaming", 5)
     phase = plan.phase("down")
     polls = tuple(piece for piece in phase.shares[1].polls if piece.buffer != "mid")
-    with pytest.raises(PlanError, match="CTA 1 in phase down reads words of mid that it does not wait for"):
+    with prose.raises(PlanError, match="CTA"):
         check(changed_share(plan, phase, 1, replace(phase.shares[1], polls=polls)))
 
 
 @in_streams
-def test_a_layer_between_two_others_is_followed(rung):
+def test_a_layer_between_two_others_is_followed(rung, prose):
     """A CTA without a part in the layers reads the residual stream, and nobody waits for it until the head."""
     ctas = 7
     plan = plan_for(replace(TINY, num_hidden_layers=3), rung, ctas)
     assert layer_ctas(TINY, ctas) < ctas
     qkv, hidden = plan.layer[0], (Piece("hidden", 0, TINY.hidden_size),)
     check(plan)
-    with pytest.raises(PlanError, match=rf"phase down overwrites words of hidden that CTA {ctas - 1} may still read"):
+    with prose.raises(PlanError, match="CTA"):
         check(changed_share(plan, qkv, ctas - 1, replace(qkv.shares[-1], reads=hidden, polls=hidden)))
 
 
@@ -218,15 +218,15 @@ def without(piece, taken):
 @pytest.mark.parametrize(
     ("room", "reason"),
     [
-        ({"processors": 100}, "only 100 can be resident"),
-        ({"shared_bytes": 240_000}, "240000 bytes of shared memory"),
-        ({"registers": 240}, "registers; a processor has 65536"),
+        ({"processors": 100}, "100"),
+        ({"shared_bytes": 240_000}, "240000"),
+        ({"registers": 240}, "65536"),
     ],
 )
-def test_ctas_that_cannot_all_be_resident_are_refused(room, reason):
+def test_ctas_that_cannot_all_be_resident_are_refused(room, reason, prose):
     plan = plan_for(QWEN, "streaming", 132)
     facts = {"threads": THREADS, "registers": 168, "shared_bytes": 200_000, "processors": 132} | room
-    with pytest.raises(PlanError, match=reason):
+    with prose.raises(PlanError, match=reason):
         check(plan, room=Room(**facts))
 
 
@@ -402,26 +402,26 @@ def test_plans_of_drawn_tokens_are_sound(rung):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        (lambda share: replace(share, writes=()), "adds to sums of tallies that were read and not cleared since"),
-        (lambda share: replace(share, writes=share.writes * 2), "has two writers in phase next"),
-        (lambda share: replace(share, adds=(Piece("drawn", 0, 1),)), "adds to words that are no sums"),
+        lambda share: replace(share, writes=()),
+        lambda share: replace(share, writes=share.writes * 2),
+        lambda share: replace(share, adds=(Piece("drawn", 0, 1),)),
     ],
 )
-def test_sums_are_cleared_by_one_before_anybody_adds_again(change, reason):
+def test_sums_are_cleared_by_one_before_anybody_adds_again(change, prose):
     plan = plan_for(TINY, "streaming", 3, rounds=4)
     closing = plan.tail[-1]
-    with pytest.raises(PlanError, match=reason):
+    with prose.raises(PlanError):
         check(changed_share(plan, closing, 0, change(closing.shares[0])))
 
 
-def test_sums_are_not_cleared_while_others_read_them():
+def test_sums_are_not_cleared_while_others_read_them(prose):
     """By the phase that reads the last of them."""
     plan = plan_for(TINY, "streaming", 3, rounds=2)
     draw = plan.phase("draw")
     early = replace(draw.shares[0], writes=(*draw.shares[0].writes, Piece("tallies", 0, 2)))
-    with pytest.raises(PlanError, match=r"CTA 0 in phase draw overwrites words of tallies that CTA [12] may still read"):
+    with prose.raises(PlanError, match="CTA"):
         check(changed_share(plan, draw, 0, early))
 
 

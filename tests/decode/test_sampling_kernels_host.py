@@ -63,7 +63,7 @@ def at_once(kernel, memory, cache, sampling, count, seed=0):
     place(memory, POSITION, FIRST)
     logits = kernel(memory, cache.map(torch.clone), count, seed=seed, sampler=sampler)
     assert int(memory.state[ERROR]) == 0
-    assert not memory.tallies.any(), "what was added up is cleared"
+    assert not memory.histograms.any(), "what was added up is cleared"
     return memory.tokens[POSITION : POSITION + count + 1].tolist(), logits, sampler
 
 

@@ -18,7 +18,7 @@ from onelaunch.decode.model.forward import prefill
 from onelaunch.decode.model.sampling import Sampler, Sampling
 from onelaunch.decode.runtime import kernels as kernels_file
 from onelaunch.decode.runtime import proofs
-from onelaunch.decode.runtime.engines import BATCH, KernelEngine, Request, TorchEngine
+from onelaunch.decode.runtime.engines import TOKENS_PER_LAUNCH, KernelEngine, Request, TorchEngine
 from onelaunch.decode.runtime.kernels import session_for
 from onelaunch.decode.runtime.memory import ERROR, OUT_OF_RANGE
 from onelaunch.decode.runtime.models import MODELS
@@ -83,7 +83,7 @@ def test_texts_that_take_turns_are_those_that_come_alone(weights, played):
     engine = KernelEngine(weights, "streaming")
     texts = [engine.run(request) for request in GREEDY.values()]
     found = [[], []]
-    for _ in range(3 * BATCH + 5):
+    for _ in range(3 * TOKENS_PER_LAUNCH + 5):
         for text, tokens in zip(texts, found, strict=True):
             tokens += [token for token in (next(text, None),) if token is not None]
     assert found == [alone(weights, request) for request in GREEDY.values()]
@@ -105,14 +105,14 @@ def test_texts_of_any_choices_are_made_many_tokens_a_launch_and_take_turns(name,
     engine = KernelEngine(weights, "streaming")
     texts = [engine.run(request) for request in requests]
     found = [[], []]
-    for _ in range(3 * BATCH + 5):
+    for _ in range(3 * TOKENS_PER_LAUNCH + 5):
         for text, tokens in zip(texts, found, strict=True):
             tokens += [token for token in (next(text, None),) if token is not None]
     assert found == [alone(weights, request) for request in requests]
     assert found[0] != alone(weights, GREEDY["first"])
     (short, long), most = (len(request.prompt) for request in requests), megakernel.prompt_steps("streaming", MODEL)
     assert short < most < long
-    assert played.launches == short + sum(-(-(request.max_new_tokens - 1) // BATCH) for request in requests)
+    assert played.launches == short + sum(-(-(request.max_new_tokens - 1) // TOKENS_PER_LAUNCH) for request in requests)
 
 
 def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monkeypatch, tmp_path):
@@ -129,7 +129,7 @@ def test_the_first_text_that_is_drawn_has_its_plan_checked(weights, played, monk
     proofs._check_sampling.cache_clear()
 
 
-def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monkeypatch):
+def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monkeypatch, prose):
     """Else it goes step by step, with the same tokens."""
     monkeypatch.setattr(decode_step.get("graph"), "_supports", [])
     steps = []
@@ -139,7 +139,7 @@ def test_a_launch_for_each_phase_takes_the_likeliest_only(weights, played, monke
     assert len(steps) == request.max_new_tokens - 1
     sampler = Sampler(CHOICES["penalty"], torch.tensor([1]), MODEL.vocab_size)
     sequence = session_for(weights, "graph").sequence(KVCache.empty(MODEL, 4), torch.tensor([1]), sampler)
-    with pytest.raises(ArgumentError, match="'graph' takes the likeliest token only"), sequence:
+    with prose.raises(ArgumentError, match="'graph'"), sequence:
         sequence.step(1)
 
 
@@ -311,7 +311,7 @@ def step(weights):
 
 
 @pytest.mark.parametrize("loop", ["running", "served"])
-def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, monkeypatch):
+def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, monkeypatch, prose):
     made = decode_step.loops[loop](decode_step.get("streaming"), step)
     assert 0 < made.seconds() < 1
     assert made.count % 16 == 0
@@ -325,7 +325,7 @@ def test_tokens_in_a_row_are_those_of_single_steps(loop, step, weights, played, 
 
     monkeypatch.setattr(Session, "launch", other)
     made.seconds()
-    assert "single steps make" in made.problem()
+    prose(made.problem(), mask={r"token \d+ of \d+": "token <number> of <number>"})  # as many tokens as a fixed time takes
 
 
 def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(step, played):
@@ -337,25 +337,25 @@ def test_running_steps_leave_the_inputs_as_they_were_and_many_are_one_launch(ste
     assert torch.equal(step["cache"].keys, before)
 
 
-def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch):
+def test_other_logits_behind_the_same_text_are_wrong(step, played, monkeypatch, prose):
     running = decode_step.loops["running"](decode_step.get("streaming"), step)
     launch = Session.launch
     monkeypatch.setattr(Session, "launch", lambda *given: 1.01 * launch(*given))
     running.seconds()
-    assert "are 1.0e-02 off those of single steps" in running.problem()
+    prose(running.problem())
 
 
 # Stalls
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_launch_that_gave_up_is_said_and_the_next_text_is_whole(temperature, weights, played, monkeypatch):
+def test_a_launch_that_gave_up_is_said_and_the_next_text_is_whole(temperature, weights, played, monkeypatch, prose):
     monkeypatch.setattr(Pending, "arrived", lambda _: False)  # the host is ahead: no step finds the news of the one before
     request = replace(GREEDY["first"], sampling=replace(GREEDY["first"].sampling, temperature=temperature))
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, request)
     assert list(engine.run(request)) == expected
     played.stalls, got = played.launches + len(request.prompt) + 2, []
-    with pytest.raises(DecodeStalled, match="'streaming' waited for seconds and gave up"):
+    with prose.raises(DecodeStalled, match="'streaming'"):
         got.extend(token for token in engine.run(request))
     assert 0 < len(got) < len(expected)
     assert got == expected[: len(got)]
@@ -412,10 +412,10 @@ def test_a_text_whose_prompt_pytorch_reads_is_not_blamed_for_the_one_before(weig
     assert next(KernelEngine(weights, "streaming").run(GREEDY["second"])) == alone(weights, GREEDY["second"])[0]
 
 
-def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played):
+def test_a_sum_out_of_range_is_said_and_the_next_text_is_whole(weights, played, prose):
     engine, expected = KernelEngine(weights, "streaming"), alone(weights, GREEDY["first"])
     played.stalls, played.error = 2, OUT_OF_RANGE
-    with pytest.raises(DecodeOverflow, match=r"'streaming' adds in integers of 2\^-28 and holds up to 67108864"):
+    with prose.raises(DecodeOverflow, match="'streaming'"):
         list(engine.run(GREEDY["first"]))
     assert list(engine.run(GREEDY["first"])) == expected
 

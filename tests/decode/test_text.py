@@ -99,8 +99,8 @@ def test_prompts_are_whole_and_nothing_else_whatever_training_left(codec, tmp_pa
         assert TextCodec(tmp_path).encode(text) == codec.encode(text)
 
 
-def test_text_that_is_none_is_refused(codec):
-    with pytest.raises(ArgumentError, match=r"prompt has '.udce9', which is no character of Unicode"):
+def test_text_that_is_none_is_refused(codec, prose):
+    with prose.raises(ArgumentError, match="'.udce9'"):
         codec.encode("caf\udce9")
 
 
@@ -136,22 +136,22 @@ def test_a_conversation_has_its_special_tokens_once(talking):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("chat_template.jinja", "{% for m in messages %}{{m.role}", "the chat template of .* refuses these messages"),
-        ("chat_template.jinja", "{{ raise_exception('no way') }}", "refuses these messages: no way"),
-        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not JSON"),
-        ("tokenizer_config.json", '{"a": 1, "a": 2}', "the key 'a' stands twice"),
-        ("tokenizer_config.json", '{"model_max_length": NaN}', "NaN is no number of JSON"),
-        ("tokenizer_config.json", '{"a":' * 10**5, "nested too deeply"),
-        ("tokenizer_config.json", " " * 9_000_000, "has 9,000,000 bytes; such a file may have"),
-        ("tokenizer_config.json", '{"tokenizer_class": 5}', "the tokenizer of .* cannot be read"),
-        ("special_tokens_map.json", "[", "the tokenizer of .* cannot be read"),
-        ("chat_template.jinja", "\udcff", "is not text in UTF-8"),
+        ("chat_template.jinja", "{% for m in messages %}{{m.role}", ""),
+        ("chat_template.jinja", "{{ raise_exception('no way') }}", ""),
+        ("tokenizer_config.json", "{", r"config\.json"),
+        ("tokenizer_config.json", '{"a": 1, "a": 2}', "'a'"),
+        ("tokenizer_config.json", '{"model_max_length": NaN}', "JSON"),
+        ("tokenizer_config.json", '{"a":' * 10**5, "JSON"),
+        ("tokenizer_config.json", " " * 9_000_000, "9,000,000"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', ""),
+        ("special_tokens_map.json", "[", ""),
+        ("chat_template.jinja", "\udcff", "UTF"),
     ],
 )  # fmt: skip
-def test_a_conversation_that_cannot_be_put_into_words(file, content, message, talking):
+def test_a_conversation_that_cannot_be_put_into_words(file, content, message, talking, prose):
     pytest.importorskip("transformers", reason="needs the extra decode")
     (talking / file).write_text(content, errors="surrogateescape")
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with prose.raises(CheckpointError, match=message, foreign=not message) as caught:
         TextCodec(talking).chat([{"role": "user", "content": "hi"}])
     assert "\n" not in str(caught.value)
 
@@ -177,28 +177,28 @@ def test_of_several_chat_templates_the_default_is_taken(talking, template):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (["{{ messages }}"], "chat_template of .*json is .*; it must be a text, or a list of objects with name and template"),
-        ([{"name": "default"}], "it must be a text, or a list"),
-        ([{"name": "default", "template": 3}], "it must be a text, or a list"),
-        ({"default": "x"}, "it must be a text, or a list"),
-        (3, "chat_template of .* is 3"),
-        (True, "chat_template of .* is True"),
-        (NAMED[:1], "one of the templates must be named default"),
+        (["{{ messages }}"], "chat_template"),
+        ([{"name": "default"}], "chat_template"),
+        ([{"name": "default", "template": 3}], "chat_template"),
+        ({"default": "x"}, "chat_template"),
+        (3, "chat_template"),
+        (True, "chat_template"),
+        (NAMED[:1], ""),
     ],
 )
-def test_a_chat_template_of_another_type(talking, template, message):
-    with pytest.raises(CheckpointError, match=message):
+def test_a_chat_template_of_another_type(talking, template, message, prose):
+    with prose.raises(CheckpointError, match=message):
         describe(talking, template).chat(MESSAGES)
 
 
 @pytest.mark.parametrize("template", [None, "", []])
-def test_no_chat_template(talking, template):
+def test_no_chat_template(talking, template, prose):
     pytest.importorskip("transformers", reason="needs the extra decode")
-    with pytest.raises(CheckpointError, match="has no chat template; pass the prompt as text"):
+    with prose.raises(CheckpointError):
         describe(talking, template).chat(MESSAGES)
 
 
-def test_a_folder_brings_no_code_and_no_files_of_others(talking, tmp_path_factory):
+def test_a_folder_brings_no_code_and_no_files_of_others(talking, tmp_path_factory, prose):
     pytest.importorskip("transformers", reason="needs the extra decode")
     marker = tmp_path_factory.mktemp("marker") / "ran"
     (talking / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
@@ -211,51 +211,49 @@ def test_a_folder_brings_no_code_and_no_files_of_others(talking, tmp_path_factor
     secret.write_text("secret")
     (talking / "chat_template.jinja").unlink()
     (talking / "chat_template.jinja").symlink_to(secret)
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is a link to .*secret"):
+    with prose.raises(CheckpointError, match=r"template\.jinja"):
         TextCodec(talking).chat(MESSAGES)
 
 
 @pytest.mark.parametrize("name", ["tokenize", "return_dict", "add_generation_prompt", "conversation"])
-def test_choices_that_are_not_the_callers(talking, name):
-    with pytest.raises(ArgumentError, match=f"{name} is True; leave it out"):
+def test_choices_that_are_not_the_callers(talking, name, prose):
+    with prose.raises(ArgumentError, match=name):
         TextCodec(talking).chat(MESSAGES, **{name: True})
 
 
 @pytest.mark.parametrize(
     "messages", ["hello", [], ["hello"], None, [{"content": "x"}], [{"role": 3, "content": "x"}], {"role": "user"}]
 )
-def test_messages_that_are_none(messages, talking):
-    with pytest.raises(ArgumentError, match=r"messages is .*; it must be mappings with role and content"):
+def test_messages_that_are_none(messages, talking, prose):
+    with prose.raises(ArgumentError, match="messages"):
         TextCodec(talking).chat(messages)
 
 
-def test_a_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+def test_a_folder_without_a_tokenizer(tmp_path, prose):
+    with prose.raises(CheckpointError, match=r"tokenizer\.json"):
         TextCodec(tmp_path)
     for content in ("{}", "[]", "", "[" * 10**6, '{"version": NaN}', "{" * 10, "null", '{"model": {"type": "BPE", "vocab": 3}}'):
         (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        with prose.raises(CheckpointError, match=r"tokenizer\.json", foreign=True):
             TextCodec(tmp_path)
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json has 1,099,511,627,776 bytes; such a file may have"):
+    with prose.raises(CheckpointError, match=r"tokenizer\.json"):
         TextCodec(tmp_path)
 
 
-def test_a_tokenizer_that_belongs_to_another_model(codec):
+def test_a_tokenizer_that_belongs_to_another_model(codec, prose):
     """The fault is the tokenizer's, and not the prompt's, which has no numbers in it."""
     config = replace(SMALL, vocab_size=200)
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer makes the token 220 .* has only 200 tokens .*belongs to another"
-    ) as caught:
+    with prose.raises(CheckpointError, match="220") as caught:
         tokens_of("a \u00ff", replace(config, eos_token_ids=()), lambda what: codec)
     assert not isinstance(caught.value, ArgumentError)
     assert tokens_of("a", config, lambda what: codec) == codec.encode("a")
 
 
-def test_a_tokenizer_that_fails_is_named(tmp_path):
+def test_a_tokenizer_that_fails_is_named(tmp_path, prose):
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="missing")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"the tokenizer of .* fails on this prompt"):
+    with prose.raises(CheckpointError, foreign=True):
         TextCodec(tmp_path).encode("b")

@@ -59,70 +59,66 @@ def test_random_weights_follow_their_seed():
     assert not torch.equal(one, other)
 
 
-def test_a_folder_without_weights(tmp_path):
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+def test_a_folder_without_weights(tmp_path, prose):
+    with prose.raises(CheckpointError, match=r"model\.safetensors"):
         load_weights(tmp_path, SMALL)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_truncated_file(tmp_path, shards):
+def test_a_truncated_file(tmp_path, shards, prose):
     folder = write(tmp_path, random_weights(SMALL), shards)
     path = folder / ("model.safetensors" if shards == 1 else "model-1.safetensors")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=rf"{path.name} cannot be read, as if missing or truncated"):
+    with prose.raises(CheckpointError, match=path.name, foreign=True):
         load_weights(folder, SMALL)
 
 
-def test_a_file_of_several_is_missing(tmp_path):
+def test_a_file_of_several_is_missing(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL), shards=2)
     (folder / "model-0.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-0\.safetensors is missing, which model\.safetensors\.index\.json names"):
+    with prose.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         load_weights(folder, SMALL)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
-        ("[]", "holds no JSON object"),
-        ("{}", "is not an index of weights"),
-        ('{"weight_map": 3}', "is not an index of weights: its weight_map is 3"),
-        ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "the key 'a' stands twice"),
+        ("{", "JSON"),
+        ("[]", "JSON"),
+        ("{}", ""),
+        ('{"weight_map": 3}', "weight_map"),
+        ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "'a'"),
     ],
 )
-def test_an_index_that_is_none(tmp_path, content, message):
+def test_an_index_that_is_none(tmp_path, content, message, prose):
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match=message):
+    with prose.raises(CheckpointError, match=message):
         load_weights(tmp_path, SMALL)
 
 
-def test_an_index_that_lacks_a_tensor(tmp_path):
+def test_an_index_that_lacks_a_tensor(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL), shards=2)
     index = folder / "model.safetensors.index.json"
     table = json.loads(index.read_text())
     del table["weight_map"][DOWN]
     index.write_text(json.dumps(table))
-    with pytest.raises(CheckpointError, match=f"names no file for '{DOWN}'"):
+    with prose.raises(CheckpointError, match=f"'{DOWN}'"):
         load_weights(folder, SMALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
-def test_a_tensor_that_is_quantized(dtype, tmp_path):
+def test_a_tensor_that_is_quantized(dtype, tmp_path, prose):
     path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {DOWN: tensors[DOWN].to(dtype)}, path)
-    with pytest.raises(
-        CheckpointError, match=rf"{DOWN} of .*model\.safetensors is \w+; weights must be one of BF16, F16, F32, F64"
-    ):
+    with prose.raises(CheckpointError, match=r"model\.safetensors"):
         load_weights(tmp_path, SMALL)
 
 
-def test_tensors_that_no_configuration_knows(tmp_path):
+def test_tensors_that_no_configuration_knows(tmp_path, prose):
     """Else a text would be made by another model than the file's."""
     path = write(tmp_path, random_weights(replace(SMALL, num_hidden_layers=4))) / "model.safetensors"
-    with pytest.raises(
-        CheckpointError, match=r"has 'model\.layers\.2\..* and 21 more tensors, for which the model's configuration"
-    ):
+    with prose.raises(CheckpointError, match="21"):
         load_weights(tmp_path, SMALL)
     tensors = load_file(write(tmp_path, random_weights(SMALL)) / "model.safetensors")
     ones = torch.ones(2)
@@ -134,22 +130,22 @@ def test_tensors_that_no_configuration_knows(tmp_path):
     save_file(tensors | free, path)
     load_weights(tmp_path, SMALL)
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": ones}, path)
-    with pytest.raises(CheckpointError, match=r"has 'model\.layers\.0\.self_attn\.q_proj\.bias', for which"):
+    with prose.raises(CheckpointError, match=r"'model\.layers\.0\.self_attn\.q_proj\.bias'"):
         load_weights(tmp_path, SMALL)
 
 
-def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path):
+def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path, prose):
     path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
     tensors = load_file(path)
     save_file({name: tensor for name, tensor in tensors.items() if name != DOWN}, path)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors has no tensor '{DOWN}'"):
+    with prose.raises(CheckpointError, match=f"'{DOWN}'"):
         load_weights(tmp_path, SMALL)
     save_file(tensors | {DOWN: tensors[DOWN].T.contiguous()}, path)
-    with pytest.raises(CheckpointError, match=rf"{DOWN} of .*model\.safetensors has shape \(96, 64\); it must be \[64, 96\]"):
+    with prose.raises(CheckpointError, match=r"model\.safetensors"):
         load_weights(tmp_path, SMALL)
-    with pytest.raises(CheckpointError, match=r"embed_tokens.* must be \[400, 64\]"):
+    with prose.raises(CheckpointError, match="embed_tokens"):
         load_weights(tmp_path, replace(SMALL, vocab_size=400))
-    with pytest.raises(CheckpointError, match=r"no tensor 'lm_head\.weight'"):
+    with prose.raises(CheckpointError, match=r"'lm_head\.weight'"):
         load_weights(tmp_path, replace(SMALL, tie_word_embeddings=False))
 
 
@@ -164,7 +160,7 @@ def test_a_tensor_that_is_missing_or_of_the_wrong_shape(tmp_path):
         "model\x1b[2J.safetensors", "x" * 300 + ".safetensors", 3, None, ["model-0.safetensors"], {"a": 1}, True,
     ],
 )  # fmt: skip
-def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name, prose):
     """The file that the entry leads to is there, so that only its name can be what is refused."""
     folder = write(tmp_path / "sub", random_weights(SMALL), shards=2)
     for there in (tmp_path, folder / "sub"):
@@ -174,28 +170,28 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
     table = json.loads(index.read_text())
     table["weight_map"][DOWN] = name
     index.write_text(json.dumps(table))
-    with pytest.raises(CheckpointError, match=r"index\.json names the file ") as caught:
+    with prose.raises(CheckpointError, match=r"index\.json") as caught:
         load_weights(folder, SMALL)
     assert "\x1b" not in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
-def test_an_absolute_path_is_refused_though_it_leads_to_the_right_file(tmp_path):
+def test_an_absolute_path_is_refused_though_it_leads_to_the_right_file(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL), shards=2)
     index = folder / "model.safetensors.index.json"
     table = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": {key: str(folder / name) for key, name in table["weight_map"].items()}}))
-    with pytest.raises(CheckpointError, match=r"names the file .* without separators"):
+    with prose.raises(CheckpointError, mask={r"'/\S+\.\.\.": "<path>"}):
         load_weights(folder, SMALL)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path, name):
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path, name, prose):
     folder = write(tmp_path / "model", random_weights(SMALL))
     secret = tmp_path / "elsewhere"
     (folder / name).rename(secret)
     (folder / name).symlink_to(secret)
-    with pytest.raises(CheckpointError, match=rf"{name} is a link to .*elsewhere, outside its folder"):
+    with prose.raises(CheckpointError, match=name):
         load_weights(folder, ModelConfig.from_pretrained(folder))
     (folder / name).unlink()
     secret.rename(folder / "renamed")
@@ -206,7 +202,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path, name):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_links_of_the_hubs_cache_are_followed(tmp_path, shared):
+def test_links_of_the_hubs_cache_are_followed(tmp_path, shared, prose):
     """Its entries lead to blobs of the same model, and these may lead to blobs that several models share."""
     model = tmp_path / "hub" / "models--owner--name"
     folder = write(model / "snapshots" / "0123abcd", random_weights(SMALL), shards=2)
@@ -226,15 +222,15 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path, shared):
     other.write_text("{}")
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to(other)
-    with pytest.raises(CheckpointError, match="outside its folder"):
+    with prose.raises(CheckpointError):
         ModelConfig.from_pretrained(folder)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_is_not_waited_for(tmp_path, prose):
     folder = write(tmp_path, random_weights(SMALL))
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: it is not a regular file"):
+    with prose.raises(CheckpointError, match=r"config\.json"):
         ModelConfig.from_pretrained(folder)
 
 
@@ -251,11 +247,11 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_absurd_sizes_are_refused_by_the_header(tmp_path, change, shards):
+def test_absurd_sizes_are_refused_by_the_header(tmp_path, change, shards, prose):
     folder = write(tmp_path, random_weights(SMALL), shards)
     (folder / "config.json").write_text(json.dumps(as_dict(SMALL) | change))
     config = ModelConfig.from_pretrained(folder)
-    with pytest.raises(CheckpointError, match=r"by the model's configuration|num_hidden_layers .* holds tensors of 2 layers"):
+    with prose.raises(CheckpointError):
         load_weights(folder, config)
     with pytest.raises(CheckpointError):
         Model.from_pretrained(folder, device="cpu")
@@ -297,18 +293,18 @@ def test_wrong_arguments_are_named(tmp_path, call):
         call(write(tmp_path, random_weights(SMALL)))
 
 
-def test_a_folder_of_pickles_is_refused_by_name(tmp_path):
+def test_a_folder_of_pickles_is_refused_by_name(tmp_path, prose):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(CheckpointError, match=r"neither .* pytorch_model\.bin is a pickle, which is not read"):
+    with prose.raises(CheckpointError, match=r"pytorch_model\.bin"):
         load_weights(tmp_path, SMALL)
 
 
-def test_shapes_and_truncation_are_the_same_kind_of_error(tmp_path):
+def test_shapes_and_truncation_are_the_same_kind_of_error(tmp_path, prose):
     """Both are the checkpoint's fault and none is the caller's, so that the command line ends with the same exit code."""
     path = write(tmp_path, random_weights(SMALL)) / "model.safetensors"
     save_file(load_file(path) | {DOWN: torch.ones(2, 2)}, path)
-    for message in ("has shape", "truncated"):
-        with pytest.raises(CheckpointError, match=message) as caught:
+    for foreign in (False, True):
+        with prose.raises(CheckpointError, match=r"model\.safetensors", foreign=foreign) as caught:
             load_weights(tmp_path, SMALL)
         assert not isinstance(caught.value, ArgumentError)
         path.write_bytes(path.read_bytes()[:-3])

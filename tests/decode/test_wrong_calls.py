@@ -37,16 +37,16 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize("name", [None, 3, b"tiny", ["tiny"], "", "  ", Unprintable(), torch.ones(2), Path])
-def test_a_name_of_a_wrong_type(name):
-    with pytest.raises(ArgumentError, match=r"name is .*it must be a model folder, owner/name on .*'tiny'"):
+def test_a_name_of_a_wrong_type(name, prose):
+    with prose.raises(ArgumentError, match="'tiny'", mask={r"pathlib\._local": "pathlib"}):
         Model.from_pretrained(name)
 
 
 @pytest.mark.parametrize(
     "name", ["tinny", "~/models/none", "./none", "/none/at/all", "a\0b", "x" * 5000, "a/b/c", "-x/y", "Tiny"]
 )
-def test_a_name_that_nothing_has(name):
-    with pytest.raises(UnknownModel, match=r"no model .* config.json.*tiny") as caught:
+def test_a_name_that_nothing_has(name, prose):
+    with prose.raises(UnknownModel, match="config.json") as caught:
         Model.from_pretrained(name)
     assert isinstance(caught.value, UnknownNameError), "the command line ends with the code of a wrong name"
     assert ("Did you mean 'tiny'?" in str(caught.value)) == (name in ("tinny", "Tiny"))
@@ -56,23 +56,23 @@ def test_a_name_that_nothing_has(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": None}, "device is None; it must be a string"),
-        ({"device": 0}, "device is 0"),
-        ({"device": ["cpu"]}, r"device is \['cpu'\]"),
-        ({"device": ""}, "device is ''"),
-        ({"dtype": "fp16"}, "dtype is 'fp16'; it must be one of"),
-        ({"dtype": "float"}, "dtype is 'float'"),
-        ({"dtype": 16}, "dtype is 16"),
-        ({"dtype": ["float16"]}, r"dtype is \['float16'\]"),
-        ({"dtype": torch.int8}, "dtype is torch.int8; it must be one of bfloat16"),
-        ({"dtype": torch.float64}, "dtype is torch.float64"),
-        ({"variant": None}, "variant is None; it must be a string"),
-        ({"variant": 3}, "variant is 3"),
-        ({"variant": ["eager"]}, r"variant is \['eager'\]"),
+        ({"device": None}, "device"),
+        ({"device": 0}, "device"),
+        ({"device": ["cpu"]}, "'cpu'"),
+        ({"device": ""}, "device"),
+        ({"dtype": "fp16"}, "'fp16'"),
+        ({"dtype": "float"}, "'float'"),
+        ({"dtype": 16}, "dtype"),
+        ({"dtype": ["float16"]}, "'float16'"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"dtype": torch.float64}, "dtype"),
+        ({"variant": None}, "variant"),
+        ({"variant": 3}, "variant"),
+        ({"variant": ["eager"]}, "'eager'"),
     ],
 )
-def test_options_of_a_wrong_type(folder, options, message):
-    with pytest.raises(ArgumentError, match=message):
+def test_options_of_a_wrong_type(folder, options, message, prose):
+    with prose.raises(ArgumentError, match=message):
         Model.from_pretrained(folder, **({"device": "cpu"} | options))
 
 
@@ -92,13 +92,13 @@ def test_a_device_may_be_pytorchs():
         (TorchEngine(WEIGHTS), None, ["top_k"]),
     ],
 )
-def test_a_model_of_wrong_parts(arguments):
-    with pytest.raises(ArgumentError, match=r"(engine|codec|defaults) is .*it must be"):
+def test_a_model_of_wrong_parts(arguments, prose):
+    with prose.raises(ArgumentError):
         Model(*arguments)
 
 
-def test_defaults_are_looked_at_when_they_are_given():
-    with pytest.raises(UnknownKeyword, match=r"'temprature'. Did you mean 'temperature'"):
+def test_defaults_are_looked_at_when_they_are_given(prose):
+    with prose.raises(UnknownKeyword, match="'temprature'"):
         Model(TorchEngine(WEIGHTS), None, {"temprature": 1})  # pyrefly: ignore[bad-argument-type]
 
 
@@ -112,25 +112,25 @@ def test_defaults_are_looked_at_when_they_are_given():
         ("ignore_eos", None), ("do_sample", None), ("num_beams", None),
     ],
 )  # fmt: skip
-def test_a_misspelt_argument(model, name, meant):
+def test_a_misspelt_argument(model, name, meant, prose):
     for ask in (model.generate, model.stream):
-        with pytest.raises(UnknownKeyword, match=f"There is no argument '{name}'") as caught:
+        with prose.raises(UnknownKeyword, match=f"'{name}'") as caught:
             ask([1], **{name: 1})
         assert isinstance(caught.value, TypeError), "as Python's own"
         assert meant is None or f"Did you mean '{meant}'?" in str(caught.value)
         assert "max_new_tokens" in str(caught.value)
 
 
-def test_a_streamer_is_suggested_where_it_is_taken(model):
-    with pytest.raises(UnknownKeyword, match="Did you mean 'streamer'"):
+def test_a_streamer_is_suggested_where_it_is_taken(model, prose):
+    with prose.raises(UnknownKeyword, match="'streamer'"):
         model.generate([1], streemer=None)
-    with pytest.raises(UnknownKeyword, match="no argument 'streamer'"):
+    with prose.raises(UnknownKeyword, match="'streamer'"):
         model.stream([1], streamer=None)
 
 
 @pytest.mark.parametrize("streamer", [object(), "x", 3, [], type("Half", (), {"put": print})()])
-def test_a_streamer_without_its_methods(model, streamer):
-    with pytest.raises(ArgumentError, match=r"streamer is .*methods put and end"):
+def test_a_streamer_without_its_methods(model, streamer, prose):
+    with prose.raises(ArgumentError, match="streamer"):
         model.generate([1], streamer=streamer)
 
 
@@ -147,9 +147,9 @@ def test_a_streamer_without_its_methods(model, streamer):
     ],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_a_value_of_a_wrong_type(model, options):
+def test_a_value_of_a_wrong_type(model, options, prose):
     name = next(iter(options))
-    with pytest.raises(ArgumentError, match=f"{name} is .*; it must be"):
+    with prose.raises(ArgumentError, match=name):
         model.generate([1], **options)
 
 
@@ -164,16 +164,16 @@ def test_a_value_of_a_wrong_type(model, options):
     ],
     ids=lambda prompt: type(prompt).__name__,
 )  # fmt: skip
-def test_a_prompt_that_is_none(model, prompt):
-    with pytest.raises(OneLaunchError, match=r"prompt (is|holds)|The prompt with one new token takes 514 positions") as caught:
+def test_a_prompt_that_is_none(model, prompt, prose):
+    with prose.raises(OneLaunchError, match="prompt") as caught:
         model.stream(prompt)
     assert len(str(caught.value)) < 400
 
 
-def test_arrays_are_prompts_only_if_they_are_rows_of_integers(model):
+def test_arrays_are_prompts_only_if_they_are_rows_of_integers(model, prose):
     numpy = pytest.importorskip("numpy", reason="needs the extra decode")
     for prompt in (numpy.array(3), numpy.ones((2, 2), int), numpy.array([1.5])):
-        with pytest.raises(ArgumentError, match=r"prompt (is|holds)"):
+        with prose.raises(ArgumentError):
             model.stream(prompt)
 
 
@@ -207,8 +207,8 @@ def test_numbers_of_numpy_are_numbers(model):
         lambda cache: ModelConfig.from_pretrained(None),  # pyrefly: ignore[bad-argument-type]
     ],
 )
-def test_wrong_arguments_of_what_a_model_is_made_of(call):
-    with pytest.raises(ArgumentError, match=r"^\w+ (is|has) .*it must be"):
+def test_wrong_arguments_of_what_a_model_is_made_of(call, prose):
+    with prose.raises(ArgumentError):
         call(KVCache.empty(SMALL))
 
 
@@ -224,8 +224,8 @@ def test_wrong_arguments_of_what_a_model_is_made_of(call):
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_a_configuration_of_wrong_values(change):
-    with pytest.raises(ModelConfigError, match=f"{next(iter(change)).removesuffix('_ids')}.*it must be") as caught:
+def test_a_configuration_of_wrong_values(change, prose):
+    with prose.raises(ModelConfigError, match=next(iter(change)).removesuffix("_ids")) as caught:
         replace(SMALL, **change)
     assert len(str(caught.value)) < 400
 

@@ -120,7 +120,7 @@ def test_sequences_can_change_places(name):
 
 
 @pytest.mark.parametrize("name", ["simple-conv", "linear_rnn"])
-def test_in_place_states_stay_where_they_are(name):
+def test_in_place_states_stay_where_they_are(name, prose):
     """So that a captured CUDA graph finds them."""
     layer, _ = make(name)
     cache = Cache(in_place=True)
@@ -131,7 +131,7 @@ def test_in_place_states_stay_where_they_are(name):
         layer(torch.randn(1, 1, D), past_key_values=cache, use_cache=True)
     assert places == [tensor.data_ptr() for tensor in cache[0].tensors()]
     assert not any(torch.equal(tensor, value) for tensor, value in zip(cache[0].tensors(), values, strict=True))
-    with pytest.raises(ArgumentError, match=r"Cache\(in_place=True\); call the layer under torch.no_grad"):
+    with prose.raises(ArgumentError, match="in_place"):
         layer(torch.randn(1, 1, D), past_key_values=cache, use_cache=True)
 
 
@@ -189,12 +189,12 @@ def test_layers_of_a_model_share_a_cache():
     torch.testing.assert_close(last, second(first(x)[0])[0][:, -2:], **ROUNDING)
 
 
-def test_other_sequences_than_the_cached_ones_are_refused():
+def test_other_sequences_than_the_cached_ones_are_refused(prose):
     layer, _ = make("gla")
     cache = layer(torch.randn(2, 5, D), use_cache=True)[2]
-    with pytest.raises(ArgumentError, match="past_key_values holds 2 sequences, and this call has 3"):
+    with prose.raises(ArgumentError, match="past_key_values"):
         layer(torch.randn(3, 1, D), past_key_values=cache)
-    with pytest.raises(ArgumentError, match="past_key_values holds 2 sequences, and this call has 1"):
+    with prose.raises(ArgumentError, match="past_key_values"):
         layer(torch.randn(1, 5, D), past_key_values=cache, cu_seqlens=torch.tensor([0, 5]))
 
 

@@ -93,12 +93,12 @@ def test_padding_between_tokens_is_left_out(name):
 
 
 @pytest.mark.parametrize("name", ["gla-conv", "simple-conv"])
-def test_convolutions_refuse_padding_that_they_would_take_for_steps(name):
+def test_convolutions_refuse_padding_that_they_would_take_for_steps(name, prose):
     layer, _ = make(name)
     x = torch.randn(1, 4, D)
-    with pytest.raises(ArgumentError, match="attention_mask has padding between tokens"):
+    with prose.raises(ArgumentError, match="attention_mask"):
         layer(x, attention_mask=torch.tensor([[1, 0, 0, 1]]))
-    with pytest.raises(ArgumentError, match="attention_mask has padding behind tokens"):
+    with prose.raises(ArgumentError, match="attention_mask"):
         layer(x, attention_mask=torch.tensor([[1, 1, 1, 0]]), use_cache=True)
 
 
@@ -148,53 +148,53 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", [GatedLinearAttention, SimpleGatedLinearAttention])
 @pytest.mark.parametrize(("argument", "value"), REFUSED.items(), ids=REFUSED)
-def test_an_argument_that_cannot_be_is_named(kind, argument, value):
+def test_an_argument_that_cannot_be_is_named(kind, argument, value, prose):
     given = {"hidden_size": 128, "num_heads": 4, "expand_k": 1.0, argument: value}
-    with pytest.raises(ArgumentError, match=argument):
+    with prose.raises(ArgumentError, match=argument):
         kind(**given)
 
 
-def test_arguments_of_one_layer_that_cannot_be_are_named():
-    with pytest.raises(ArgumentError, match="gate_low_rank_dim is 0"):
+def test_arguments_of_one_layer_that_cannot_be_are_named(prose):
+    with prose.raises(ArgumentError, match="gate_low_rank_dim"):
         GatedLinearAttention(gate_low_rank_dim=0)
-    with pytest.raises(ArgumentError, match=r"clamp_min is 0\.5; it must be at most 0"):
+    with prose.raises(ArgumentError, match="clamp_min"):
         GatedLinearAttention(clamp_min=0.5)
-    with pytest.raises(ArgumentError, match="conv_size is 0"):
+    with prose.raises(ArgumentError, match="conv_size"):
         SimpleGatedLinearAttention(conv_size=0)
-    with pytest.raises(ArgumentError, match=r"heads of 8 channels; onelaunch.ops.gla takes 16 to 512: take fewer heads"):
+    with prose.raises(ArgumentError, match="onelaunch.ops.gla"):
         GatedLinearAttention(hidden_size=64, num_heads=4)
-    with pytest.raises(ArgumentError, match=r"heads of 1024 channels.*take more heads"):
+    with prose.raises(ArgumentError, match="1024"):
         GatedLinearAttention(hidden_size=1024, expand_k=1.0, num_heads=1)
-    with pytest.raises(ArgumentError, match=r"gate_fn is 'swich'.*Did you mean 'swish'"):
+    with prose.raises(ArgumentError, match="'swich'"):
         GatedLinearAttention(gate_fn="swich")
     with pytest.raises(ArgumentError, match="expand_v"):
         LinearRNN(10, expand_v=0.33)
 
 
 @pytest.mark.parametrize("name", ["gla", "simple", "linear_rnn"])
-def test_a_call_that_cannot_be_names_the_argument(name):
+def test_a_call_that_cannot_be_names_the_argument(name, prose):
     layer, _ = make(name)
     x = torch.randn(2, 5, D)
-    with pytest.raises(ShapeError, match=r"hidden_states has shape \(2, 5, 63\).*hidden_size = 64"):
+    with prose.raises(ShapeError, match="hidden_states"):
         layer(x[..., 1:])
     with pytest.raises(ShapeError, match="hidden_states"):
         layer(x[0])
-    with pytest.raises(DTypeError, match=r"hidden_states is torch\.float64"):
+    with prose.raises(DTypeError, match="hidden_states"):
         layer(x.double())
-    with pytest.raises(ShapeError, match=r"attention_mask has shape \(2, 4\)"):
+    with prose.raises(ShapeError, match="attention_mask"):
         layer(x, attention_mask=torch.ones(2, 4))
-    with pytest.raises(ShapeError, match=r"attention_mask has shape \(2, 5, 5\)"):
+    with prose.raises(ShapeError, match="attention_mask"):
         layer(x, attention_mask=torch.ones(2, 5, 5))
-    with pytest.raises(ArgumentError, match="attention_mask and cu_seqlens are both given"):
+    with prose.raises(ArgumentError, match="attention_mask"):
         layer(x[:1], attention_mask=torch.ones(1, 5), cu_seqlens=torch.tensor([0, 5]))
-    with pytest.raises(PackingError, match="batch of 2"):
+    with prose.raises(PackingError):
         layer(x, cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ArgumentError, match="output_attentions"):
         layer(x, output_attentions=True)
-    with pytest.raises(ArgumentError, match=r"past_key_values is dict; it must be a onelaunch.nn.Cache"):
+    with prose.raises(ArgumentError, match="past_key_values"):
         layer(x, past_key_values={})
     layer.layer_idx = None
-    with pytest.raises(ArgumentError, match="past_key_values is given, but the layer has no layer_idx"):
+    with prose.raises(ArgumentError, match="past_key_values"):
         layer(x, past_key_values=Cache())
-    with pytest.raises(OneLaunchError, match="use_cache is set, but the layer has no layer_idx"):
+    with prose.raises(OneLaunchError, match="use_cache"):
         layer(x, use_cache=True)

@@ -132,12 +132,12 @@ def test_keys_inside_a_model_have_its_prefix():
     assert answer.unexpected_keys == ["1.what.weight"]
 
 
-def test_a_layer_on_the_meta_device_takes_the_tensors_of_a_checkpoint():
+def test_a_layer_on_the_meta_device_takes_the_tensors_of_a_checkpoint(prose):
     with torch.device("meta"):
         ours = GatedLinearAttention(hidden_size=D, num_heads=H)
     given = {key: value.bfloat16() for key, value in Separate("gla").state_dict().items()}
     partial = {key: value for key, value in given.items() if key != "q_proj.weight"}
-    with pytest.raises(RuntimeError, match=r"in_proj_weight is on the meta device: load all of q_proj\.weight, k_proj\.weight"):
+    with prose.raises(RuntimeError, match="in_proj_weight"):
         ours.load_state_dict(partial, strict=False, assign=True)
     ours.load_state_dict(given, assign=True)
     assert ours.in_proj_weight.dtype is torch.bfloat16

@@ -45,9 +45,9 @@ def test_state_dicts_are_those_of_separate_projections():
     assert error(module(x), definition({key: value.double() for key, value in given.items()}, x.double())) < 1e-6
     assert module.state_dict().keys() == given.keys()
     assert error(copy.deepcopy(module)(x), module(x).double()) == 0
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up_proj.weight"'):
+    with pytest.raises(RuntimeError, match=r"up_proj\.weight"):
         module.load_state_dict({key: value for key, value in given.items() if key != "up_proj.weight"})
-    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "up_proj.bias"'):
+    with pytest.raises(RuntimeError, match=r"up_proj\.bias"):
         module.load_state_dict({**given, "up_proj.bias": torch.zeros(12)})
 
 
@@ -68,15 +68,15 @@ def test_it_compiles_in_one_graph_and_runs_in_sixteen_bits():
     assert error(low, module(x).double()) < 2e-2
 
 
-def test_what_cannot_be_is_named():
-    with pytest.raises(ArgumentError, match=r"hidden_act is 'powlu'; it must be 'swish' or 'silu'"):
+def test_what_cannot_be_is_named(prose):
+    with prose.raises(ArgumentError, match="'powlu'"):
         SwiGLU(8, hidden_act="powlu")
-    with pytest.raises(ArgumentError, match="intermediate_size is 0"):
+    with prose.raises(ArgumentError, match="intermediate_size"):
         SwiGLU(8, intermediate_size=0)
-    with pytest.raises(ArgumentError, match="hidden_ratio is -1"):
+    with prose.raises(ArgumentError, match="hidden_ratio"):
         SwiGLU(8, hidden_ratio=-1)
     module = SwiGLU(8)
-    with pytest.raises(ShapeError, match=r"x has shape \(3, 7\).*hidden_size = 8"):
+    with prose.raises(ShapeError, match=r"\bx\b"):
         module(torch.randn(3, 7))
-    with pytest.raises(DTypeError, match=r"x is torch\.float64"):
+    with prose.raises(DTypeError, match=r"\bx\b"):
         module(torch.randn(3, 8, dtype=torch.float64))

@@ -5,6 +5,7 @@ What ``gla`` alone takes is checked in ``test_gla_contract.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,21 +34,27 @@ from tests.ops.cases import (
     pytorch_variants,
     results,
     triton_variants,
-    yardstick,
 )
+from tests.prose import Prose
 
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 both_scans = pytest.mark.parametrize("operation", SCANS, ids=lambda operation: operation.name)
 
 
-def refused(operation: Any, error: Any, message: str, /, **changes: Any) -> Any:
-    """The call with these arguments changed raises this error, as an argument error, with this message."""
-    arguments = arguments_of(operation) | changes
-    with pytest.raises(error, match=message) as caught:
-        operation(**arguments)
-    assert isinstance(caught.value, OneLaunchError)
-    assert "\n" not in str(caught.value)
-    return caught.value
+@pytest.fixture
+def refused(prose: Prose) -> Callable[..., Any]:
+    """A call that raises this error, whose message names this and is worded as recorded."""
+
+    def call(operation: Any, error: Any, named: str, /, **changes: Any) -> Any:
+        arguments = arguments_of(operation) | changes
+        with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
+            operation(**arguments)
+        assert isinstance(caught.value, OneLaunchError)
+        assert not named.isidentifier() or named in getattr(caught.value, "argument", named)
+        assert "\n" not in str(caught.value)
+        return caught.value
+
+    return call
 
 
 # Shapes
@@ -56,48 +63,44 @@ def refused(operation: Any, error: Any, message: str, /, **changes: Any) -> Any:
 @both_scans
 @pytest.mark.parametrize("shape", [(9, 6), (6,), (), (1, 2, 9, 6)])
 @pytest.mark.parametrize("argument", ["first", "log_decay", "gate"])
-def test_wrong_rank(operation, argument, shape):
+def test_wrong_rank(operation, argument, shape, refused):
     argument = first_of(operation) if argument == "first" else argument
-    dimensions = r"\[B, T, D\]" if argument == "x" else r"\[B, T, V\]"
-    message = rf"^{argument} has shape .*; it must be {dimensions}, a tensor of 3 dimensions\.$"
-    error = refused(operation, ShapeError, message, **{argument: -torch.ones(shape)})
+    error = refused(operation, ShapeError, argument, **{argument: -torch.ones(shape)})
     assert error.argument == argument
 
 
 @both_scans
 @pytest.mark.parametrize("argument", ["log_decay", "gate"])
 @pytest.mark.parametrize("shape", [(2, 8, 6), (2, 9, 7), (1, 9, 6), (2, 6, 9)])
-def test_mismatched_sizes(operation, argument, shape):
+def test_mismatched_sizes(operation, argument, shape, refused):
     message = rf"^{argument} has shape \({', '.join(map(str, shape))}\); it must be \[B, T, V\] = \[2, 9, 6\] to match "
     refused(operation, ShapeError, message + first_of(operation), **{argument: -torch.ones(shape)})
 
 
 @pytest.mark.parametrize("shape", [(5, 6, 1), (5,)])
-def test_weight_of_wrong_rank(shape):
-    refused(LINEAR_RNN, ShapeError, r"^weight has shape .*; it must be \[D, V\], a tensor of 2", weight=torch.ones(shape))
+def test_weight_of_wrong_rank(shape, refused):
+    refused(LINEAR_RNN, ShapeError, "weight", weight=torch.ones(shape))
 
 
-def test_weight_that_does_not_fit_x():
-    message = r"^weight has shape \(6, 5\); it must be \[D, V\] = \[5, 5\] to match x \[2, 9, 5\]"
-    refused(LINEAR_RNN, ShapeError, message, weight=torch.ones(6, 5))
+def test_weight_that_does_not_fit_x(refused):
+    refused(LINEAR_RNN, ShapeError, "weight", weight=torch.ones(6, 5))
 
 
 @both_scans
 @pytest.mark.parametrize("shape", [(3, 6), (2, 5), (6, 2)])
-def test_initial_state_of_wrong_shape(operation, shape):
-    message = r"^initial_state has shape .*; it must be \[N, V\] = \[2, 6\] to match 2 sequences"
-    refused(operation, ShapeError, message, initial_state=torch.zeros(shape))
+def test_initial_state_of_wrong_shape(operation, shape, refused):
+    refused(operation, ShapeError, "initial_state", initial_state=torch.zeros(shape))
 
 
 @both_scans
-def test_initial_state_of_wrong_rank(operation):
-    refused(operation, ShapeError, r"^initial_state has shape .*; it must be \[N, V\]", initial_state=torch.zeros(6))
+def test_initial_state_of_wrong_rank(operation, refused):
+    refused(operation, ShapeError, "initial_state", initial_state=torch.zeros(6))
 
 
 @both_scans
-def test_initial_state_counts_packed_sequences(operation):
+def test_initial_state_counts_packed_sequences(operation, prose):
     arguments = arguments_of(operation, B=1, lengths=(4, 0, 5)) | {"initial_state": torch.zeros(1, 6)}
-    with pytest.raises(ShapeError, match=r"\[N, V\] = \[3, 6\] to match 3 sequences"):
+    with prose.raises(ShapeError):
         operation(**arguments)
 
 
@@ -106,42 +109,38 @@ def test_initial_state_counts_packed_sequences(operation):
 
 @both_scans
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.float64, torch.complex64])
-def test_first_argument_of_a_dtype_that_is_no_float(operation, dtype):
+def test_first_argument_of_a_dtype_that_is_no_float(operation, dtype, refused):
     name = first_of(operation)
-    message = rf"^{name} is {dtype}; it must be float16 or bfloat16 or float32"
-    refused(operation, DTypeError, message, **{name: arguments_of(operation)[name].to(dtype)})
+    refused(operation, DTypeError, name, **{name: arguments_of(operation)[name].to(dtype)})
 
 
 @both_scans
-def test_gate_of_another_dtype(operation):
-    message = rf"^gate is torch.float16; it must be float32, the dtype of {first_of(operation)}"
-    refused(operation, DTypeError, message, gate=torch.ones(2, 9, 6, dtype=torch.float16))
+def test_gate_of_another_dtype(operation, refused):
+    refused(operation, DTypeError, "gate", gate=torch.ones(2, 9, 6, dtype=torch.float16))
 
 
-def test_weight_of_another_dtype():
-    message = r"^weight is torch.bfloat16; it must be float32, the dtype of x"
-    refused(LINEAR_RNN, DTypeError, message, weight=torch.ones(5, 6, dtype=torch.bfloat16))
+def test_weight_of_another_dtype(refused):
+    refused(LINEAR_RNN, DTypeError, "weight", weight=torch.ones(5, 6, dtype=torch.bfloat16))
 
 
 @both_scans
-def test_log_decay_is_of_the_first_dtype_or_float32(operation):
+def test_log_decay_is_of_the_first_dtype_or_float32(operation, prose):
     arguments = arguments_of(operation, dtype="float16")
     arguments["log_decay"] = arguments["log_decay"].bfloat16()
-    with pytest.raises(DTypeError, match=r"^log_decay is torch.bfloat16; it must be float16 or float32"):
+    with prose.raises(DTypeError, match="log_decay"):
         operation(**arguments)
 
 
 @both_scans
-def test_initial_state_of_another_dtype(operation):
-    message = r"^initial_state is torch.float16; it must be float32"
-    refused(operation, DTypeError, message, initial_state=torch.zeros(2, 6, dtype=torch.float16))
+def test_initial_state_of_another_dtype(operation, refused):
+    refused(operation, DTypeError, "initial_state", initial_state=torch.zeros(2, 6, dtype=torch.float16))
 
 
 @both_scans
 @pytest.mark.parametrize("argument", ["first", "log_decay", "gate", "initial_state", "cu_seqlens"])
-def test_what_is_no_tensor(operation, argument):
+def test_what_is_no_tensor(operation, argument, refused):
     argument = first_of(operation) if argument == "first" else argument
-    refused(operation, ArgumentError, rf"^{argument} is list; it must be a torch.Tensor", **{argument: [0, 9]})
+    refused(operation, ArgumentError, argument, **{argument: [0, 9]})
 
 
 # Devices
@@ -149,15 +148,15 @@ def test_what_is_no_tensor(operation, argument):
 
 @both_scans
 @pytest.mark.parametrize("argument", ["log_decay", "gate", "initial_state", "cu_seqlens"])
-def test_mixed_devices(operation, argument):
+def test_mixed_devices(operation, argument, prose):
     arguments = arguments_of(operation, B=1, lengths=(4, 5), initial_state=True)
     arguments[argument] = arguments[argument].to("meta")
-    with pytest.raises(DeviceError, match=rf"^{argument} is on meta; it must be on cpu"):
+    with prose.raises(DeviceError, match=argument):
         operation(**arguments)
 
 
-def test_weight_on_another_device():
-    refused(LINEAR_RNN, DeviceError, r"^weight is on meta; it must be on cpu", weight=torch.ones(5, 6, device="meta"))
+def test_weight_on_another_device(refused):
+    refused(LINEAR_RNN, DeviceError, "weight", weight=torch.ones(5, 6, device="meta"))
 
 
 # Values
@@ -165,11 +164,10 @@ def test_weight_on_another_device():
 
 @both_scans
 @pytest.mark.parametrize(("value", "said"), [(0.25, "0.25"), (float("nan"), "NaN"), (float("inf"), "inf")])
-def test_a_log_decay_that_is_none(operation, value, said):
+def test_a_log_decay_that_is_none(operation, value, said, refused):
     log_decay = -torch.ones(2, 9, 6)
     log_decay[1, 4, 3] = value
-    message = rf"^log_decay holds {said}; a log-decay is at most 0 .*torch.log"
-    refused(operation, ValueRangeError, message, log_decay=log_decay)
+    refused(operation, ValueRangeError, "log_decay", log_decay=log_decay)
 
 
 def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
@@ -187,12 +185,12 @@ def test_values_on_a_gpu_are_read_only_on_demand(monkeypatch):
 
 
 @both_scans
-def test_values_are_checked_at_every_call(operation):
+def test_values_are_checked_at_every_call(operation, prose):
     """Checks of shapes are remembered; those of values cannot be."""
     arguments = arguments_of(operation)
     operation(**arguments)
     arguments["log_decay"][0, 0, 0] = 1.0
-    with pytest.raises(ValueRangeError, match=r"^log_decay holds 1"):
+    with prose.raises(ValueRangeError, match="log_decay"):
         operation(**arguments)
 
 
@@ -232,42 +230,41 @@ def test_facts_hold_all_that_tells_calls_apart(operation):
 
 @each_operation
 @pytest.mark.parametrize(
-    ("offsets", "message"),
+    "offsets",
     [
-        ([0, 6, 4, 9], r"^cu_seqlens falls from 6 to 4 at 2; it must never decrease"),
-        ([1, 4, 9], r"^cu_seqlens runs from 1 to 9; it must run from 0 to T = 9"),
-        ([-1, 4, 9], r"^cu_seqlens runs from -1 to 9; it must run from 0 to T = 9"),
-        ([0, 4, 8], r"^cu_seqlens runs from 0 to 8; it must run from 0 to T = 9"),
-        ([0, 4, 10], r"^cu_seqlens runs from 0 to 10; it must run from 0 to T = 9"),
-        ([0], r"^cu_seqlens holds 1 offsets; it must hold N \+ 1 offsets for N >= 1"),
-        ([], r"^cu_seqlens holds 0 offsets; it must hold N \+ 1 offsets for N >= 1"),
+        [0, 6, 4, 9],
+        [1, 4, 9],
+        [-1, 4, 9],
+        [0, 4, 8],
+        [0, 4, 10],
+        [0],
+        [],
     ],
 )
-def test_offsets_that_describe_no_packing(operation, offsets, message):
+def test_offsets_that_describe_no_packing(operation, offsets, prose):
     arguments = arguments_of(operation, B=1, initial_state=False) | {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)}
-    with pytest.raises(PackingError, match=message) as caught:
+    with prose.raises(PackingError, match="cu_seqlens") as caught:
         operation(**arguments)
     assert caught.value.argument == "cu_seqlens"
 
 
 @each_operation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8])
-def test_offsets_of_a_wrong_dtype(operation, dtype):
+def test_offsets_of_a_wrong_dtype(operation, dtype, prose):
     arguments = arguments_of(operation, B=1) | {"cu_seqlens": torch.tensor([0, 9]).to(dtype)}
-    with pytest.raises(PackingError, match=rf"^cu_seqlens is {dtype}; it must hold int32 or int64 offsets"):
+    with prose.raises(PackingError, match="cu_seqlens"):
         operation(**arguments)
 
 
 @each_operation
-def test_packing_with_a_batch(operation):
-    message = r"^cu_seqlens came with a batch of 2; it must come with B = 1: pack all sequences into one"
-    refused(operation, PackingError, message, cu_seqlens=torch.tensor([0, 9]))
+def test_packing_with_a_batch(operation, refused):
+    refused(operation, PackingError, "cu_seqlens", cu_seqlens=torch.tensor([0, 9]))
 
 
 @each_operation
-def test_offsets_of_two_dimensions(operation):
+def test_offsets_of_two_dimensions(operation, prose):
     arguments = arguments_of(operation, B=1) | {"cu_seqlens": torch.tensor([[0, 9]])}
-    with pytest.raises(ShapeError, match=r"^cu_seqlens has shape \(1, 2\); it must be \[N \+ 1\]"):
+    with prose.raises(ShapeError, match="cu_seqlens"):
         operation(**arguments)
 
 
@@ -275,24 +272,21 @@ def test_offsets_of_two_dimensions(operation):
 
 
 @each_operation
-def test_an_unknown_variant(operation):
-    with pytest.raises(
-        UnknownVariant, match=rf"There is no variant 'chuncked'\. Did you mean 'chunked'\? Known: .*{yardstick(operation)}"
-    ):
+def test_an_unknown_variant(operation, prose):
+    with prose.raises(UnknownVariant, match="'chuncked'"):
         operation(**arguments_of(operation), variant="chuncked")
 
 
 @pytest.mark.parametrize(("operation", "variant"), [(GATED_SCAN, "fused"), (LINEAR_RNN, "fused_chunked")])
-def test_a_variant_that_cannot_run_here(operation, variant):
-    message = rf"^Variant '{variant}' of {operation.name} cannot run this call: it needs .*These can: eager, chunked"
-    with pytest.raises(VariantUnsupported, match=message) as caught:
+def test_a_variant_that_cannot_run_here(operation, variant, prose):
+    with prose.raises(VariantUnsupported, match=f"'{variant}'") as caught:
         operation(**arguments_of(operation), variant=variant)
     assert "needs" in caught.value.reason
 
 
 @pytest.mark.parametrize("operation", [LINEAR_RNN, GLA], ids=lambda operation: operation.name)
 def test_fla_cannot_run_here(operation):
-    with pytest.raises(VariantUnsupported, match=r"needs (fla, which is not installed|a CUDA or ROCm device)"):
+    with pytest.raises(VariantUnsupported, match=r"fla|CUDA"):
         operation(**arguments_of(operation), variant="fla")
 
 
@@ -356,11 +350,11 @@ def test_no_columns_of_x(variant):
 @pytest.mark.interpret
 @both_scans
 @pytest.mark.parametrize("empty", ["B", "T", "V"])
-def test_kernels_leave_nothing_to_do_to_others(operation, empty):
+def test_kernels_leave_nothing_to_do_to_others(operation, empty, prose):
     given: dict[str, Any] = {"initial_state": True, "final_state": True, empty: 0}
     arguments = arguments_of(operation, **given)
     for variant in triton_variants(operation):
-        with pytest.raises(VariantUnsupported, match=r"needs at least one element in every dimension.*These can: .*eager"):
+        with prose.raises(VariantUnsupported):
             operation(**arguments, variant=variant)
     y, _ = operation(**arguments)
     assert not y.numel()

@@ -163,12 +163,12 @@ def test_every_kind_of_decay_is_what_it_says(decay):
     assert seen[decay]
 
 
-def test_inputs_refuse_choices_that_there_are_not():
-    with pytest.raises(ArgumentError, match="decay_per is 'chanel'; it must be one of channel, head"):
+def test_inputs_refuse_choices_that_there_are_not(prose):
+    with prose.raises(ArgumentError, match="'chanel'"):
         arguments_of(GLA, decay_per="chanel")
-    with pytest.raises(ArgumentError, match="decay is 'stong'; it must be one of"):
+    with prose.raises(ArgumentError, match="'stong'"):
         arguments_of(GLA, decay="stong")
-    with pytest.raises(ArgumentError, match=r"lengths add up to 8; they must add up to T = 9, with B = 1"):
+    with prose.raises(ArgumentError):
         arguments_of(GLA, B=1, lengths=(3, 5))
 
 

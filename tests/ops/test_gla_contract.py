@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,71 +23,70 @@ from onelaunch.errors import (
 from onelaunch.ops import chunk_gla, chunk_simple_gla, fused_recurrent_gla, gla
 from onelaunch.ops.gla.contract import under_autocast
 from tests.ops.cases import GLA, arguments_of, assert_near, pytorch_variants, results
+from tests.prose import Prose
 
 # What is wrong with a call
 
 
-def refused(error: Any, message: str, /, function: Any = gla, **changes: Any) -> Any:
-    """The call with these arguments changed raises this error with this message."""
-    names = {"g": "gk"} if function is fused_recurrent_gla else {}
-    arguments = {names.get(name, name): value for name, value in arguments_of(GLA, initial_state=True).items()}
-    with pytest.raises(error, match=message) as caught:
-        function(**arguments | changes)
-    assert isinstance(caught.value, OneLaunchError)
-    assert "\n" not in str(caught.value)
-    return caught.value
+@pytest.fixture
+def refused(prose: Prose) -> Callable[..., Any]:
+    """A call that raises this error, whose message names this and is worded as recorded."""
 
+    def call(error: Any, named: str, /, function: Any = gla, **changes: Any) -> Any:
+        names = {"g": "gk"} if function is fused_recurrent_gla else {}
+        arguments = {names.get(name, name): value for name, value in arguments_of(GLA, initial_state=True).items()}
+        with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
+            function(**arguments | changes)
+        assert isinstance(caught.value, OneLaunchError)
+        assert not named.isidentifier() or named in getattr(caught.value, "argument", named)
+        assert "\n" not in str(caught.value)
+        return caught.value
 
-RIGHT = {"q": "[B, T, H, K]", "k": "[B, T, H, K]", "v": "[B, T, H, V]", "gv": "[B, T, H, V]"}
+    return call
 
 
 @pytest.mark.parametrize("shape", [(9, 2, 20), (20,), (), (1, 2, 9, 2, 20)])
-@pytest.mark.parametrize("argument", RIGHT)
-def test_wrong_rank(argument, shape):
-    layout = RIGHT[argument].replace("[", r"\[").replace("]", r"\]")
-    message = rf"^{argument} has shape .*; it must be {layout}, a tensor of 4 dimensions\.$"
-    assert refused(ShapeError, message, **{argument: -torch.ones(shape)}).argument == argument
+@pytest.mark.parametrize("argument", ["q", "k", "v", "gv"])
+def test_wrong_rank(argument, shape, refused):
+    assert refused(ShapeError, argument, **{argument: -torch.ones(shape)}).argument == argument
 
 
 @pytest.mark.parametrize("shape", [(2, 9), (20,), (), (1, 2, 9, 2, 20)])
-def test_a_log_decay_of_neither_layout(shape):
-    message = r"^g has shape .*; it must be \[B, T, H, K\] or \[B, T, H\], a tensor of 4 or 3 dimensions\.$"
-    refused(ShapeError, message, g=-torch.ones(shape))
+def test_a_log_decay_of_neither_layout(shape, refused):
+    refused(ShapeError, "g", g=-torch.ones(shape))
 
 
 @pytest.mark.parametrize(
-    ("argument", "shape", "want"),
+    ("argument", "shape"),
     [
-        ("k", (2, 9, 2, 24), r"\[B, T, H, K\] = \[2, 9, 2, 20\] to match q \[2, 9, 2, 20\]"),
-        ("k", (2, 8, 2, 20), r"\[B, T, H, K\] = \[2, 9, 2, 20\] to match q"),
-        ("v", (1, 9, 2, 16), r"\[B, T, H, V\] = \[2, 9, 2, 16\] to match q"),
-        ("v", (2, 2, 9, 16), r"\[B, T, H, V\] = \[2, 9, 2, 16\] to match q"),
-        ("g", (2, 9, 2, 16), r"\[B, T, H, K\] = \[2, 9, 2, 20\] to match q"),
-        ("g", (2, 2, 9), r"\[B, T, H\] = \[2, 9, 2\] to match q"),
-        ("gv", (2, 9, 2, 20), r"\[B, T, H, V\] = \[2, 9, 2, 16\] to match q"),
+        ("k", (2, 9, 2, 24)),
+        ("k", (2, 8, 2, 20)),
+        ("v", (1, 9, 2, 16)),
+        ("v", (2, 2, 9, 16)),
+        ("g", (2, 9, 2, 16)),
+        ("g", (2, 2, 9)),
+        ("gv", (2, 9, 2, 20)),
     ],
 )
-def test_mismatched_sizes(argument, shape, want):
-    said = ", ".join(map(str, shape))
-    refused(ShapeError, rf"^{argument} has shape \({said}\); it must be {want}", **{argument: -torch.ones(shape)})
+def test_mismatched_sizes(argument, shape, refused):
+    refused(ShapeError, argument, **{argument: -torch.ones(shape)})
 
 
-def test_heads_that_share_keys_are_told_how_to():
-    message = r"k has shape \(2, 9, 1, 20\).*where heads share one k, repeat it with k.repeat_interleave\(n, dim=2\)"
-    refused(ShapeError, message, k=torch.ones(2, 9, 1, 20))
+def test_heads_that_share_keys_are_told_how_to(refused):
+    refused(ShapeError, "k", k=torch.ones(2, 9, 1, 20))
 
 
 @pytest.mark.parametrize(
     ("keys", "values", "message"),
     [
-        (15, 16, r"^q has shape \(2, 9, 2, 15\); it must be \[B, T, H, K\] with K from 16 to 512: pad q, k and g with zeros"),
-        (513, 16, r"^q has shape .*with K from 16 to 512: take parts of q, k and g, give scale, and add up their results"),
-        (16, 15, r"^v has shape .*with V from 16 to 512: pad v with zeros and cut them off the results"),
-        (16, 513, r"^v has shape .*with V from 16 to 512: take parts of v and put their results side by side"),
+        (15, 16, "q"),
+        (513, 16, "q"),
+        (16, 15, "v"),
+        (16, 513, "v"),
     ],
 )
-def test_heads_too_narrow_or_too_wide(keys, values, message):
-    with pytest.raises(ShapeError, match=message):
+def test_heads_too_narrow_or_too_wide(keys, values, message, prose):
+    with prose.raises(ShapeError, match=message):
         gla(**arguments_of(GLA, K=keys, V=values))
 
 
@@ -103,73 +103,70 @@ def test_what_the_errors_about_head_sizes_advise_is_right():
 
 
 @pytest.mark.parametrize("state_v_first", [False, True])
-def test_initial_state_of_wrong_shape(state_v_first):
-    dimensions, want = ("N, H, V, K", (2, 2, 16, 20)) if state_v_first else ("N, H, K, V", (2, 2, 20, 16))
+def test_initial_state_of_wrong_shape(state_v_first, refused):
+    want = (2, 2, 16, 20) if state_v_first else (2, 2, 20, 16)
     turned = (*want[:2], want[3], want[2])
-    message = rf"^initial_state has shape .*; it must be \[{dimensions}\]"
     for shape in (turned, (3, *want[1:]), (2, 1, *want[2:]), want[1:]):
-        refused(ShapeError, message, initial_state=torch.zeros(shape), state_v_first=state_v_first)
+        refused(ShapeError, "initial_state", initial_state=torch.zeros(shape), state_v_first=state_v_first)
     gla(**arguments_of(GLA) | {"initial_state": torch.zeros(want), "state_v_first": state_v_first})
 
 
-def test_initial_state_counts_packed_sequences():
+def test_initial_state_counts_packed_sequences(prose):
     arguments = arguments_of(GLA, B=1, lengths=(4, 0, 5)) | {"initial_state": torch.zeros(1, 2, 20, 16)}
-    with pytest.raises(ShapeError, match=r"\[N, H, K, V\] = \[3, 2, 20, 16\] to match 3 sequences"):
+    with prose.raises(ShapeError, match="initial_state"):
         gla(**arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64, torch.complex64])
-def test_queries_of_a_dtype_that_is_no_float(dtype):
-    refused(DTypeError, rf"^q is {dtype}; it must be float16 or bfloat16 or float32", q=torch.ones(2, 9, 2, 20).to(dtype))
+def test_queries_of_a_dtype_that_is_no_float(dtype, refused):
+    refused(DTypeError, "q", q=torch.ones(2, 9, 2, 20).to(dtype))
 
 
 @pytest.mark.parametrize("argument", ["k", "v"])
-def test_keys_and_values_have_the_dtype_of_queries(argument):
+def test_keys_and_values_have_the_dtype_of_queries(argument, refused):
     value = arguments_of(GLA)[argument].half()
-    refused(DTypeError, rf"^{argument} is torch.float16; it must be float32, the dtype of q", **{argument: value})
+    refused(DTypeError, argument, **{argument: value})
 
 
 @pytest.mark.parametrize("argument", ["g", "gv"])
-def test_log_decays_are_of_the_dtype_of_queries_or_float32(argument):
+def test_log_decays_are_of_the_dtype_of_queries_or_float32(argument, prose):
     arguments = arguments_of(GLA, dtype="float16", value_gate=True)
     gla(**arguments | {argument: arguments[argument].float()})
-    with pytest.raises(DTypeError, match=rf"^{argument} is torch.bfloat16; it must be float16 or float32"):
+    with prose.raises(DTypeError, match=argument):
         gla(**arguments | {argument: arguments[argument].bfloat16()})
 
 
-def test_initial_state_of_another_dtype():
-    message = r"^initial_state is torch.float16; it must be float32"
-    refused(DTypeError, message, initial_state=torch.zeros(2, 2, 20, 16, dtype=torch.float16))
+def test_initial_state_of_another_dtype(refused):
+    refused(DTypeError, "initial_state", initial_state=torch.zeros(2, 2, 20, 16, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("argument", ["q", "k", "v", "g", "gv", "initial_state", "cu_seqlens"])
-def test_what_is_no_tensor(argument):
-    refused(ArgumentError, rf"^{argument} is list; it must be a torch.Tensor", **{argument: [0, 9]})
+def test_what_is_no_tensor(argument, refused):
+    refused(ArgumentError, argument, **{argument: [0, 9]})
 
 
 @pytest.mark.parametrize("argument", ["k", "v", "g", "gv", "initial_state", "cu_seqlens"])
-def test_mixed_devices(argument):
+def test_mixed_devices(argument, prose):
     arguments = arguments_of(GLA, B=1, lengths=(4, 5), value_gate=True, initial_state=True)
     arguments[argument] = arguments[argument].to("meta")
-    with pytest.raises(DeviceError, match=rf"^{argument} is on meta; it must be on cpu"):
+    with prose.raises(DeviceError, match=argument):
         gla(**arguments)
 
 
 @pytest.mark.parametrize("argument", ["g", "gv"])
 @pytest.mark.parametrize(("value", "said"), [(0.25, "0.25"), (float("inf"), "inf")])
-def test_a_log_decay_that_is_none(argument, value, said):
+def test_a_log_decay_that_is_none(argument, value, said, prose):
     arguments = arguments_of(GLA, value_gate=True)
     arguments[argument][1, 4, 1, 3] = value
     arguments[argument][0, 0, 0, 0] = math.nan  # does not hide it
-    message = rf"^{argument} holds {said}; a log-decay is at most 0 .*torch.log"
     for _ in range(2):  # what is remembered of a call are checks of facts, not of values
-        with pytest.raises(ValueRangeError, match=message):
+        with prose.raises(ValueRangeError, match=argument):
             gla(**arguments)
 
 
 @pytest.mark.parametrize("scale", ["1", True, torch.ones(()), (1.0,)])
-def test_a_scale_that_is_no_number(scale):
-    refused(ArgumentError, rf"^scale is {type(scale).__name__}; it must be a number, or None for K \*\* -0.5", scale=scale)
+def test_a_scale_that_is_no_number(scale, refused):
+    refused(ArgumentError, "scale", scale=scale)
 
 
 def test_a_mistake_is_named_at_every_call():
@@ -225,8 +222,8 @@ def test_no_steps(variant, grad, lengths):
     assert without[0].requires_grad == grad
 
 
-def test_no_steps_are_left_to_the_loop():
-    with pytest.raises(VariantUnsupported, match=r"needs at least one time step.*These can: recurrent"):
+def test_no_steps_are_left_to_the_loop(prose):
+    with prose.raises(VariantUnsupported):
         gla(**arguments_of(GLA, T=0), variant="chunked")
 
 
@@ -355,36 +352,34 @@ def test_a_constant_decay_per_head(dtype):
     )
 
 
-def test_a_wrong_decay_per_head_is_named():
+def test_a_wrong_decay_per_head_is_named(prose):
     q, k, v = (arguments_of(GLA)[name] for name in "qkv")
-    both = r"^g and g_gamma are both given; give .* not both\.$"
-    with pytest.raises(ArgumentError, match=both):
+    with prose.raises(ArgumentError, match="g_gamma"):
         chunk_simple_gla(q, k, v, g=-torch.ones(2, 9, 2), g_gamma=-torch.ones(2))
     for value, error, message in (
-        (-torch.ones(3), ShapeError, r"^g_gamma has shape \(3,\); it must be \[H\] = \[2\] to match q \[2, 9, 2, 20\]"),
-        (-torch.ones(2, 2), ShapeError, r"^g_gamma has shape \(2, 2\); it must be \[H\]"),
-        (-torch.ones(2, device="meta"), DeviceError, r"^g_gamma is on meta; it must be on cpu"),
-        (-torch.ones(2, dtype=torch.int32), DTypeError, r"^g_gamma is torch.int32; it must be float16 or"),
-        (torch.tensor([-1.0, 0.5]), ValueRangeError, r"^g_gamma holds 0.5; a log-decay is at most 0"),
-        (-0.5, ArgumentError, r"^g_gamma is float; it must be a torch.Tensor"),
+        (-torch.ones(3), ShapeError, "g_gamma"),
+        (-torch.ones(2, 2), ShapeError, "g_gamma"),
+        (-torch.ones(2, device="meta"), DeviceError, "g_gamma"),
+        (-torch.ones(2, dtype=torch.int32), DTypeError, "g_gamma"),
+        (torch.tensor([-1.0, 0.5]), ValueRangeError, "g_gamma"),
+        (-0.5, ArgumentError, "g_gamma"),
     ):
-        with pytest.raises(error, match=message):
+        with prose.raises(error, match=message):
             chunk_simple_gla(q, k, v, g_gamma=value)
 
 
 @each_name
-def test_errors_name_the_argument_as_the_caller_does(function):
+def test_errors_name_the_argument_as_the_caller_does(function, refused):
     gate = {"gk": "gk"}.get(next(name for name in inspect.signature(function).parameters if name in ("g", "gk")), "g")
-    layout = r"\[B, T, H\], a tensor of 3" if function is chunk_simple_gla else r"\[B, T, H, K\], a tensor of 4"
     wrong = -torch.ones((2, 9, 2, 20) if function is chunk_simple_gla else (2, 9, 2))
-    refused(ShapeError, rf"^{gate} has shape .*; it must be {layout} dimensions", function, **{gate: wrong})
+    refused(ShapeError, gate, function, **{gate: wrong})
     right = wrong[..., 0].clone() if function is chunk_simple_gla else -torch.ones(2, 9, 2, 20)
     right[0, 0, 0] = 0.5
     refused(ValueRangeError, rf"^{gate} holds 0.5", function, **{gate: right})
 
 
-def test_chunk_gla_needs_a_log_decay():
-    refused(ArgumentError, r"^g is NoneType; it must be a torch.Tensor", chunk_gla, g=None)
+def test_chunk_gla_needs_a_log_decay(refused):
+    refused(ArgumentError, "g", chunk_gla, g=None)
 
 
 def each_sequence_flipped(x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
@@ -412,7 +407,7 @@ def test_reverse_goes_through_every_sequence_from_its_end(lengths, state_v_first
     assert not torch.allclose(found[0], fused_recurrent_gla(**named)[0])
 
 
-def test_flas_older_and_further_keywords():
+def test_flas_older_and_further_keywords(prose, refused):
     arguments = arguments_of(GLA, B=1, lengths=(4, 5), final_state=True)
     per_head = arguments | {"g": arguments["g"][..., 0]}
     expected = dict(enumerate(chunk_simple_gla(**per_head)))
@@ -421,23 +416,23 @@ def test_flas_older_and_further_keywords():
         assert_near(dict(enumerate(chunk_simple_gla(**per_head, **extra))), expected, 0)
     assert_near(dict(enumerate(chunk_gla(**arguments, cu_seqlens_cpu=offsets))), dict(enumerate(gla(**arguments))), 0)
     per_head.pop("state_v_first")
-    with pytest.warns(DeprecationWarning, match="transpose_state_layout is called state_v_first now") as caught:
+    with prose.warns(DeprecationWarning, match="transpose_state_layout") as caught:
         turned = chunk_simple_gla(**per_head, transpose_state_layout=True)
     assert caught[0].filename == __file__
     assert turned[1].shape == (2, 2, 16, 20)
     for extra, error, message in (
-        ({"chunk_size": 48}, ValueRangeError, r"^chunk_size is 48; it must be a power of 2"),
+        ({"chunk_size": 48}, ValueRangeError, "chunk_size"),
         ({"chunk_size": 0}, ValueRangeError, r"^chunk_size is 0; "),
-        ({"head_first": True}, ArgumentError, r"^head_first is set; tensors must be \[B, T, H, ...\]"),
-        ({"chunk_sice": 32}, ArgumentError, r"^chunk_simple_gla has no argument 'chunk_sice'\. Did you mean 'chunk_size'\?"),
-        ({"transpose_state_layout": True, "state_v_first": True}, ArgumentError, r"^transpose_state_layout is given beside"),
+        ({"head_first": True}, ArgumentError, "head_first"),
+        ({"chunk_sice": 32}, ArgumentError, "'chunk_sice'"),
+        ({"transpose_state_layout": True, "state_v_first": True}, ArgumentError, "transpose_state_layout"),
     ):
-        with pytest.raises(error, match=message):
+        with prose.raises(error, match=message):
             chunk_simple_gla(**per_head, **extra)
-    with pytest.raises(ArgumentError, match=r"^fused_recurrent_gla has no argument 'chunk_size'"):
+    with prose.raises(ArgumentError, match="'chunk_size'"):
         fused_recurrent_gla(*(arguments[name] for name in "qkv"), chunk_size=32)
     for function in (chunk_gla, chunk_simple_gla):
-        refused(ArgumentError, r"^cu_seqlens_cpu is given without cu_seqlens", function, cu_seqlens_cpu=offsets)
+        refused(ArgumentError, "cu_seqlens_cpu", function, cu_seqlens_cpu=offsets)
 
 
 @each_name

@@ -291,7 +291,7 @@ def test_what_is_left_to_others_is_said(name, monkeypatch):
 
 
 def test_elsewhere_it_is_refused():
-    with pytest.raises(VariantUnsupported, match=r"needs a (Hopper GPU|CUDA or ROCm device)"):
+    with pytest.raises(VariantUnsupported, match=r"Hopper|CUDA"):
         GLA(**arguments_of(GLA, B=1, T=70, H=1, K=64, V=64, dtype="bfloat16"), variant="hopper")
 
 

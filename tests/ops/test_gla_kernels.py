@@ -186,12 +186,12 @@ def test_a_state_handed_from_step_to_step_keeps_its_order_in_memory(values_first
 
 @pytest.mark.interpret
 @each_kernel
-def test_kernels_refuse_what_they_cannot_do(variant):
-    with pytest.raises(VariantUnsupported, match="takes no gate on values"):
+def test_kernels_refuse_what_they_cannot_do(variant, prose):
+    with prose.raises(VariantUnsupported):
         GLA(**arguments_of(GLA, **SMALL, value_gate=True), variant=variant)
-    with pytest.raises(VariantUnsupported, match="needs a GPU for bfloat16"):
+    with prose.raises(VariantUnsupported, match="bfloat16"):
         GLA(**arguments_of(GLA, **SMALL, dtype="bfloat16"), variant=variant)
-    with pytest.raises(VariantUnsupported, match="needs at least one element"):
+    with prose.raises(VariantUnsupported):
         GLA(**arguments_of(GLA, **{**SMALL, "T": 0}), variant=variant)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,67 +18,71 @@ from onelaunch.ops.gla_layer.variants import peers
 from tests.ops.cases import assert_near, differentiable
 from tests.ops.gla_layer_cases import CASES, GLA_LAYER, SMALL, TENSORS, case_of, made
 from tests.ops.test_swiglu_peers import pretend
+from tests.prose import Prose
 
 
-def refused(error: Any, message: str, /, **changes: Any) -> None:
-    with pytest.raises(error, match=message) as caught:
-        gla_layer(**{**made(initial_state=True), **changes})
-    assert isinstance(caught.value, OneLaunchError)
-    assert "\n" not in str(caught.value)
+@pytest.fixture
+def refused(prose: Prose) -> Callable[..., None]:
+    """A call that raises this error, whose message names this and is worded as recorded."""
+
+    def call(error: Any, named: str, /, **changes: Any) -> None:
+        with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
+            gla_layer(**{**made(initial_state=True), **changes})
+        assert isinstance(caught.value, OneLaunchError)
+        assert not named.isidentifier() or named in getattr(caught.value, "argument", named)
+        assert "\n" not in str(caught.value)
+
+    return call
 
 
-def test_wrong_shapes_are_named():
+def test_wrong_shapes_are_named(refused):
     given = made(initial_state=True)
     x, packed, gk_weight, gk_bias, norm_weight, w_out = (given[name] for name in TENSORS)
-    refused(ShapeError, r"^x has shape \(9, 40\); it must be \[B, T, D\]", x=x[0])
+    refused(ShapeError, "x", x=x[0])
     refused(
         ShapeError,
-        r"^in_proj_weight has shape \(159, 40\); .* = \[160, 40\] to match x \[2, 9, 40\], heads = 2, gk_weight \[32, 16\] and",
+        "in_proj_weight",
         in_proj_weight=packed[1:],
     )
-    refused(ShapeError, r"^gk_weight has shape \(31, 16\); .* of heads = 2 with K from 16 to 512", gk_weight=gk_weight[1:])
-    refused(ShapeError, r"^gk_weight has shape \(30, 16\); .* with K from 16 to 512", gk_weight=gk_weight[2:])
-    refused(ShapeError, r"^gk_weight has shape \(32, 0\); .* R of at least 1", gk_weight=gk_weight[:, :0])
-    refused(ShapeError, r"^gk_bias has shape \(31,\); .* = \[32\] to match gk_weight", gk_bias=gk_bias[1:])
-    refused(
-        ShapeError, r"^norm_weight has shape \(40,\); .* \[V\] = \[20\] to match heads = 2", norm_weight=norm_weight.repeat(2)
-    )
-    refused(ShapeError, r"^w_out has shape \(40, 39\); .* with V from 16 to 512", w_out=w_out[:, 1:])
-    refused(ShapeError, r"^w_out has shape \(39, 40\); .* = \[40, 40\] to match x", w_out=w_out[1:])
+    refused(ShapeError, "gk_weight", gk_weight=gk_weight[1:])
+    refused(ShapeError, "gk_weight", gk_weight=gk_weight[2:])
+    refused(ShapeError, "gk_weight", gk_weight=gk_weight[:, :0])
+    refused(ShapeError, "gk_bias", gk_bias=gk_bias[1:])
+    refused(ShapeError, "norm_weight", norm_weight=norm_weight.repeat(2))
+    refused(ShapeError, "w_out", w_out=w_out[:, 1:])
+    refused(ShapeError, "w_out", w_out=w_out[1:])
     state = given["initial_state"]
-    refused(
-        ShapeError, r"^initial_state has shape \(2, 2, 20, 16\); .* \[B, H, K, V\] = \[2, 2, 16, 20\]", initial_state=state.mT
-    )
+    refused(ShapeError, "initial_state", initial_state=state.mT)
 
 
-def test_wrong_dtypes_and_devices_are_named():
+def test_wrong_dtypes_and_devices_are_named(refused):
     given = made(initial_state=True)
     for name in ("in_proj_weight", "gk_weight", "gk_bias", "w_out"):
-        refused(DTypeError, rf"^{name} is torch\.float16; it must be float32, the dtype of x", **{name: given[name].half()})
-    refused(DTypeError, r"^norm_weight is torch\.float16; it must be float32,", norm_weight=given["norm_weight"].half())
-    refused(DTypeError, r"^initial_state is torch\.float16; it must be float32", initial_state=given["initial_state"].half())
+        refused(DTypeError, name, **{name: given[name].half()})
+    refused(DTypeError, "norm_weight", norm_weight=given["norm_weight"].half())
+    refused(DTypeError, "initial_state", initial_state=given["initial_state"].half())
     for name in (*TENSORS[1:], "initial_state"):
-        refused(DeviceError, rf"^{name} is on meta; it must be on cpu", **{name: given[name].to("meta")})
-    refused(ArgumentError, r"^gk_bias is NoneType; it must be a torch\.Tensor", gk_bias=None)
+        refused(DeviceError, name, **{name: given[name].to("meta")})
+    refused(ArgumentError, "gk_bias", gk_bias=None)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 0}, "^heads is 0; it must be an integer of at least 1"),
-        ({"heads": 2.0}, "^heads is 2.0; it must be an integer"),
-        ({"normalizer": 0}, "^normalizer is 0; it must be a number above 0"),
-        ({"normalizer": float("nan")}, "^normalizer is nan; it must be a number above 0"),
-        ({"eps": -1.0}, "^eps is -1.0; it must be a number of at least 0"),
-        ({"eps": True}, "^eps is True; it must be a number of at least 0"),
+        ({"heads": 0}, "heads"),
+        ({"heads": 2.0}, "heads"),
+        ({"normalizer": 0}, "normalizer"),
+        ({"normalizer": float("nan")}, "normalizer"),
+        ({"eps": -1.0}, "eps"),
+        ({"eps": True}, "eps"),
     ],
 )
-def test_wrong_numbers_are_named(changes, message):
+def test_wrong_numbers_are_named(changes, message, refused):
     refused(ArgumentError, message, **changes)
 
 
-def test_a_wrong_variant_is_named():
-    refused(UnknownVariant, "There is no variant 'compose'. Did you mean 'composed'", variant="compose")
+def test_a_wrong_variant_is_named(refused):
+    refused(UnknownVariant, "'compose'", variant="compose")
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -96,12 +101,12 @@ def test_the_dispatcher_takes_what_is_composed_of_dispatched_parts():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 0}, "rank is 0; it must be an integer of at least 1"),
-        ({"norm_weight": "none"}, "norm_weight is 'none'; it must be one of same, float32"),
+        ({"rank": 0}, "rank"),
+        ({"norm_weight": "none"}, "'none'"),
     ],
 )
-def test_a_case_that_no_call_has_is_refused(changes, message):
-    with pytest.raises(ArgumentError, match=message):
+def test_a_case_that_no_call_has_is_refused(changes, message, prose):
+    with prose.raises(ArgumentError, match=message):
         made(**changes)
 
 
@@ -182,7 +187,7 @@ def test_flas_layer_runs_with_the_weights_of_the_call(monkeypatch):
     assert not any(isinstance(value, torch.Tensor) for module in kept.modules() for value in vars(module).values())
 
 
-def test_what_flas_layer_cannot_do(monkeypatch):
+def test_what_flas_layer_cannot_do(monkeypatch, prose):
     found = {"fla", "fla.layers", "transformers"}
     monkeypatch.setattr("importlib.util.find_spec", lambda package: object() if package in found else None)
 
@@ -190,10 +195,10 @@ def test_what_flas_layer_cannot_do(monkeypatch):
         return peers.fla.why_not(GLA_LAYER.query(GLA_LAYER.case("bfloat16", **{**SMALL, **given}), device, grad=True))
 
     assert reason() is None
-    assert "needs a CUDA or ROCm device" in str(reason("cpu"))
-    assert "at least one element" in str(reason(T=0))
-    assert "cache of its own, values first" in str(reason(initial_state=True))
-    assert "cache of its own, values first" in str(reason(final_state=True))
-    for missing, said in (("transformers", "transformers"), ("fla.layers", "flash-linear-attention"), ("fla", "fla")):
+    prose(reason("cpu"))
+    prose(reason(T=0))
+    prose(reason(initial_state=True))
+    prose(reason(final_state=True))
+    for missing in ("transformers", "fla.layers", "fla"):
         found.discard(missing)
-        assert f"needs {said}, which is not installed" in str(reason())
+        prose(reason())

@@ -185,9 +185,9 @@ def test_the_operators_keep_their_promises(want_final):
 
 
 @interpret
-def test_it_is_refused_where_columns_cannot_be_addressed():
+def test_it_is_refused_where_columns_cannot_be_addressed(prose):
     given = made(grad=True, H=1, K=20, V=24)
-    with pytest.raises(VariantUnsupported, match=r"packed.* needs H \* K and H \* V in multiples of 8"):
+    with prose.raises(VariantUnsupported):
         gla_layer(**given, variant="packed")
     found = gla_layer(**given)[0]  # and the dispatcher goes on to what is there
     assert_near({"out": found}, {"out": gla_layer(**given, variant="unfused")[0]}, 1e-6)
@@ -196,27 +196,27 @@ def test_it_is_refused_where_columns_cannot_be_addressed():
 # Without kernels: which calls it takes
 
 
-def test_it_is_refused_where_there_is_no_backward_pass_or_no_kernel():
+def test_it_is_refused_where_there_is_no_backward_pass_or_no_kernel(prose):
     query = GLA_LAYER.query(case_of("small"), "cpu")
     variant = GLA_LAYER.get("packed")
-    assert variant.why_not(query) == "differs from composed in the backward pass alone, and there is none"
-    assert variant.why_not(query._replace(grad=True)).startswith("needs kernels of ours for projections: wide_activated needs")
+    prose(variant.why_not(query))
+    prose(variant.why_not(query._replace(grad=True)))
     assert dispatch.choose(query._replace(grad=True)).name == "composed"
 
 
-def test_states_are_kept_by_name_alone(monkeypatch):
+def test_states_are_kept_by_name_alone(monkeypatch, prose):
     """On a GPU that is not there: all kernels run but where the recurrence is not the one that keeps states."""
     able = {"projections": "wide_activated", "gla": "fused", "output_chain": "norm_gate"}
     monkeypatch.setattr(autograd, "own_kernel", lambda query, names: next((n for n in names if n == able[query.operation]), None))
     query = GLA_LAYER.query(case_of("small"), "cuda:0", grad=True)
     assert GLA_LAYER.get("packed").why_not(query) is None
-    assert GLA_LAYER.get("packed_states").why_not(query) == "keeps states of the recurrence hopper alone"
+    prose(GLA_LAYER.get("packed_states").why_not(query))
     able["gla"] = "hopper"
     assert GLA_LAYER.get("packed_states").why_not(query) is None
     assert "packed_states" not in GLA_LAYER.preference(query)[:2]
 
 
-def test_a_destination_that_gradients_do_not_fit_into_is_refused():
+def test_a_destination_that_gradients_do_not_fit_into_is_refused(prose):
     triton = pytest.importorskip("triton")
     assert triton
     from onelaunch.ops.gla import launch, launch_hopper
@@ -226,9 +226,9 @@ def test_a_destination_that_gradients_do_not_fit_into_is_refused():
     assert launch.room_like(k, fits) is fits
     assert launch.room_like(k, None).is_contiguous()
     for wrong in (matrix[:, 32:64].half().view(2, 9, 2, 16), matrix[:, :64].view(2, 9, 2, 32), fits[:, :8], fits.transpose(0, 1)):
-        with pytest.raises(ValueError, match="cannot write"):
+        with prose.raises(ValueError):
             launch.room_like(k, wrong)
-    with pytest.raises(ValueError, match="copy engine cannot write"):
+    with prose.raises(ValueError):
         launch_hopper.targets([64, 64], matrix.bfloat16()[:, 33:65].unflatten(0, (2, 9)).unflatten(-1, (2, 16)))
     assert SMALL["K"] == 16
 

@@ -100,9 +100,9 @@ def test_the_matrix_kernel_multiplies_any_strides(rows, inner, columns, dtype):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("variant", triton_variants(LINEAR_RNN))
-def test_the_interpreter_is_refused_bfloat16(variant):
+def test_the_interpreter_is_refused_bfloat16(variant, prose):
     arguments = arguments_of(LINEAR_RNN, dtype="bfloat16")
-    with pytest.raises(VariantUnsupported, match=r"needs a GPU for bfloat16.*These can: eager, chunked"):
+    with prose.raises(VariantUnsupported, match=r"bfloat16.*eager, chunked"):
         linear_rnn(**arguments, variant=variant)
 
 
@@ -117,9 +117,9 @@ def test_more_sequences_than_a_launch_has_programs_for_are_refused(variant):
 
 
 @pytest.mark.interpret
-def test_the_stepwise_variant_refuses_what_its_registers_cannot_hold():
+def test_the_stepwise_variant_refuses_what_its_registers_cannot_hold(prose):
     arguments = arguments_of(LINEAR_RNN, B=1, T=2, D=2049, V=2)
-    with pytest.raises(VariantUnsupported, match="needs D of at most 2048"):
+    with prose.raises(VariantUnsupported, match="2048"):
         linear_rnn(**arguments, variant="fused_stepwise")
 
 

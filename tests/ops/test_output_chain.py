@@ -175,7 +175,7 @@ def test_gradients_of_some_of_the_operands(variant):
         assert set(found) == {"out", f"grad {asking}"}
 
 
-def test_autocast_lowers_all_tensors_but_the_norms_weight():
+def test_autocast_lowers_all_tensors_but_the_norms_weight(prose):
     given = made(grad=True)
     low = {name: value.detach().bfloat16() if name in TENSORS else value for name, value in given.items()}
     low["norm_weight"] = given["norm_weight"].detach()
@@ -185,7 +185,7 @@ def test_autocast_lowers_all_tensors_but_the_norms_weight():
     assert torch.equal(found, output_chain(**low))
     found.float().sum().backward()
     assert all(given[name].grad.dtype == torch.float32 for name in TENSORS)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"^h is torch\.int64"):
+    with torch.autocast("cpu", torch.bfloat16), prose.raises(TypeError, match=r"\bh\b"):
         output_chain(**{**given, "h": given["h"].detach().long()})
 
 

@@ -297,22 +297,22 @@ def test_a_captured_step_follows_its_inputs(variant, device):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    ("variant", "changes", "reason"),
+    ("variant", "changes"),
     [
-        ("norm_gate", {"V": 513}, "takes heads of at most 512 channels, not 513"),
-        ("prologue", {"V": 257}, "takes heads of at most 256 channels, not 257"),
-        ("norm_gate", {"T": 0}, "needs at least one element"),
-        ("prologue", {"T": 0}, "needs at least one element"),
-        ("norm_gate", {"H": 2**23, "V": 128}, f"takes H * V and D below {2**30}"),
-        ("prologue", {"D": 2**30}, f"takes H * V and D below {2**30}"),
-        ("norm_gate", {"B": 2**24, "T": 2**12, "V": 512}, f"takes at most {2**30} tiles of 2048 elements"),
-        ("prologue", {"dtype": "bfloat16"}, "needs a GPU for bfloat16"),
+        ("norm_gate", {"V": 513}),
+        ("prologue", {"V": 257}),
+        ("norm_gate", {"T": 0}),
+        ("prologue", {"T": 0}),
+        ("norm_gate", {"H": 2**23, "V": 128}),
+        ("prologue", {"D": 2**30}),
+        ("norm_gate", {"B": 2**24, "T": 2**12, "V": 512}),
+        ("prologue", {"dtype": "bfloat16"}),
     ],
 )
-def test_what_our_kernels_leave_to_others(variant, changes, reason):
+def test_what_our_kernels_leave_to_others(variant, changes, prose):
     case = OUTPUT_CHAIN.case(**{"dtype": "float16", **SMALL, **changes})
     query = OUTPUT_CHAIN.query(case, "cpu")
-    assert str(OUTPUT_CHAIN.get(variant).why_not(query)).startswith(reason)
+    prose(OUTPUT_CHAIN.get(variant).why_not(query))
     assert OUTPUT_CHAIN.get("unfused").why_not(query) is None
 
 

@@ -192,7 +192,7 @@ def test_the_workbench_names_results_after_segments():
 # PyTorch
 
 
-def test_autocast_lowers_all_tensors():
+def test_autocast_lowers_all_tensors(prose):
     given = of_every_kind(grad=True)
     low = {name: value.detach().bfloat16() if name != "segments" else value for name, value in given.items()}
     with torch.autocast("cpu", torch.bfloat16):
@@ -202,7 +202,7 @@ def test_autocast_lowers_all_tensors():
         assert torch.equal(one, other)
     torch.stack([each.float().sum() for each in found]).sum().backward()
     assert all(given[name].grad.dtype == torch.float32 for name in ("x", "weight", "bias"))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"^x is torch\.int64"):
+    with torch.autocast("cpu", torch.bfloat16), prose.raises(TypeError, match=r"\bx\b"):
         projections(**{**given, "x": given["x"].long()})
 
 

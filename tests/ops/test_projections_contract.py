@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +14,21 @@ from onelaunch.ops import Segment, projections
 from onelaunch.ops.projections.contract import layout_in
 from onelaunch.ops.projections.layout import layout_of, read_layout
 from tests.ops.projections_cases import CASES, EVERY, PROJECTIONS, case_of, made, of_every_kind
+from tests.prose import Prose
 
 
-def refused(error: Any, message: str, function: Any = projections, /, *args: Any, **kwargs: Any) -> None:
-    with pytest.raises(error, match=message) as caught:
-        function(*args, **kwargs)
-    assert isinstance(caught.value, OneLaunchError)
-    assert "\n" not in str(caught.value)
+@pytest.fixture
+def refused(prose: Prose) -> Callable[..., None]:
+    """A call that raises this error, whose message names this and is worded as recorded."""
+
+    def call(error: Any, named: str, function: Any = projections, /, *args: Any, **kwargs: Any) -> None:
+        with prose.raises(error, match=rf"(?<!\w){named}(?!\w)") as caught:
+            function(*args, **kwargs)
+        assert isinstance(caught.value, OneLaunchError)
+        assert not named.isidentifier() or named in getattr(caught.value, "argument", named)
+        assert "\n" not in str(caught.value)
+
+    return call
 
 
 # Segments
@@ -39,20 +48,20 @@ def test_a_segment_is_a_value():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("q", 0, 4), "heads of segment 'q' is 0; it must be an integer of at least 1"),
-        (("q", 2, 4.0), "head_size of segment 'q' is 4.0; it must be an integer"),
-        (("q", True, 4), "heads of segment 'q' is True; it must be an integer"),
-        (("q", 2, 4, "swish"), "activation of segment 'q' is 'swish'; it must be one of none, l2norm, silu"),
-        (("q", 2, 4, "l2nrom"), "Did you mean 'l2norm'"),
-        (("g", 2, 4, "logsigmoid", 0.0), "normalizer of segment 'g' is 0.0; it must be a number above 0"),
-        (("g", 2, 4, "logsigmoid", float("inf")), "normalizer of segment 'g' is inf; it must be a number above 0"),
-        (("g", 2, 4, "sigmoid", 16.0), "normalizer of segment 'g' is 16.0, but its activation sigmoid; only logsigmoid"),
-        (("g", 2, 4, "none", 1.0, 1), "bias of segment 'g' is 1; it must be True or False"),
-        (("", 2, 4), "name is ''; it must be a text"),
-        ((3, 2, 4), "name is 3; it must be a text"),
+        (("q", 0, 4), "'q'"),
+        (("q", 2, 4.0), "'q'"),
+        (("q", True, 4), "'q'"),
+        (("q", 2, 4, "swish"), "'q'"),
+        (("q", 2, 4, "l2nrom"), "'l2norm'"),
+        (("g", 2, 4, "logsigmoid", 0.0), "'g'"),
+        (("g", 2, 4, "logsigmoid", float("inf")), "'g'"),
+        (("g", 2, 4, "sigmoid", 16.0), "'g'"),
+        (("g", 2, 4, "none", 1.0, 1), "'g'"),
+        (("", 2, 4), "name"),
+        ((3, 2, 4), "name"),
     ],
 )
-def test_a_wrong_segment_is_refused(given, message):
+def test_a_wrong_segment_is_refused(given, message, refused):
     refused(ArgumentError, message, Segment, *given)
 
 
@@ -62,8 +71,8 @@ def test_a_code_stands_for_all_but_the_name(segment):
 
 
 @pytest.mark.parametrize("code", ["", "4", "4x", "axb", "4x5x6", "4x5:logsigmoid/x", "4x5:silu:sigmoid", "4x5:silu:bias:bias"])
-def test_what_is_no_code_is_refused(code):
-    refused(ArgumentError, "is no segment; write HEADSxSIZE", Segment.read, "q", code)
+def test_what_is_no_code_is_refused(code, refused):
+    refused(ArgumentError, "", Segment.read, "q", code)
 
 
 # Layouts
@@ -102,61 +111,54 @@ def test_cutting_a_packed_result_shows_each_column_where_it_is():
 # Calls
 
 
-def test_segments_that_do_not_add_up_name_both_numbers():
+def test_segments_that_do_not_add_up_name_both_numbers(refused):
     given = of_every_kind()
-    message = r"^weight has shape \(69, 12\); .*q 2x10 \+ k 3x5 \+ gate 2x7 \+ decay 3x1 \+ gk 2x9 add up to 70 rows, not 69\.$"
-    refused(ShapeError, message, **{**given, "weight": given["weight"][1:]})
+    refused(ShapeError, "weight", **{**given, "weight": given["weight"][1:]})
 
 
-def test_wrong_shapes_are_named():
+def test_wrong_shapes_are_named(refused):
     given = of_every_kind()
     x, weight, bias = given["x"], given["weight"], given["bias"]
-    refused(ShapeError, r"^x has shape \(12,\); it must be \[\.\.\., D\]", **{**given, "x": x[0, 0]})
-    refused(ShapeError, r"^weight has shape \(70,\); it must be \[N, D\]", **{**given, "weight": weight[:, 0]})
-    refused(
-        ShapeError, r"^weight has shape \(70, 11\); .* = \[70, 12\] to match x \[2, 5, 12\]", **{**given, "weight": weight[:, 1:]}
-    )
-    refused(ShapeError, r"^bias has shape \(46,\); .* = \[47\] to match segments", **{**given, "bias": bias[1:]})
-    refused(ShapeError, r"^bias has shape \(47, 1\)", **{**given, "bias": bias[:, None]})
+    refused(ShapeError, "x", **{**given, "x": x[0, 0]})
+    refused(ShapeError, "weight", **{**given, "weight": weight[:, 0]})
+    refused(ShapeError, "weight", **{**given, "weight": weight[:, 1:]})
+    refused(ShapeError, "bias", **{**given, "bias": bias[1:]})
+    refused(ShapeError, "bias", **{**given, "bias": bias[:, None]})
 
 
-def test_a_bias_that_is_missing_or_too_much_is_named():
+def test_a_bias_that_is_missing_or_too_much_is_named(refused):
     given = of_every_kind()
-    refused(
-        ArgumentError, r"^bias is None; .* 47 elements, for the segments that have one: k, gate, gk", **{**given, "bias": None}
-    )
+    refused(ArgumentError, "bias", **{**given, "bias": None})
     without = (Segment("v", 7, 10),)
-    refused(ArgumentError, r"^bias is given, but no segment has one", **{**given, "segments": without})
+    refused(ArgumentError, "bias", **{**given, "segments": without})
 
 
-def test_wrong_dtypes_and_devices_are_named():
+def test_wrong_dtypes_and_devices_are_named(refused):
     given = of_every_kind()
-    refused(DTypeError, r"^x is torch\.float64; it must be float16 or bfloat16 or float32", **{**given, "x": given["x"].double()})
+    refused(DTypeError, "x", **{**given, "x": given["x"].double()})
     refused(
         DTypeError,
-        r"^weight is torch\.float16; it must be float32, the dtype of x",
+        "weight",
         **{**given, "weight": given["weight"].half()},
     )
-    refused(DTypeError, r"^bias is torch\.bfloat16; it must be float32", **{**given, "bias": given["bias"].bfloat16()})
-    refused(DeviceError, r"^weight is on meta; it must be on cpu", **{**given, "weight": given["weight"].to("meta")})
-    refused(ArgumentError, r"^weight is list; it must be a torch\.Tensor", **{**given, "weight": [1.0]})
-    refused(UnknownVariant, "There is no variant 'wyde'. Did you mean 'wide'", **given, variant="wyde")
+    refused(DTypeError, "bias", **{**given, "bias": given["bias"].bfloat16()})
+    refused(DeviceError, "weight", **{**given, "weight": given["weight"].to("meta")})
+    refused(ArgumentError, "weight", **{**given, "weight": [1.0]})
+    refused(UnknownVariant, "'wyde'", **given, variant="wyde")
 
 
-def test_wrong_segments_are_named():
+def test_wrong_segments_are_named(refused):
     given = of_every_kind()
-    refused(ArgumentError, r"^segments is Segment; it must be a sequence", **{**given, "segments": EVERY[0]})
-    refused(ArgumentError, r"^segments is str; it must be a sequence", **{**given, "segments": "2x10"})
-    refused(ArgumentError, r"^segments is empty", **{**given, "segments": []})
-    refused(
-        ArgumentError, r"^segments\[1\] is str; it must be a onelaunch\.ops\.Segment", **{**given, "segments": [EVERY[0], "k"]}
-    )
-    refused(ArgumentError, r"^segments\[1\] is called 'q', as another one is", **{**given, "segments": [EVERY[0], EVERY[0]]})
+    refused(ArgumentError, "segments", **{**given, "segments": EVERY[0]})
+    refused(ArgumentError, "segments", **{**given, "segments": "2x10"})
+    refused(ArgumentError, "segments", **{**given, "segments": []})
+    refused(ArgumentError, "", **{**given, "segments": [EVERY[0], "k"]})
+    refused(ArgumentError, "'q'", **{**given, "segments": [EVERY[0], EVERY[0]]})
 
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), "small", None, True])
-def test_a_wrong_eps_is_named(eps):
-    refused(ArgumentError, "^eps is .*; it must be a number of at least 0", **of_every_kind(), eps=eps)
+def test_a_wrong_eps_is_named(eps, refused):
+    refused(ArgumentError, "eps", **of_every_kind(), eps=eps)
 
 
 def test_a_list_of_segments_is_as_good_as_a_tuple():
@@ -196,11 +198,11 @@ def test_results_are_named_after_segments():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"segments": "retention"}, "segments is 'retention'; it must be one of normalized, gla, or codes"),
-        ({"gate": "relu"}, "gate is 'relu'; it must be one of silu, none"),
-        ({"segments": "2x3:swish"}, "activation of segment 's0' is 'swish'"),
-        ({"H": 0}, "heads of segment 'q' is 0"),
+        ({"segments": "retention"}, "'retention'"),
+        ({"gate": "relu"}, "'relu'"),
+        ({"segments": "2x3:swish"}, "'s0'"),
+        ({"H": 0}, "'q'"),
     ],
 )
-def test_a_case_of_unknown_segments_is_refused(changes, message):
+def test_a_case_of_unknown_segments_is_refused(changes, message, refused):
     refused(ArgumentError, message, made, **changes)

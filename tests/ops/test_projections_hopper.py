@@ -142,19 +142,19 @@ def test_a_launch_has_ctas_for_every_sm_or_every_tile(rows, multicast, ctas):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    "given",
     [
-        ({"dtype": "float32"}, "takes float16 and bfloat16"),
-        ({"D": 20}, "needs D in multiples of 8, which TMA can address, not 20"),
-        ({"B": 0}, "needs at least one element"),
-        ({"K": 100}, "normalizes heads of up to 256 channels in multiples of 8, not 100"),
-        ({"K": 264}, "normalizes heads of up to 256 channels in multiples of 8, not 264"),
-        ({"B": 2**20, "T": 2**20}, "takes at most"),
+        {"dtype": "float32"},
+        {"D": 20},
+        {"B": 0},
+        {"K": 100},
+        {"K": 264},
+        {"B": 2**20, "T": 2**20},
     ],
 )
-def test_what_the_kernel_leaves_to_others(given, reason):
+def test_what_the_kernel_leaves_to_others(given, prose):
     case = PROJECTIONS.case(**{"dtype": "bfloat16", "B": 2, "T": 64, "D": 64, "H": 2, "K": 64, "V": 64, **given})
-    assert reason in str(hopper.why_tiles_cannot_hold(PROJECTIONS.query(case, "cuda:0")))
+    prose(hopper.why_tiles_cannot_hold(PROJECTIONS.query(case, "cuda:0")))
 
 
 @pytest.mark.parametrize("chain", ["normalized", "gla", "3x7:silu:bias,2x100:none,5x1:sigmoid"])
@@ -170,11 +170,9 @@ def test_auto_prefers_one_launch_and_elsewhere_two():
 
 
 @each_variant
-def test_elsewhere_than_on_hopper(variant):
+def test_elsewhere_than_on_hopper(variant, prose):
     case = PROJECTIONS.case("bfloat16", B=1, T=4, D=64, H=2, K=64, V=64)
-    assert "needs an NVIDIA GPU of compute capability 9.0" in str(
-        PROJECTIONS.get(variant).why_not(PROJECTIONS.query(case, "cpu"))
-    )
+    prose(PROJECTIONS.get(variant).why_not(PROJECTIONS.query(case, "cpu")))
 
 
 # What a launch is handed

@@ -291,17 +291,17 @@ def test_kernels_on_a_gpu(variant, name, device):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes",
     [
-        ({"segments": "2x513:l2norm"}, "normalizes heads of at most 512 channels, not 513"),
-        ({"T": 0}, "needs at least one element"),
-        ({"segments": f"1x{2**30}"}, f"takes N below {2**30}"),
-        ({"B": 2**30, "T": 2**12}, "tiles of 4096 elements"),
+        {"segments": "2x513:l2norm"},
+        {"T": 0},
+        {"segments": f"1x{2**30}"},
+        {"B": 2**30, "T": 2**12},
     ],
 )
-def test_what_our_kernels_leave_to_others(changes, reason):
+def test_what_our_kernels_leave_to_others(changes, prose):
     case = PROJECTIONS.case("float16", **{**SMALL, **changes})
-    assert reason in str(PROJECTIONS.get("wide_activated").why_not(PROJECTIONS.query(case, "cpu")))
+    prose(PROJECTIONS.get("wide_activated").why_not(PROJECTIONS.query(case, "cpu")))
     assert PROJECTIONS.get("unfused").why_not(PROJECTIONS.query(case, "cpu")) is None
 
 

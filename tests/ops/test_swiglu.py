@@ -73,10 +73,10 @@ def test_the_wide_product_alone_is_right(more):
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [({}, "w_up is given"), ({"stacked": True, "format": "nvfp4_weights"}, "w_gate is an NVFP4Tensor")],
+    [({}, "w_up"), ({"stacked": True, "format": "nvfp4_weights"}, "w_gate")],
 )
-def test_the_wide_product_alone_says_what_it_does_not_take(more, message):
-    with pytest.raises(ArgumentError, match=message):
+def test_the_wide_product_alone_says_what_it_does_not_take(more, message, prose):
+    with prose.raises(ArgumentError, match=message):
         judge_control(SWIGLU, SWIGLU.case("bfloat16", M=4, N=16, K=64, **more), "wide_gemm_alone")
 
 

@@ -60,18 +60,16 @@ def test_it_is_never_chosen_before_it_has_run_on_hardware():
     assert SWIGLU.get("block_scaled").capabilities.experimental
 
 
-def test_elsewhere_than_on_blackwell():
-    assert "needs an NVIDIA GPU of compute capability 10" in str(
-        SWIGLU.get("block_scaled").why_not(Query("swiglu", "cpu", torch.float16, (4, 16, 32), flags=("nvfp4",)))
-    )
+def test_elsewhere_than_on_blackwell(prose):
+    prose(SWIGLU.get("block_scaled").why_not(Query("swiglu", "cpu", torch.float16, (4, 16, 32), flags=("nvfp4",))))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "flags", "reason"),
-    [((4, 16, 32), (), "takes NVFP4 on both sides"), ((0, 16, 32), ("nvfp4",), "needs at least one element")],
+    ("sizes", "flags"),
+    [((4, 16, 32), ()), ((0, 16, 32), ("nvfp4",))],
 )
-def test_what_the_kernel_leaves_to_others(sizes, flags, reason, monkeypatch):
+def test_what_the_kernel_leaves_to_others(sizes, flags, monkeypatch, prose):
     monkeypatch.setattr(blackwell, "compute_capability", lambda device: 10)
     query = Query("swiglu", "cuda:0", torch.float16, sizes, flags=flags)
-    assert reason in str(blackwell.needs_blackwell(query))
+    prose(blackwell.needs_blackwell(query))
     assert blackwell.needs_blackwell(query._replace(sizes=(4, 16, 32), flags=("nvfp4",))) is None

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from onelaunch.kernels.gemm_sm90 import kernel
 from onelaunch.ops.swiglu import launch_hopper
-from onelaunch.ops.swiglu.launch_hopper import together
+from onelaunch.ops.swiglu.launch_hopper import interleaved
 
 SWIGLU = find_operation("swiglu")
 VARIANTS = ("persistent", "stream_k", "small_m")
@@ -45,30 +45,30 @@ def test_two_weights_are_one_tensor(kind):
         "other_strides": (both[:24], torch.cat((both[24:], both[24:]), 1)[:, :32]),
         "column_major": (both[:24].T.contiguous().T, both[24:]),
     }[kind]
-    matrices = together(first, second)
+    matrices = interleaved(first, second)
     assert matrices.sizes == (32, 8, 2, 3)
     assert all(stride > 0 and stride % 16 == 0 for stride in matrices.strides)
-    order = (second, first) if matrices.flipped else (first, second)
+    order = (second, first) if matrices.up_first else (first, second)
     for channel, row, which, group in [(0, 0, 0, 0), (5, 3, 1, 2), (31, 7, 0, 1), (31, 7, 1, 2)]:
         assert value_at(matrices, channel, row, which, group) == order[which][8 * group + row, channel].item()
 
 
 def test_weights_that_lie_right_are_not_copied():
     both = torch.zeros(48, 32)
-    assert together(both[:24], both[24:]).address == both.data_ptr()
-    assert together(both[24:], both[:24]).flipped
+    assert interleaved(both[:24], both[24:]).address == both.data_ptr()
+    assert interleaved(both[24:], both[:24]).up_first
 
 
-# What a launch is handed
+# Arguments of a launch
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as the copy engine's."""
-    calls, (layout, _) = [], _layout(launch_hopper.KINDS)
+    """Calls of the kernel on a machine without a GPU: packed as a launch packs them, their maps checked as those of TMA."""
+    calls, (layout, _) = [], _layout(launch_hopper.PARAMETER_KINDS)
 
     def launch(grid, *arguments):
-        pairs = zip(launch_hopper.KINDS, arguments, strict=True)
+        pairs = zip(launch_hopper.PARAMETER_KINDS, arguments, strict=True)
         values = [value if kind != "pointer" else 0 if value is None else value.data_ptr() for kind, value in pairs]
         layout.pack(*values)
         calls.append((grid, dict(zip(NUMBERS, values[-len(NUMBERS) :], strict=True))))
@@ -92,7 +92,7 @@ def launched(monkeypatch):
     launch_hopper.plan_of.cache_clear()
 
 
-NUMBERS = ("M", "N", "K", "each", "more", "grain", "flip", "x_scales", "w_scales", "early")
+NUMBERS = ("M", "N", "K", "unit_granules", "longer_units", "granule", "up_first", "x_scales", "w_scales", "early")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

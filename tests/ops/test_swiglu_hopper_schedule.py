@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 from onelaunch.ops.swiglu import launch_hopper
 from onelaunch.ops.swiglu.configure_hopper import (
     Formats,
+    choose_partition,
+    cluster_config,
     configuration,
-    cut_for,
-    cut_of,
     narrow_config,
+    partition_of,
     reads_early,
-    shared_config,
     tile_columns,
     wide_configs,
 )
@@ -31,13 +31,13 @@ tiles_of, nvfp4_tiles = BFLOAT16.config, NVFP4.config
 LARGEST_SHARED = 227 * 1024
 
 
-def begin(cut, run):
-    return (run * cut.each + min(run, cut.more)) * cut.grain
+def begin(partition, run):
+    return (run * partition.unit_granules + min(run, partition.longer_units)) * partition.granule
 
 
-def items(cut, run, steps):
+def items(partition, run, steps):
     """The pieces of tiles of a run, as the kernel walks them: tile, first step, last step."""
-    unit, end = begin(cut, run), begin(cut, run + 1)
+    unit, end = begin(partition, run), begin(partition, run + 1)
     while unit < end:
         tile, first = divmod(unit, steps)
         last = min(steps, first + end - unit)
@@ -45,32 +45,32 @@ def items(cut, run, steps):
         unit += last - first
 
 
-def waits_for(cut, run, tile, steps):
+def waits_for(partition, run, tile, steps):
     """The runs whose sums the one that began a tile adds."""
     later = run + 1
-    while begin(cut, later) < (tile + 1) * steps:
+    while begin(partition, later) < (tile + 1) * steps:
         yield later
         later += 1
 
 
 @given(st.integers(1, 400), st.integers(1, 130), st.integers(1, 148), st.sampled_from([0.0, 1.0, 10.0]))
 def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles, steps, processors, sharing):
-    cut = cut_for(tiles, steps, processors, 0.5, sharing)
-    assert cut.units <= processors
+    partition = choose_partition(tiles, steps, processors, 0.5, sharing)
+    assert partition.units <= processors
     done, left, added = set(), [], []
-    for run in range(cut.units):
-        pieces = list(items(cut, run, steps))
+    for run in range(partition.units):
+        pieces = list(items(partition, run, steps))
         assert pieces  # a program without work would never be heard of
         for tile, first, last in pieces:
             done |= {(tile, step) for step in range(first, last)}
             if first > 0:
                 left.append(run)
             elif last < steps:
-                added += waits_for(cut, run, tile, steps)
-    assert len(done) == tiles * steps == begin(cut, cut.units)
+                added += waits_for(partition, run, tile, steps)
+    assert len(done) == tiles * steps == begin(partition, partition.units)
     assert sorted(left) == sorted(added)  # each leaves sums once, and somebody takes them: words are zero again
     assert len(set(left)) == len(left)
-    assert not left or cut.shares
+    assert not left or partition.splits_tiles
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_every_step_of_every_tile_is_done_once_and_nothing_is_left_waiting(tiles
     ],
 )
 def test_cuts_of_well_known_shapes(tiles, shape, runs, shares):
-    cut = cut_of(tiles, shape, 132)
-    assert (cut.units, cut.shares) == (runs, shares)
+    partition = partition_of(tiles, shape, 132)
+    assert (partition.units, partition.splits_tiles) == (runs, shares)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_who_shares_tiles(shape, element, nvfp4, schedule):
     ],
 )
 def test_when_weights_are_read_early(tiles, shape, early):
-    assert reads_early(tiles, cut_of(tiles, shape, 132), shape[0]) is early
+    assert reads_early(tiles, partition_of(tiles, shape, 132), shape[0]) is early
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,29 @@ def test_when_weights_are_read_early(tiles, shape, early):
             tiles_of(256),
             "persistent",
             (8192, 4096, 7168),
-            {"units": 132, "sums": 0, "words": 1, "numbers": (8192, 4096, 7168, 0, 0, 112)},
+            {"units": 132, "workspace_floats": 0, "counter_words": 1, "sizes": (8192, 4096, 7168, 0, 0, 112)},
         ),
         # two programs for each tile, which leave each other nothing in memory
-        (tiles_of(128), "split_k_cluster", (128, 4096, 7168), {"units": 128, "sums": 0, "words": 0, "result_rows": 64}),
+        (
+            tiles_of(128),
+            "split_k_cluster",
+            (128, 4096, 7168),
+            {"units": 128, "workspace_floats": 0, "counter_words": 0, "result_rows": 64},
+        ),
         # a tile for each program
-        (tiles_of(8, 32, 3), "stream_k", (1, 4096, 7168), {"units": 128, "sums": 0, "words": 0, "weight_box": (64, 8, 2, 4)}),
+        (
+            tiles_of(8, 32, 3),
+            "stream_k",
+            (1, 4096, 7168),
+            {"units": 128, "workspace_floats": 0, "counter_words": 0, "weight_box": (64, 8, 2, 4)},
+        ),
         # runs that end within tiles leave all sums of one, and a word each
-        (tiles_of(256), "stream_k", (512, 3072, 7168), {"units": 132, "sums": 132 * 256 * 64 * 2, "words": 66, "early": False}),
+        (
+            tiles_of(256),
+            "stream_k",
+            (512, 3072, 7168),
+            {"units": 132, "workspace_floats": 132 * 256 * 64 * 2, "counter_words": 66, "early": False},
+        ),
         (
             nvfp4_tiles(8, 32, 4, chunks=4),
             "stream_k",
@@ -187,7 +202,7 @@ def test_plans(tiles, schedule, shape, expected):
 @pytest.mark.parametrize("rows", [1, 8, 9, 17, 40, 64, 65, 100, 128, 129, 200, 256, 257, 9000])
 def test_tiles_fit(rows, nvfp4, channels):
     formats = NVFP4 if nvfp4 else BFLOAT16
-    shared = shared_config(rows, channels, formats)
+    shared = cluster_config(rows, channels, formats)
     for tiles in (
         *wide_configs(rows, channels, formats),
         narrow_config(rows, channels, formats),

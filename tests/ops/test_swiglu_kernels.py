@@ -279,26 +279,26 @@ def test_kernels_on_a_gpu(variant, stacked, name, device):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    ("variant", "changes", "reason"),
+    ("variant", "changes"),
     [
-        ("wide", {}, "needs stacked weights"),
-        ("three_node", {"format": "nvfp4"}, "takes no NVFP4 operands"),
-        ("three_node", {"format": "nvfp4_weights"}, "takes no NVFP4 operands"),
-        ("three_node", {"format": "fp8", "dtype": "float16"}, "gives no float16 of float8"),
-        ("three_node", {"format": "fp8", "dtype": "float32", "row_scales": True}, "gives bfloat16 alone"),
-        ("three_node", {"M": 0}, "needs at least one element"),
-        ("two_node", {"format": "nvfp4_weights", "dtype": "float16"}, "takes no NVFP4 operands"),
-        ("two_node", {"format": "fp8", "dtype": "float16"}, "gives no float16 of float8"),
-        ("two_node", {}, "needs a GPU for bfloat16"),
-        ("fused", {}, "needs a GPU for bfloat16"),
-        ("fused", {"format": "nvfp4_weights"}, "needs a GPU for bfloat16"),
-        ("fused", {"dtype": "float16", "M": 0}, "needs at least one element"),
-        ("fused", {"dtype": "float16", "M": 2**30}, "takes M, N and K below"),
+        ("wide", {}),
+        ("three_node", {"format": "nvfp4"}),
+        ("three_node", {"format": "nvfp4_weights"}),
+        ("three_node", {"format": "fp8", "dtype": "float16"}),
+        ("three_node", {"format": "fp8", "dtype": "float32", "row_scales": True}),
+        ("three_node", {"M": 0}),
+        ("two_node", {"format": "nvfp4_weights", "dtype": "float16"}),
+        ("two_node", {"format": "fp8", "dtype": "float16"}),
+        ("two_node", {}),
+        ("fused", {}),
+        ("fused", {"format": "nvfp4_weights"}),
+        ("fused", {"dtype": "float16", "M": 0}),
+        ("fused", {"dtype": "float16", "M": 2**30}),
     ],
 )
-def test_what_our_kernels_leave_to_others(variant, changes, reason):
+def test_what_our_kernels_leave_to_others(variant, changes, prose):
     case = SWIGLU.case(**{"dtype": "bfloat16", "M": 4, "N": 16, "K": 32, **changes})
-    assert reason in str(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
+    prose(SWIGLU.get(variant).why_not(SWIGLU.query(case, "cpu")))
 
 
 def test_every_own_variant_is_among_those_that_are_tested():

@@ -212,9 +212,9 @@ def test_autocast_raises_a_low_log_decay(operation):
 
 
 @each_operation
-def test_autocast_does_not_hide_a_wrong_argument(operation):
+def test_autocast_does_not_hide_a_wrong_argument(operation, prose):
     arguments, first = small(operation), first_of(operation)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=rf"^{first} is torch.int64; it must be float16"):
+    with torch.autocast("cpu", torch.bfloat16), prose.raises(TypeError, match=first):
         operation(**(arguments | {first: arguments[first].long()}))
 
 

@@ -123,15 +123,15 @@ STRIDELESS = {"sparse": lambda x: x.to_sparse(), "nested": lambda x: torch.neste
 
 @pytest.mark.parametrize("kind", STRIDELESS)
 @OPERATIONS
-def test_a_tensor_that_is_not_strided_is_refused_by_name(operation, kind):
+def test_a_tensor_that_is_not_strided_is_refused_by_name(operation, kind, prose):
     first, *rest = arguments(operation)
-    with pytest.raises(ArgumentError, match="strided tensor"):
+    with prose.raises(ArgumentError):
         operation(STRIDELESS[kind](first), *rest)
 
 
 @pytest.mark.parametrize("variant", [None, 3, b"auto"])
-def test_a_variant_is_named_by_a_string(variant):
-    with pytest.raises(ArgumentError, match=r"variant is .*must be the name of a variant of swiglu"):
+def test_a_variant_is_named_by_a_string(variant, prose):
+    with prose.raises(ArgumentError, match="variant"):
         swiglu(*arguments(swiglu), variant=variant)
 
 
@@ -145,12 +145,12 @@ def test_an_unknown_variant_is_told_that_auto_exists():
     [(linear_rnn, "output_final_state"), (gated_scan, "output_final_state"), (gla, "output_final_state"), (gla, "state_v_first")],
 )
 @pytest.mark.parametrize("value", ["no", 1, None])
-def test_a_switch_is_true_or_false(operation, argument, value):
-    with pytest.raises(ArgumentError, match=rf"{argument} is .*True or False"):
+def test_a_switch_is_true_or_false(operation, argument, value, prose):
+    with prose.raises(ArgumentError, match=argument):
         operation(*arguments(operation), **{argument: value})
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
-def test_a_scale_is_finite(scale):
-    with pytest.raises(ArgumentError, match=r"scale is .*finite"):
+def test_a_scale_is_finite(scale, prose):
+    with prose.raises(ArgumentError, match="scale"):
         gla(*arguments(gla), scale=scale)

@@ -72,17 +72,17 @@ def test_shapes_with_options_of_their_own_are_special_cases(folder):
     assert nearest(MEGA.sizes).microseconds == {"one": 5.0}
 
 
-def test_results_of_several_devices_are_refused(folder):
+def test_results_of_several_devices_are_refused(folder, prose):
     one = measured(study(), ok_cell("one", 5.0))
     other = one.model_copy(update={"provenance": one.provenance.model_copy(update={"slug": "other-gpu"})})
     with pytest.raises(ResultMismatch, match="other-gpu, some-gpu"):
         adopt([one, other], folder)
-    with pytest.raises(ResultMismatch, match="no device at all"):
+    with prose.raises(ResultMismatch):
         adopt([], folder)
 
 
-def test_a_result_without_times_is_refused_and_writes_nothing(folder):
-    with pytest.raises(ResultMismatch, match="No correct variant has a cold time"):
+def test_a_result_without_times_is_refused_and_writes_nothing(folder, prose):
+    with prose.raises(ResultMismatch):
         adopt([measured(study(), bad_cell("one", "error", "fell"))], folder)
     assert list(folder.iterdir()) == []
 
@@ -95,24 +95,24 @@ def of_device(slug, name="Some GPU", **more):
 @pytest.mark.parametrize(
     "slug", ["../../up", "/tmp/abs", "a/b", "a..b", "..", "", "A", "x" * 81, "a\n", "a\\b", "~root", "\x1b[2J"]
 )
-def test_a_slug_that_could_leave_the_folder_is_refused_and_writes_nothing(folder, slug):
-    with pytest.raises(ResultMismatch, match="slug"):
+def test_a_slug_that_could_leave_the_folder_is_refused_and_writes_nothing(folder, slug, prose):
+    with prose.raises(ResultMismatch):
         adopt([of_device(slug)], folder / "here")
     assert list(folder.iterdir()) == []
 
 
-def test_the_users_folder_is_the_default_and_the_package_is_never_written(folder):
+def test_the_users_folder_is_the_default_and_the_package_is_never_written(folder, prose):
     assert adopt([of_device("some-gpu")]) == folder / "some-gpu.json"
     before = sorted(tables.TABLES.iterdir())
     for into in (tables.TABLES, tables.TABLES.parent, tables.TABLES / "below"):
-        with pytest.raises(TableFolderError, match="package"):
+        with prose.raises(TableFolderError):
             adopt([of_device("some-gpu")], into)
     assert sorted(tables.TABLES.iterdir()) == before
 
 
-def test_a_folder_that_cannot_be_written_is_named(folder):
+def test_a_folder_that_cannot_be_written_is_named(folder, prose):
     (folder / "file").write_text("")
-    with pytest.raises(OutputUnwritable, match=r"file cannot be written: .*--into out"):
+    with prose.raises(OutputUnwritable):
         adopt([of_device("some-gpu")], folder / "file")
 
 
@@ -126,23 +126,23 @@ def test_a_folder_that_the_environment_names_is_said_to_come_from_there(folder, 
     assert told.value.exit_code == (1 if named == "a file" else 2)
 
 
-def test_the_table_of_a_cpu_holds_its_model(folder):
+def test_the_table_of_a_cpu_holds_its_model(folder, prose):
     assert adopt([of_device("cpu", "Some(R) CPU")]).name == "cpu-some-r-cpu.json"
     with pytest.raises(ResultMismatch, match="cpu-another, cpu-some-r-cpu"):
         adopt([of_device("cpu", "Some(R) CPU"), of_device("cpu", "Another")])
-    with pytest.raises(ResultMismatch, match=r"is of Some\(R\) CPU"):
+    with prose.raises(ResultMismatch, match="CPU"):
         adopt([of_device("cpu", "Some R CPU")])  # another name, the same file
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 0.0, 1e-9])
 @pytest.mark.parametrize("where", ["median", "a round"])
-def test_times_that_cannot_be_are_refused(folder, time, where):
+def test_times_that_cannot_be_are_refused(folder, time, where, prose):
     cell = ok_cell("one", 5.0)
     timing = cell.timing("cold")
     median = timing.microseconds.model_copy(update={"median": time})
     update = {"microseconds": median} if where == "median" else {"rounds": (5.0, time)}
     broken = cell.model_copy(update={"timings": (timing.model_copy(update=update),)})
-    with pytest.raises(ResultMismatch, match="one at mega"):
+    with prose.raises(ResultMismatch):
         adopt([measured(study(), broken, ok_cell("two", 6.0))], folder)
     assert list(folder.iterdir()) == []
 

@@ -112,14 +112,14 @@ def test_a_device_calls_hopper_sm_90():
     assert find_architecture("sm_90").name == "sm_90a"
 
 
-def test_an_unknown_architecture_names_the_known_ones():
-    with pytest.raises(InspectionError, match=r"no architecture 'sm_90b'. Did you mean 'sm_90a'\? Known: .*sm_80"):
+def test_an_unknown_architecture_names_the_known_ones(prose):
+    with prose.raises(InspectionError, match="'sm_90b'"):
         inspect_build(matmul(), "sm_90b")
 
 
-def test_a_kernel_that_does_not_compile_is_named():
+def test_a_kernel_that_does_not_compile_is_named(prose):
     build = KernelBuild("broken", broken_kernel, {"a": "*fp32", "BM": "constexpr"}, {"BM": 16})
-    with pytest.raises(InspectionError, match=r"'broken' does not compile for sm_80: .*'BM': 16"):
+    with prose.raises(InspectionError, match="'broken'", mask={r"CompilationError: [^.]*": "<reason>"}):
         inspect_build(build, "sm_80")
 
 
@@ -137,19 +137,19 @@ def test_interpreted_kernels_cannot_be_inspected(monkeypatch):
         inspect_build(matmul(), "sm_80")
 
 
-def test_without_triton_the_message_says_what_to_install(monkeypatch):
+def test_without_triton_the_message_says_what_to_install(monkeypatch, prose):
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(InspectionError, match=r"pip install 'onelaunch\[triton\]'"):
+    with prose.raises(InspectionError, match=r"'onelaunch\[triton\]'"):
         inspect_build(matmul(), "sm_80")
 
 
-def test_a_failing_disassembler_is_reported(monkeypatch):
+def test_a_failing_disassembler_is_reported(monkeypatch, prose):
     def fail(*_args, **_kwargs):
         raise subprocess.CalledProcessError(1, "cuobjdump")
 
     only_ours = SimpleNamespace(run=fail, SubprocessError=subprocess.SubprocessError)  # Triton starts ptxas by the same module
     monkeypatch.setattr(inspection, "subprocess", only_ours)
-    with pytest.raises(InspectionError, match="'matmul' compiled, but cuobjdump cannot"):
+    with prose.raises(InspectionError, match="'matmul'"):
         inspect_build(matmul(), "sm_80")
 
 
@@ -256,16 +256,18 @@ def test_a_cuda_kernel_without_enough_registers_spills():
 
 
 @compiled
-def test_the_launch_of_a_cuda_kernel_must_fit():
+def test_the_launch_of_a_cuda_kernel_must_fit(prose):
     many = inspect_build(rotate(threads=1024), "sm_90a")
-    assert many.problems == (f"needs {many.registers} registers for each of 1024 threads; a block has 65536",)
+    assert [str(many.registers) in problem and "65536" in problem for problem in many.problems] == [True]
+    prose(many.problems, mask={rf"\b{many.registers}\b": "<registers>"})
     large = inspect_build(rotate(shared_bytes=227 * 1024), "sm_90a")
-    assert large.problems == (f"needs {228 * 1024} bytes of shared memory; sm_90a has {227 * 1024}",)
+    assert len(large.problems) == 1
+    prose(large.problems)
 
 
 @compiled
-def test_matrix_instructions_of_a_cuda_kernel_are_those_that_were_meant():
-    assert "has no HGMMA, IGMMA, QGMMA; its matrix products became none" in inspect_build(rotate(matrix=True), "sm_90a").problems
+def test_matrix_instructions_of_a_cuda_kernel_are_those_that_were_meant(prose):
+    prose(inspect_build(rotate(matrix=True), "sm_90a").problems)
     assert "became HMMA" in inspect_build(product(matrix=True), "sm_90a").problems[0]
     assert inspect_build(product(matrix=True, by_warps=True), "sm_90a").ok
     assert inspect_build(product(matrix=True, by_warps=True), "sm_100a").ok
@@ -281,27 +283,27 @@ def test_products_that_wait_for_one_another_are_a_problem():
 
 
 @compiled
-def test_a_cuda_kernel_that_does_not_compile_is_named():
-    with pytest.raises(InspectionError, match=r"(?s)'product': product.cu does not compile for sm_80:.*wgmma"):
+def test_a_cuda_kernel_that_does_not_compile_is_named(prose):
+    with prose.raises(InspectionError, match="'product'", mask={r"(?s)\n.*": "\n<log>"}):
         inspect_build(product(SERIAL), "sm_80")
 
 
-def test_a_cuda_kernel_has_no_code_for_amd():
-    with pytest.raises(InspectionError, match="'product' is CUDA C\\+\\+ and has no code for gfx942"):
+def test_a_cuda_kernel_has_no_code_for_amd(prose):
+    with prose.raises(InspectionError, match="'product'"):
         inspect_build(product(), "gfx942")
 
 
-def test_without_nvrtc_the_message_says_what_to_install(monkeypatch):
+def test_without_nvrtc_the_message_says_what_to_install(monkeypatch, prose):
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     cuda.version.cache_clear()
-    with pytest.raises(InspectionError, match=r"'product': .*pip install 'onelaunch\[cuda\]'"):
+    with prose.raises(InspectionError, match="'product'"):
         inspect_build(product(), "sm_90a")
 
 
 @compiled
-def test_without_triton_a_cuda_kernel_cannot_be_taken_apart(monkeypatch):
+def test_without_triton_a_cuda_kernel_cannot_be_taken_apart(monkeypatch, prose):
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(InspectionError, match=r"'product' compiled; .*pip install 'onelaunch\[triton\]'"):
+    with prose.raises(InspectionError, match="'product'"):
         inspect_build(product(), "sm_90a")
 
 

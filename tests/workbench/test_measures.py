@@ -87,7 +87,7 @@ def written(tmp_path, monkeypatch):
     return write
 
 
-def test_a_measure_of_one_file_goes_from_the_declaration_to_the_report(operators, written):
+def test_a_measure_of_one_file_goes_from_the_declaration_to_the_report(operators, written, prose):
     study = load_study(written())
     assert study.criteria[0].quantity is operators
     assert plan_study(study, RATES, "cpu", "small").infeasible == {}
@@ -105,9 +105,10 @@ def test_a_measure_of_one_file_goes_from_the_declaration_to_the_report(operators
     assert Result.load(Path("result.json")) == result
     assert concluded(result).outcomes == result.outcomes
     assert "parallel runs" in headline(result).sentence
-    assert "operators a call at first" in headline(result).sentence
+    prose(headline(result).sentence, mask={r"[\d.]+ operators": "<number> operators"})
     report = markdown.render(result)
-    assert f"runs {cell.count('operators')} operators a call at first, at most 60 was asked" in report  # the evidence
+    prose(outcome.evidence, mask={r"[\d.]+ operators": "<number> operators"})
+    assert outcome.evidence in report
     assert f"{cell.count('operators')} operators" in report.partition("Bytes and launches")[2]
 
 
@@ -126,41 +127,41 @@ def test_what_arithmetic_refutes_is_infeasible(operators, written):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ([("at_most", "at_least")], "bounded from above"),
-        ([('of = "parallel"', 'of = "parallel"\nover = "eager"')], "leave over out"),
-        ([("at_most = 60", 'at_most = 60\ndirection = "forward_backward"')], "forward pass alone"),
-        ([("at_most = 60", "equals = -1")], "at least 0"),
+        ([("at_most", "at_least")], ""),
+        ([('of = "parallel"', 'of = "parallel"\nover = "eager"')], ""),
+        ([("at_most = 60", 'at_most = 60\ndirection = "forward_backward"')], ""),
+        ([("at_most = 60", "equals = -1")], ""),
         ([('"operators"', '"operator"')], "'operators'"),
     ],
     ids=["bound", "over", "its own rule", "count", "misspelt"],
 )
-def test_a_declaration_is_held_against_the_rules_of_its_measure(operators, written, changes, problem):
-    with pytest.raises(StudyError, match=problem):
+def test_a_declaration_is_held_against_the_rules_of_its_measure(operators, written, changes, problem, prose):
+    with prose.raises(StudyError, match=problem):
         load_study(written(*changes))
 
 
-def test_a_measure_that_is_not_registered_is_refused(written):
-    with pytest.raises(StudyError, match="'launches', 'barriers' or 'error'"):
+def test_a_measure_that_is_not_registered_is_refused(written, prose):
+    with prose.raises(StudyError, match="'launches'"):
         load_study(written())
     with pytest.raises(ValueError, match="literal_error"):
         Criterion(name="c", measure="operators", of="parallel", at_most=1)
 
 
-def test_a_name_is_registered_once(operators):
-    with pytest.raises(ValueError, match="already"):
+def test_a_name_is_registered_once(operators, prose):
+    with prose.raises(ValueError):
 
         @register
         class Again(Measure):
             name = "operators"
             alone = Alone("", "")
 
-    with pytest.raises(ValueError, match="small letters"):
+    with prose.raises(ValueError):
 
         @register
         class Loud(Measure):
             name = "OPERATORS"
 
-    with pytest.raises(ValueError, match="single variant"):
+    with prose.raises(ValueError):
 
         @register
         class Compared(Measure):
@@ -170,7 +171,7 @@ def test_a_name_is_registered_once(operators):
     assert measure_names()[-1] == "operators"
 
 
-def test_a_measure_that_is_better_higher_alone_is_bounded_from_below(written):
+def test_a_measure_that_is_better_higher_alone_is_bounded_from_below(written, prose):
     @register
     class Reuse(JudgedMeasure):
         name = "reuse"
@@ -181,7 +182,7 @@ def test_a_measure_that_is_better_higher_alone_is_bounded_from_below(written):
         def judge(self, result, criterion, cells, among):
             return Finding(cells[0].shape, "not_measured", "nothing", "nothing")
 
-    with pytest.raises(StudyError, match="bounded from below; use at_least"):
+    with prose.raises(StudyError, match="at_least"):
         load_study(written(('"operators"', '"reuse"')))
     assert load_study(written(('"operators"', '"reuse"'), ("at_most", "at_least"))).criteria[0].quantity.name == "reuse"
 

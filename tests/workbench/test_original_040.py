@@ -24,12 +24,12 @@ def status(result: Result) -> dict[str, str]:
     return {outcome.criterion.name: outcome.status for outcome in result.outcomes}
 
 
-def test_the_original_numbers_do_not_proceed():
+def test_the_original_numbers_do_not_proceed(prose):
     result = original()
     assert FIGURES["verdict"] == "proceed"
     assert result.decision.kind == "measure_more"
     assert status(result) == {"faster": "inconclusive", "correct": "met", "traffic": "infeasible"}
-    assert "1.57x fewer bytes is possible at 4x2048 (11.0 MiB against 7.03 MiB), the study asks for at least 2x" in said(result)
+    prose(said(result))
 
 
 def test_had_everything_been_done_they_would_have():
@@ -67,7 +67,7 @@ def test_the_uncounted_traffic_alone_forbids_it():
         assert result.decision.kind == "measure_more"
 
 
-def test_the_saving_that_bytes_do_not_explain_alone_forbids_it():
+def test_the_saving_that_bytes_do_not_explain_alone_forbids_it(prose):
     """520 us claimed, 2 MiB saved: 7 us of the T4's bandwidth and 3 of one launch. The library changed as well as the fusion."""
     result = original(steady=True, counted=True, control=None, ratio=1.2)
     assert status(result) == {"faster": "met", "correct": "met", "traffic": "met"}
@@ -77,7 +77,7 @@ def test_the_saving_that_bytes_do_not_explain_alone_forbids_it():
     assert saving.by_bytes == pytest.approx(2 * 2**20 / 320e9 * 1e6)
     assert saving.by_launches == pytest.approx(3)
     assert saving.unexplained / saving.saved_microseconds > 0.98
-    assert "semi_fused and three_launch differ in fusion, gemm" in said(result)
+    prose(said(result))
     assert "(98%) stay unexplained" in said(result)
 
 
@@ -85,10 +85,10 @@ def test_a_control_that_shows_no_gain_does_not_lift_it():
     assert original(steady=True, counted=True, control=0.865, ratio=1.2).decision.kind == "measure_more"
 
 
-def test_an_impossible_criterion_never_counts_as_met():
+def test_an_impossible_criterion_never_counts_as_met(prose):
     result = original(steady=True, counted=True, control=1.25)
     assert status(result)["traffic"] == "infeasible"
-    assert "Set aside: 'traffic' is infeasible" in said(result)
+    prose(said(result))
 
 
 def test_the_replay_is_a_result_like_any_other(tmp_path):

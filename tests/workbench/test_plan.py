@@ -73,18 +73,22 @@ def test_a_shape_is_planned_in_its_own_directions():
     }  # fmt: skip
 
 
-def test_who_cannot_run_is_known_before_anything_runs():
+def test_who_cannot_run_is_known_before_anything_runs(prose):
     assert planned("forward_only").status is None
     backward = planned("forward_only", "forward_backward")
-    assert (backward.status, backward.reason) == ("unsupported", "has no backward pass")
+    assert backward.status == "unsupported"
+    prose(backward.reason)
     peer = planned("peer")
-    assert (peer.status, peer.reason) == ("not_installed", "needs the package a_package_that_nobody_has")
+    assert peer.status == "not_installed"
+    assert "a_package_that_nobody_has" in peer.reason
+    prose(peer.reason)
 
 
 @pytest.mark.parametrize("name", ["two", "product"])
-def test_what_a_shape_skips_is_planned_and_does_not_run(name):
+def test_what_a_shape_skips_is_planned_and_does_not_run(name, prose):
     left_out = planned(name, declared=study(shapes=(MEGA.model_copy(update={"skip": (name,)}),)))
-    assert (left_out.status, left_out.reason) == ("unsupported", "is left out at this shape by the study")
+    assert left_out.status == "unsupported"
+    prose(left_out.reason)
     assert left_out.plan == planned(name).plan
     assert planned(name).status is None
 
@@ -109,9 +113,9 @@ def traffic(at_least, **more):
     return Criterion(name="traffic", measure="dram_bytes_ratio", of="one", at_least=at_least, **more)
 
 
-def test_fewer_bytes_than_must_move_are_infeasible_with_the_arithmetic():
+def test_fewer_bytes_than_must_move_are_infeasible_with_the_arithmetic(prose):
     why = infeasibility(study(), traffic(2.5))
-    assert why == "at most 2.00x fewer bytes is possible at mega (7.63 MiB against 3.81 MiB), the study asks for at least 2.5x"
+    prose(why)
     assert infeasibility(study(), traffic(2.0)) is None
     assert infeasibility(study(), traffic(1.6, over="two")) is not None
 
@@ -128,31 +132,31 @@ def test_infeasible_at_too_many_shapes_for_in_at_least():
     assert infeasibility(declared, traffic(1.5, in_at_least=1)) is None
 
 
-def test_a_mean_of_bytes_is_infeasible_by_the_mean_of_the_arithmetic():
+def test_a_mean_of_bytes_is_infeasible_by_the_mean_of_the_arithmetic(prose):
     half = Shape(name="half", dtype="float16", sizes={"N": 10, "V": 1})
     declared = study(shapes=(MEGA, half))
     assert infeasibility(declared, traffic(1.9, combine="geomean")) is None
     why = infeasibility(declared, traffic(2.5, combine="geomean"))
-    assert why == "at most 2.00x fewer bytes is possible in the geometric mean over 2 shapes, the study asks for at least 2.5x"
+    prose(why)
     at_most = Criterion(name="t", measure="dram_bytes_ratio", of="one", combine="geomean", at_most=0.1)
     assert infeasibility(declared, at_most) is None
 
 
-def test_fewer_than_the_least_bytes_are_infeasible():
+def test_fewer_than_the_least_bytes_are_infeasible(prose):
     def least(at_most):
         return Criterion(name="least", measure="dram_bytes_over_least", of="one", at_most=at_most)
 
     assert infeasibility(study(), least(1.6)) is None
     why = infeasibility(study(), least(0.9))
-    assert why == "fewer than the least bytes cannot move at mega (3.81 MiB), the study asks for 0.9x"
+    prose(why)
 
 
-def test_less_than_the_floor_is_infeasible():
+def test_less_than_the_floor_is_infeasible(prose):
     def floor(at_most):
         return Criterion(name="floor", measure="time_over_floor", of="one", at_most=at_most)
 
     assert infeasibility(study(), floor(1.5)) is None
-    assert infeasibility(study(), floor(0.9)) == "nothing runs below its floor, the study asks for 0.9x at mega"
+    prose(infeasibility(study(), floor(0.9)))
 
 
 def test_criteria_are_checked_at_every_scale():

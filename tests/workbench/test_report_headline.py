@@ -53,12 +53,12 @@ def decided(kind: str, *outcomes: Outcome, because: tuple[str, ...] = ()) -> Res
     return base.model_copy(update={"study": study, "outcomes": outcomes, "decision": decision, "interrupted": False})
 
 
-def test_met_and_excluded_criteria_are_counted_apart() -> None:
-    assert counts(stored()) == "7 of 10 criteria are met, 3 are excluded (do not decide)"
-    assert "Every criterion is met" not in text_of(page.render(stored()))
+def test_met_and_excluded_criteria_are_counted_apart(prose) -> None:
+    prose(counts(stored()))
+    assert stored().decision.because[0] not in text_of(page.render(stored())), "the first screen counts the criteria"
     lesson = outcome("lesson", "met", median=3.0, decides=False)
-    assert counts(decided("proceed", outcome("a", "met"), lesson)) == "1 of 2 criteria is met, 1 is excluded (do not decide)"
-    assert counts(decided("proceed", outcome("a", "met"), outcome("b", "met"))) == "all 2 criteria are met"
+    prose(counts(decided("proceed", outcome("a", "met"), lesson)))
+    prose(counts(decided("proceed", outcome("a", "met"), outcome("b", "met"))))
 
 
 @pytest.mark.parametrize("name", ["040-linear-rnn", "058-gla-layer", "dual-gemm-swiglu"])
@@ -72,23 +72,21 @@ def test_the_evidence_of_a_criterion_stands_once_on_a_page(name: str) -> None:
     assert "best of 4), at least 1.3 was asked. Best of" not in text
 
 
-def test_the_decision_to_proceed_quotes_a_met_speedup_with_its_numbers() -> None:
+def test_the_decision_to_proceed_quotes_a_met_speedup_with_its_numbers(prose) -> None:
     better, closer = outcome("a", "met", median=5.0), outcome("b", "met", median=2.5)
     error = outcome("exact", "met", measure="error", at_least=None, at_most=1.0, median=0.001)
     sentence = headline(decided("proceed", closer, error, better)).sentence
-    assert sentence.startswith("chunked is 5.00x [4.95, 5.05] as fast as eager at small-128 (forward, cold);")
-    assert sentence.endswith("all 3 criteria are met.")
+    prose(sentence)
 
 
-def test_a_missed_criterion_is_named_with_what_was_asked() -> None:
+def test_a_missed_criterion_is_named_with_what_was_asked(prose) -> None:
     sentence = headline(decided("debug", outcome("a", "met", median=5.0), outcome("fast", "missed", median=0.5))).sentence
-    assert sentence.startswith("'fast' is missed: chunked is 0.500x")
-    assert "at least 2 was asked; 1 of 2 criteria is met, 1 is missed." in sentence
+    prose(sentence)
 
 
-def test_a_wrong_variant_is_named_first() -> None:
+def test_a_wrong_variant_is_named_first(prose) -> None:
     head = headline(results.wrong_and_invalid())
-    assert head.sentence.startswith("semi_fused is incorrect at target: y has NaN")
+    prose(head.sentence)
     assert not head.grounds  # it was said
 
 
@@ -132,18 +130,17 @@ def on_cpu(digest: str | None = None) -> Result:
     )
 
 
-def test_a_cpu_first_says_what_it_found_and_then_what_another_device_did() -> None:
+def test_a_cpu_first_says_what_it_found_and_then_what_another_device_did(prose) -> None:
     head = headline(on_cpu())
-    assert "On this CPU compiled is" in head.found[0]
-    assert "as fast as eager at small (forward, cold)" in head.found[0]
+    prose(head.found[0])
     assert "forward + backward" in head.found[0]
-    assert "2 of 2 criteria ask for full scale" in head.sentence
+    prose(head.sentence)
     entry = committed.committed("040-linear-rnn")[0]
     for part in ("NVIDIA H200", "2026-11-21", entry.commit[:12], entry.study_digest[:8], "proceed", entry.sentence):
         assert part in head.elsewhere[0]
     assert "declared differently" not in head.elsewhere[0]
     for form in (text_of(page.render(on_cpu())), markdown.render(on_cpu())):
-        assert form.index("On this CPU") < form.index("2 of 2 criteria ask") < form.index("On NVIDIA H200")
+        assert form.index(head.found[0][:20]) < form.index("2 of 2 criteria") < form.index("NVIDIA H200")
 
 
 def test_a_committed_result_of_another_declaration_says_so() -> None:
@@ -151,13 +148,13 @@ def test_a_committed_result_of_another_declaration_says_so() -> None:
     assert not headline(stored()).elsewhere  # the device itself needs no other
 
 
-def test_no_gain_is_claimed_within_the_noise() -> None:
+def test_no_gain_is_claimed_within_the_noise(prose) -> None:
     base = on_cpu()
     loud = tuple(
         results.Noise(shape="small", direction=way, regime="cold", ratio=results.estimate(1.0), floor=1e6)
         for way in ("forward", "forward_backward")
     )
-    assert "no variant was faster" in headline(base.model_copy(update={"noise": loud})).found[0]
+    prose(headline(base.model_copy(update={"noise": loud})).found[0])
 
 
 def with_cells(keep, **changes) -> Result:
@@ -172,12 +169,12 @@ def test_a_time_that_was_taken_but_is_not_believed_is_no_missing_time() -> None:
     assert headline(with_cells(lambda cell: True, status="error", timings=())).found == ("Nothing was timed.",)
 
 
-def test_a_variant_alone_is_not_compared_with_itself() -> None:
+def test_a_variant_alone_is_not_compared_with_itself(prose) -> None:
     (said,) = headline(with_cells(lambda cell: cell.variant == "eager")).found
-    assert "no variant was faster" not in said
-    assert "only eager" in said
+    assert "eager" in said
+    prose(said)
     (said,) = headline(with_cells(lambda cell: cell.variant != "eager")).found
-    assert "no variant was faster" not in said
+    prose(said, mask={r"\d+(\.\d+)?": "<number>"})
 
 
 def test_the_best_of_several_gains_is_an_upper_bound() -> None:

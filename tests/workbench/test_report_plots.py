@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -15,8 +16,15 @@ from onelaunch.workbench.report.series import MOST_SERIES, Series
 from onelaunch.workbench.report.summary import summarize, times_floor
 from onelaunch.workbench.result import Result
 from tests.workbench import results
+from tests.workbench.drawn import unseen_changed
 
 H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
+
+
+@functools.cache
+def of_the_study_with_most_variants() -> tuple[Result, tuple[Plot, ...]]:
+    result = Result.load(H200 / "040-linear-rnn.json")
+    return result, page.plots(result)
 
 
 def named(shape: str, variant: str) -> Result:
@@ -77,7 +85,7 @@ def test_a_bound_of_zero_gives_a_report_without_ratios(make) -> None:
     result = without_bounds(make())
     assert {times_floor(cell, "cold") for cell in result.cells} == {None}
     assert {row[-1] for table in summarize(result).use for row in table.rows} == {"–"}
-    assert not [plot for plot in plots(result) if plot.title.startswith("Distance")]
+    assert not [plot for plot in page.plots(result) if plot.title.startswith("Distance")]
     assert "roofline bound 0 µs" in markdown.render(result)
     assert "ZeroDivision" not in page.render(result)
     assert details(result)
@@ -109,6 +117,11 @@ def test_a_time_that_cannot_be_is_not_drawn_and_stops_nothing(median: float) -> 
     assert page.render(result)
 
 
+@functools.cache
+def drawn_on_cpu() -> tuple[Plot, ...]:
+    return plots(results.interrupted_on_cpu())
+
+
 def joined(plot: Plot) -> bool:
     """Whether any series of the plot is a line through several shapes."""
     strokes = [each for each in ET.fromstring(plot.svg).iter("path") if "stroke: var(--v" in each.get("style", "")]
@@ -126,13 +139,14 @@ def test_shapes_of_equal_size_are_points_and_not_a_line() -> None:
     base = results.largest()
     cells = tuple(results.ok_cell(of, variant) for of in shapes for variant in ("eager", "chunked"))
     tied = base.model_copy(update={"study": base.study.model_copy(update={"shapes": shapes}), "cells": cells})
-    assert not joined(plots(tied)[0])
-    assert {"4×512", "1×2048"} <= set(labels(plots(tied)[0]))
-    assert joined(plots(results.interrupted_on_cpu())[0])
+    plot = plots(tied)[0]
+    assert not joined(plot)
+    assert {"4×512", "1×2048"} <= set(labels(plot))
+    assert joined(drawn_on_cpu()[0])
 
 
 def test_the_numbers_of_bytes_stand_right_of_every_tick() -> None:
-    plot = next(plot for plot in plots(Result.load(H200 / "040-linear-rnn.json")) if plot.title.startswith("DRAM bytes"))
+    plot = next(plot for plot in of_the_study_with_most_variants()[1] if plot.title.startswith("DRAM bytes"))
     root = ET.fromstring(plot.svg)
     numbers = [
         each for each in root.iter("text") if re.search(r"[KMG]iB$", "".join(each.itertext())) and "end" in each.get("style", "")
@@ -151,13 +165,13 @@ def test_the_numbers_of_bytes_stand_right_of_every_tick() -> None:
 
 
 def test_of_many_variants_the_fastest_the_baseline_and_the_peer_are_prominent() -> None:
-    result = Result.load(H200 / "040-linear-rnn.json")
+    result, drawn = of_the_study_with_most_variants()
     series = Series.of(result)
     assert {"three_launch_cublas", "fla", "fused_chunked", "fused_hopper"} <= set(series.prominent)
     assert "eager" not in series.prominent
     assert len(series.prominent) <= MOST_SERIES
     assert len({series.colour(name) for name in series.prominent}) == len(series.prominent)
-    plot = plots(result)[0]
+    plot = drawn[0]
     assert f"{series.others} others" in labels(plot)
     assert "eager" not in labels(plot)
     assert "var(--soft)" in plot.svg
@@ -167,4 +181,9 @@ def test_few_variants_are_all_prominent_and_those_without_a_time_are_not_counted
     series = Series.of(results.interrupted_on_cpu())
     assert set(series.prominent) == {"eager", "chunked"}
     assert series.others == 0
-    assert not [label for plot in plots(results.interrupted_on_cpu()) for label in labels(plot) if "others" in label]
+    assert not [label for plot in drawn_on_cpu() for label in labels(plot) if "others" in label]
+
+
+def test_the_same_plots_are_drawn_whatever_a_study_says_and_decides() -> None:
+    """Which is why tests of pages may share plots among results that differ in that alone."""
+    assert plots(unseen_changed(results.interrupted_on_cpu())) == drawn_on_cpu()

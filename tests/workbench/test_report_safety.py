@@ -106,12 +106,13 @@ def test_the_name_of_a_shape_stays_inside_the_label_of_its_plot() -> None:
     result = results.proceed_on_gpu()
     name = 's" onload="document.body.innerHTML=1" x="'
     renamed = result.model_validate_json(result.model_dump_json().replace('"target"', '"' + name.replace('"', '\\"') + '"'))
-    for plot in plots(renamed):
+    drawn = plots(renamed)
+    for plot in drawn:
         ((tag, attrs), *rest) = Elements(plot.svg).found
         assert tag == "svg"
         assert not [key for _, each in [(tag, attrs), *rest] for key in each if key.startswith("on")]
         assert attrs["aria-label"] == plot.title
-    assert any(name in plot.title for plot in plots(renamed))
+    assert any(name in plot.title for plot in drawn)
 
 
 def test_a_page_forbids_scripts_and_everything_from_elsewhere() -> None:

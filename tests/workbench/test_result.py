@@ -54,27 +54,24 @@ def test_new_results_have_the_version_that_this_one_writes(tmp_path):
 
 
 @pytest.mark.parametrize("version", [0, "2", None, True, 1.0])
-def test_other_versions_are_refused_with_those_that_can_be_read(tmp_path, version):
+def test_other_versions_are_refused_with_those_that_can_be_read(tmp_path, version, prose):
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"schema_version": version}))
-    with pytest.raises(ResultCorrupt, match=rf"this onelaunch reads {', '.join(map(str, READABLE))}"):
+    with prose.raises(ResultCorrupt, match=", ".join(map(str, READABLE))):
         Result.load(path)
 
 
-def test_a_newer_schema_asks_for_an_update_of_onelaunch(tmp_path):
+def test_a_newer_schema_asks_for_an_update_of_onelaunch(tmp_path, prose):
     path = tmp_path / "future.json"
     path.write_text(json.dumps({"schema_version": SCHEMA + 1, "anything": "else"}))
-    with pytest.raises(ResultTooNew, match="newer onelaunch") as told:
+    with prose.raises(ResultTooNew) as told:
         Result.load(path)
     assert (told.value.schema, told.value.newest) == (SCHEMA + 1, SCHEMA)
-    assert "pdate onelaunch" in str(told.value)
-    assert "not a result" not in str(told.value)
 
 
-def test_a_missing_file_is_said_to_be_missing(tmp_path):
-    with pytest.raises(ResultMissing, match=r"no file .*nowhere\.json") as told:
+def test_a_missing_file_is_said_to_be_missing(tmp_path, prose):
+    with prose.raises(ResultMissing, match=r"nowhere\.json") as told:
         Result.load(tmp_path / "nowhere.json")
-    assert "Run the study again" not in str(told.value)
     assert isinstance(told.value, FileNotFoundError)
 
 
@@ -133,16 +130,16 @@ def test_a_result_that_makes_no_sense_is_refused_with_the_place(tmp_path, kind):
         assert str(place[0]) in str(told.value)
 
 
-def test_a_measurement_that_stands_twice_is_refused(tmp_path):
+def test_a_measurement_that_stands_twice_is_refused(tmp_path, prose):
     """A reader would take one of the two, and another reader the other."""
     raw = json.loads(results.proceed_on_gpu().model_dump_json())
     path = tmp_path / "twice.json"
     path.write_text(json.dumps(raw | {"cells": [*raw["cells"], raw["cells"][0]]}), encoding="utf-8")
-    with pytest.raises(ResultCorrupt, match="twice"):
+    with prose.raises(ResultCorrupt):
         Result.load(path)
     again = raw["cells"][0] | {"timings": raw["cells"][0]["timings"] * 2}
     path.write_text(json.dumps(raw | {"cells": [again, *raw["cells"][1:]]}), encoding="utf-8")
-    with pytest.raises(ResultCorrupt, match="two times"):
+    with prose.raises(ResultCorrupt):
         Result.load(path)
 
 
@@ -168,30 +165,34 @@ def test_results_are_utf_8_in_every_locale(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"null"])
-def test_what_is_no_result_is_refused(tmp_path, content):
+def test_what_is_no_result_is_refused(tmp_path, content, prose):
     path = tmp_path / "broken.json"
     path.write_bytes(content)
-    with pytest.raises(ResultCorrupt, match=r"broken\.json is not a result"):
+    with prose.raises(
+        ResultCorrupt,
+        match=r"broken\.json",
+        mask={r"maximum recursion.* unicode string|Exceeds the limit.* the limit": "<reason>"},
+    ):
         Result.load(path)
 
 
-def test_a_file_that_is_too_large_or_endless_is_not_read(tmp_path):
+def test_a_file_that_is_too_large_or_endless_is_not_read(tmp_path, prose):
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
         file.truncate(300 << 20)
     for each in (path, tmp_path, Path("/dev/zero")):
-        with pytest.raises(ResultCorrupt, match=r"bytes|regular file"):
+        with prose.raises(ResultCorrupt):
             Result.load(each)
 
 
-def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch, prose):
     path = results.nothing_ran().save(tmp_path / "kept.json")
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("onelaunch.workbench.files.os.fsync", full)
-    with pytest.raises(OutputUnwritable, match=r"kept\.json cannot be written: No space left on device"):
+    with prose.raises(OutputUnwritable, match=r"kept\.json"):
         results.proceed_on_gpu().save(path, force=True)
     assert [each.name for each in tmp_path.iterdir()] == ["kept.json"]
     assert Result.load(path) == results.nothing_ran()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 
 import pytest
@@ -67,17 +68,17 @@ def test_a_result_is_never_replaced_unasked_and_nothing_runs_before_that_is_said
     assert Result.load(path).study.name == "toy-study"
 
 
-def test_what_a_killed_run_left_is_not_replaced_unasked_either(tmp_path):
+def test_what_a_killed_run_left_is_not_replaced_unasked_either(tmp_path, prose):
     path = tmp_path / "mine.json"
     partial_path(path).write_text("half")
-    with pytest.raises(ResultExists, match=r"mine\.partial\.json"):
+    with prose.raises(ResultExists, match=r"mine\.partial\.json"):
         run(study(), save_to=path)
     run(study(), save_to=path, force=True)
     assert not partial_path(path).exists()
 
 
-def test_a_study_without_shapes_for_this_device_says_so(tmp_path):
-    with pytest.raises(StudyError, match=r"declares no shape of full scale.* 2 shapes are of small scale"):
+def test_a_study_without_shapes_for_this_device_says_so(tmp_path, prose):
+    with prose.raises(StudyError):
         run(study(), scale="full")
     assert not (tmp_path / "results").exists()
 
@@ -110,7 +111,7 @@ def test_what_an_interrupted_run_left_can_be_continued_and_the_error_says_so(tmp
     assert "--" not in str(told.value)  # options are the command line's
 
 
-def test_a_result_that_cannot_be_saved_at_the_end_is_saved_elsewhere(tmp_path, monkeypatch):
+def test_a_result_that_cannot_be_saved_at_the_end_is_saved_elsewhere(tmp_path, monkeypatch, prose):
     path = tmp_path / "r" / "mine.json"
     written = files.write_text
 
@@ -120,7 +121,7 @@ def test_a_result_that_cannot_be_saved_at_the_end_is_saved_elsewhere(tmp_path, m
         written(to, text)
 
     monkeypatch.setattr(result_module, "write_text", write)
-    with pytest.raises(ResultUnsaved, match="No space left on device") as told:
+    with prose.raises(ResultUnsaved, mask={r"/\S*/onelaunch-\w+/": "<elsewhere>/"}) as told:
         run(study(FASTER), save_to=path)
     assert told.value.result.decision is not None
     assert Result.load(told.value.rescued) == told.value.result
@@ -230,7 +231,7 @@ def test_every_finished_shape_is_on_disk_before_the_next_begins(tmp_path):
     assert not partial_path(path).exists()
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, prose):
     first = run(study(FASTER), steps=interrupted_at("begin", "second"))
     assert statuses(first, "second") == {"eager": "interrupted", "parallel": "interrupted"}
     measured = []
@@ -246,7 +247,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert statuses(result, "second") == {"eager": "ok", "parallel": "ok"}
     assert {noise.shape for noise in result.noise} == {"first", "second"}
     assert result.outcomes[0].status != "not_measured"
-    assert f"1 of 2 shapes and directions were measured by a run that ended on {first.provenance.date}." in result.notes
+    prose([note for note in result.notes if first.provenance.date in note], mask={re.escape(first.provenance.date): "<date>"})
     assert Result.load(tmp_path / "results" / "cpu" / "toy-study.json") == result
     with pytest.raises(ResultExists):
         run(study(FASTER), resume=True)
@@ -283,10 +284,10 @@ def test_floors_of_a_resumed_run_rest_on_the_same_rates():
         ({"study": study(question="Does it run twice?")}, "study "),
     ],
 )
-def test_what_differs_is_not_gone_on_with(change, said):
+def test_what_differs_is_not_gone_on_with(change, said, prose):
     run(study(), steps=interrupted_at("begin", "second"))
     declared = change.pop("study", study())
-    with pytest.raises(ResultMismatch, match=f"toy-study.json cannot be resumed: {said}.*force=True"):
+    with prose.raises(ResultMismatch, match=r"toy-study\.json.*force=True"):
         run(declared, resume=True, **change)
 
 

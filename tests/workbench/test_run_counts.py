@@ -64,10 +64,10 @@ def test_counting_can_be_had_everywhere_or_nowhere():
     assert len(asked) == 2
 
 
-def test_counters_that_fail_leave_the_arithmetic_and_a_note():
+def test_counters_that_fail_leave_the_arithmetic_and_a_note(prose):
     result = run(study(FEWER), steps=counting([], fail=True))
     assert result.cell("first", "eager").traffic.source == "analytic"
-    assert any("No DRAM bytes were counted at first: RuntimeError: no counters here" in note for note in result.notes)
+    prose([note for note in result.notes if "RuntimeError: no counters here" in note])
     assert result.outcomes[0].status == "not_measured"
 
 
@@ -106,10 +106,10 @@ def test_barriers_are_counted_where_a_criterion_asks_for_them():
     assert "barriers" not in unasked, "what was stored before is stored as it was"
 
 
-def test_launches_that_cannot_be_counted_leave_a_note():
+def test_launches_that_cannot_be_counted_leave_a_note(prose):
     result = run(study(FEW))
     assert result.outcomes[0].status == "not_measured"
-    assert "Launches of parallel at first were not counted: launches are counted on NVIDIA GPUs only" in result.notes
+    prose([note for note in result.notes if "parallel" in note])
 
 
 def test_ctrl_c_while_counting_keeps_the_times():

@@ -38,8 +38,8 @@ def test_one_slow_round_does_not_move_the_median():
     assert disturbed.median == pytest.approx(steady.median, rel=0.01)
 
 
-def test_an_estimate_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one sample"):
+def test_an_estimate_of_nothing_is_refused(prose):
+    with prose.raises(ValueError):
         stats.estimate([])
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -89,184 +88,106 @@ def test_what_a_study_answers(written):
 
 
 MISTAKES = {
-    "misspelt key": (('baseline = "three"', 'basline = "three"'), "unknown key 'basline'. Did you mean 'baseline'?"),
-    "missing key": (('baseline = "three"', ""), "the study lacks baseline"),
-    "misspelt key of a shape": (
-        ('kind = "odd"', 'knd = "odd"'),
-        r"shapes[0] (big) has an unknown key 'knd'. Did you mean 'kind'?",
-    ),
-    "misspelt size": (
-        ("N = 4", "M = 4"),
-        "shapes[0] (big) has an unknown key 'M'. Known: name, dtype, scale, skip, directions, N, V, kind, masked.",
-    ),
-    "missing size": (("N = 4\n", ""), "shapes[0] (big): ladder needs the sizes N, V; N not given."),
-    "unknown name to skip": (
-        ('kind = "odd"', 'skip = ["two", "produkt"]'),
-        "shapes[0] (big): skip names no variant or control 'produkt'. Did you mean 'product'?",
-    ),
-    "size of a wrong type": (("N = 4", 'N = "4"'), "shapes[0] (big): Size N of ladder is '4'; it must be an integer"),
-    "negative size": (("N = 4", "N = -4"), "it must be an integer of at least 0"),
-    "option of a wrong type": (
-        ('kind = "odd"', "kind = 3"),
-        "shapes[0] (big): kind is 3; it must be a str like its default 'plain'.",
-    ),
-    "shape without a name": (('name = "big"\n', ""), "shapes[0] (without a name) lacks name."),
-    "bad dtype": (
-        ('dtype = "float32"', 'dtype = "flot32"'),
-        "shapes[1] (small): dtype is 'flot32'; it must be one of float16, bf",
-    ),
-    "bad scale": (('scale = "small"', 'scale = "tiny"'), "shapes.1.scale is 'tiny': input should be 'small' or 'full'."),
-    "unknown operation": (('"ladder"', '"lader"'), "operation: There is no operation 'lader'. Did you mean 'ladder'?"),
-    "operation that is no name": (('"ladder"', "7"), "operation: There is no operation '7'."),
-    "unknown baseline": (('"three"', '"thre"'), "baseline: ladder has no variant 'thre'. Did you mean 'three'?"),
-    "unknown variant": (
-        ("controls", 'variants = ["too"]\ncontrols'),
-        "variants: ladder has no variant 'too'. Did you mean 'two'?",
-    ),
-    "unknown control": (('["product"]', '["produkt"]'), "controls: ladder has no control 'produkt'. Did you mean 'product'?"),
-    "duplicate variant": (("controls", 'variants = ["two", "two"]\ncontrols'), "variants has 'two' more than once"),
-    "duplicate shape": (('name = "small"', 'name = "big"'), "shapes has 'big' more than once"),
-    "empty directions": (('["forward", "forward_backward"]', "[]"), "directions is empty"),
-    "bad direction": (
-        ('["forward", "forward_backward"]', '["backward"]'),
-        "directions.0 is 'backward': input should be 'forward'",
-    ),
+    "misspelt key": ('baseline = "three"', 'basline = "three"'),
+    "missing key": ('baseline = "three"', ""),
+    "misspelt key of a shape": ('kind = "odd"', 'knd = "odd"'),
+    "misspelt size": ("N = 4", "M = 4"),
+    "missing size": ("N = 4\n", ""),
+    "unknown name to skip": ('kind = "odd"', 'skip = ["two", "produkt"]'),
+    "size of a wrong type": ("N = 4", 'N = "4"'),
+    "negative size": ("N = 4", "N = -4"),
+    "option of a wrong type": ('kind = "odd"', "kind = 3"),
+    "shape without a name": ('name = "big"\n', ""),
+    "bad dtype": ('dtype = "float32"', 'dtype = "flot32"'),
+    "bad scale": ('scale = "small"', 'scale = "tiny"'),
+    "unknown operation": ('"ladder"', '"lader"'),
+    "operation that is no name": ('"ladder"', "7"),
+    "unknown baseline": ('"three"', '"thre"'),
+    "unknown variant": ("controls", 'variants = ["too"]\ncontrols'),
+    "unknown control": ('["product"]', '["produkt"]'),
+    "duplicate variant": ("controls", 'variants = ["two", "two"]\ncontrols'),
+    "duplicate shape": ('name = "small"', 'name = "big"'),
+    "empty directions": ('["forward", "forward_backward"]', "[]"),
+    "bad direction": ('["forward", "forward_backward"]', '["backward"]'),
     "direction of a shape alone": (
-        ('["forward", "forward_backward"]\n\n[[shapes]]', '["forward"]\n\n[[shapes]]\ndirections = ["forward_backward"]'),
-        "directions of big has 'forward_backward', which the study does not; add it there.",
+        '["forward", "forward_backward"]\n\n[[shapes]]',
+        '["forward"]\n\n[[shapes]]\ndirections = ["forward_backward"]',
     ),
-    "direction of a shape twice": (
-        ('kind = "odd"', 'directions = ["forward", "forward"]'),
-        "directions of big has 'forward' more than once",
-    ),
-    "direction that does not run at a shape": (
-        ('kind = "odd"', 'directions = ["forward_backward"]'),
-        "criterion 'faster': direction is 'forward', which does not run at big; add it there.",
-    ),
-    "too few rounds": (("controls", "rounds = 1\ncontrols"), "rounds is 1: input should be greater than or equal to 3."),
-    "a name that is no file name": (('"mine"', '"a/b"'), "name is 'a/b'; it names files"),
-    "invalid TOML": (
-        ('question = "Is it?"', "question = Is it?"),
-        "this is not valid TOML: Invalid value (at line 3, column 12)",
-    ),
-    "misspelt key of a criterion": (
-        ("at_least", "atleast"),
-        "criteria[0] (faster) has an unknown key 'atleast'. Did you mean 'at_least'?",
-    ),
-    "no bound": (("at_least = 1.3", ""), "criteria[0] (faster) has none of at_least, at_most and equals; it needs exactly one."),
-    "two bounds": (
-        ("at_least = 1.3", "at_least = 1.3\nat_most = 2"),
-        "has more than one of at_least, at_most and equals; it needs exactly one.",
-    ),
-    "bound that is no number": (("1.3", '"1.3"'), "at_least is '1.3'; it must be a number above 0."),
-    "bound of zero": (("1.3", "0"), "at_least is 0; it must be a number above 0."),
-    "bound that is not finite": (("1.3", "nan"), "at_least is nan; it must be a number above 0."),
-    "missing of": (("of = { launches = [1, 2] }", ""), "criteria[0] (faster) lacks of."),
-    "unknown measure": (('"speedup"', '"speed"'), "criteria.0.measure is 'speed': input should be 'speedup'"),
-    "unknown shape": (('at = "big"', 'at = "bug"'), "criterion 'faster': at names the unknown shape 'bug'. Did you mean 'big'?"),
-    "no shape": (('at = "big"', "at = []"), "criterion 'faster': at is empty"),
-    "duplicate at": (('at = "big"', 'at = ["big", "big"]'), "criterion 'faster': at has 'big' more than once"),
-    "in_at_least beyond the shapes": (
-        ('at = "big"', 'at = "big"\nin_at_least = 2'),
-        "in_at_least is 2; it must lie between 1 and its 1",
-    ),
-    "selector of unknown variant": (("{ launches = [1, 2] }", '"on"'), "of is 'on', no variant or control. Did you mean 'one'?"),
-    "selector of unknown tag": (
-        ("launches = [1", "lunches = [1"),
-        "asks for the tag 'lunches', which no variant has. Did you mean 'launches'?",
-    ),
-    "selector of nothing": (("[1, 2]", "[4]"), "matches no variant of the study; among them launches is 1, 2, 3, None."),
-    "unknown over": (('at = "big"', 'at = "big"\nover = "fore"'), "over is 'fore', no variant or control."),
-    "control backward": (
-        ('at = "big"', 'at = "big"\nover = "product"\ndirection = "forward_backward"'),
-        "controls are timed forward only",
-    ),
-    "bad regime": (('at = "big"', 'at = "big"\nregime = "hot"'), "criteria.0.regime is 'hot'"),
-    "error over something": (('"speedup"', '"error"\nover = "two"'), "an error is judged against the oracle; leave over out."),
-    "error from below": (('"speedup"', '"error"'), "an error is bounded from above; use at_most."),
-    "bytes over the least over something": (
-        ('"speedup"', '"dram_bytes_over_least"\nover = "two"'),
-        "bytes are held against the least; leave over out.",
-    ),
-    "bytes over the least from below": (('"speedup"', '"dram_bytes_over_least"'), "are bounded from above; use at_most."),
-    "launches over something": (('"speedup"', '"launches"\nover = "two"'), "launches are counted; leave over out."),
-    "launches from below": (('"speedup"', '"launches"'), "a number of launches is bounded from above; use at_most."),
-    "barriers over something": (('"speedup"', '"barriers"\nover = "two"'), "barriers are counted; leave over out."),
-    "barriers from below": (('"speedup"', '"barriers"'), "a number of barriers is bounded from above; use at_most."),
-    "a time exactly": (("at_least = 1.3", "equals = 2"), "equals is for what is counted (launches, barriers); use at_least"),
-    "a part of a launch": (
-        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"launches"\nof = "one"\nequals'),
-        "equals is 1.3; it must be an integer of at least 0.",
-    ),
+    "direction of a shape twice": ('kind = "odd"', 'directions = ["forward", "forward"]'),
+    "direction that does not run at a shape": ('kind = "odd"', 'directions = ["forward_backward"]'),
+    "too few rounds": ("controls", "rounds = 1\ncontrols"),
+    "a name that is no file name": ('"mine"', '"a/b"'),
+    "invalid TOML": ('question = "Is it?"', "question = Is it?"),
+    "misspelt key of a criterion": ("at_least", "atleast"),
+    "no bound": ("at_least = 1.3", ""),
+    "two bounds": ("at_least = 1.3", "at_least = 1.3\nat_most = 2"),
+    "bound that is no number": ("1.3", '"1.3"'),
+    "bound of zero": ("1.3", "0"),
+    "bound that is not finite": ("1.3", "nan"),
+    "missing of": ("of = { launches = [1, 2] }", ""),
+    "unknown measure": ('"speedup"', '"speed"'),
+    "unknown shape": ('at = "big"', 'at = "bug"'),
+    "no shape": ('at = "big"', "at = []"),
+    "duplicate at": ('at = "big"', 'at = ["big", "big"]'),
+    "in_at_least beyond the shapes": ('at = "big"', 'at = "big"\nin_at_least = 2'),
+    "selector of unknown variant": ("{ launches = [1, 2] }", '"on"'),
+    "selector of unknown tag": ("launches = [1", "lunches = [1"),
+    "selector of nothing": ("[1, 2]", "[4]"),
+    "unknown over": ('at = "big"', 'at = "big"\nover = "fore"'),
+    "control backward": ('at = "big"', 'at = "big"\nover = "product"\ndirection = "forward_backward"'),
+    "bad regime": ('at = "big"', 'at = "big"\nregime = "hot"'),
+    "error over something": ('"speedup"', '"error"\nover = "two"'),
+    "error from below": ('"speedup"', '"error"'),
+    "bytes over the least over something": ('"speedup"', '"dram_bytes_over_least"\nover = "two"'),
+    "bytes over the least from below": ('"speedup"', '"dram_bytes_over_least"'),
+    "launches over something": ('"speedup"', '"launches"\nover = "two"'),
+    "launches from below": ('"speedup"', '"launches"'),
+    "barriers over something": ('"speedup"', '"barriers"\nover = "two"'),
+    "barriers from below": ('"speedup"', '"barriers"'),
+    "a time exactly": ("at_least = 1.3", "equals = 2"),
+    "a part of a launch": ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"launches"\nof = "one"\nequals'),
     "mean of barriers": (
-        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"barriers"\nof = "one"\ncombine = "geomean"\nat_most'),
-        "what is counted exactly, or may be none, has no geometric mean; leave combine out.",
+        '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
+        '"barriers"\nof = "one"\ncombine = "geomean"\nat_most',
     ),
-    "steps in a row of what is no step": (
-        ("controls", 'regimes = ["cold", "served"]\ncontrols'),
-        "regimes has 'served', which is of steps in a row; ladder has no such loop.",
-    ),
-    "other regime that is not timed": (
-        ('at = "big"', 'at = "big"\nover_regime = "served"'),
-        "over_regime is 'served', which is not among the study's regimes; add it there.",
-    ),
+    "steps in a row of what is no step": ("controls", 'regimes = ["cold", "served"]\ncontrols'),
+    "other regime that is not timed": ('at = "big"', 'at = "big"\nover_regime = "served"'),
     "other regime of a time alone": (
-        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"time"\nover_regime = "warm"\nof = "one"\nat_most'),
-        "over_regime is for times; leave it out, or use one of speedup, time_ratio as the measure.",
+        '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
+        '"time"\nover_regime = "warm"\nof = "one"\nat_most',
     ),
-    "time from below": (('"speedup"', '"time"'), "a time is bounded from above; use at_most."),
-    "floor of something else": (
-        ('"speedup"', '"time_over_floor"\nover = "two"'),
-        "a time is held against its floor; leave over out.",
-    ),
-    "floor from below": (('"speedup"', '"time_over_floor"'), "a time over its floor is bounded from above; use at_most."),
+    "time from below": ('"speedup"', '"time"'),
+    "floor of something else": ('"speedup"', '"time_over_floor"\nover = "two"'),
+    "floor from below": ('"speedup"', '"time_over_floor"'),
     "floor of warm calls": (
-        (
-            '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
-            '"time_over_floor"\nregime = "warm"\nof = "one"\nat_most',
-        ),
-        "floors are for data that lies in memory, not in caches",
+        '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
+        '"time_over_floor"\nregime = "warm"\nof = "one"\nat_most',
     ),
     "floor at another shape": (
-        (
-            '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
-            '"time_over_floor"\nover_at = "big"\nof = "one"\nat_most',
-        ),
-        "over_at is for times; leave it out, or use one of speedup, time_ratio as the measure.",
+        '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
+        '"time_over_floor"\nover_at = "big"\nof = "one"\nat_most',
     ),
-    "unknown way to combine": (('at = "big"', 'combine = "mean"'), "criteria.0.combine is 'mean': input should be 'each'"),
-    "mean of one shape": (('at = "big"', 'at = "big"\ncombine = "geomean"'), "a geometric mean needs two shapes or more"),
-    "mean of some shapes": (
-        ('at = "big"', 'at = ["big", "small"]\ncombine = "geomean"\nin_at_least = 1'),
-        "a geometric mean is taken over all shapes; leave in_at_least or combine out.",
-    ),
+    "unknown way to combine": ('at = "big"', 'combine = "mean"'),
+    "mean of one shape": ('at = "big"', 'at = "big"\ncombine = "geomean"'),
+    "mean of some shapes": ('at = "big"', 'at = ["big", "small"]\ncombine = "geomean"\nin_at_least = 1'),
     "mean of errors": (
-        ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"error"\nof = "one"\ncombine = "geomean"\nat_most'),
-        "of errors the largest counts, not their mean; leave combine out.",
+        '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
+        '"error"\nof = "one"\ncombine = "geomean"\nat_most',
     ),
-    "share of work at one shape": (('at = "big"', 'at = "big"\nper = ["N"]'), "per is for times at two shapes; name the other"),
-    "bytes at two shapes": (
-        ('"speedup"', '"dram_bytes_ratio"\nover_at = "big"'),
-        "over_at is for times; leave it out, or use one of speedup, time_ratio as the measure.",
-    ),
-    "unknown other shape": (
-        ('at = "big"', 'at = "big"\nover_at = "bug"'),
-        "over_at names the unknown shape 'bug'. Did you mean 'big'?",
-    ),
-    "another shape of another scale": (('at = "big"', 'at = "big"\nover_at = "small"'), "so they never run together."),
-    "unknown size": (
-        ('at = "big"', 'at = "big"\nover_at = "big"\nper = ["T"]'),
-        "per names no size 'T'. Known: N, V.",
-    ),
+    "share of work at one shape": ('at = "big"', 'at = "big"\nper = ["N"]'),
+    "bytes at two shapes": ('"speedup"', '"dram_bytes_ratio"\nover_at = "big"'),
+    "unknown other shape": ('at = "big"', 'at = "big"\nover_at = "bug"'),
+    "another shape of another scale": ('at = "big"', 'at = "big"\nover_at = "small"'),
+    "unknown size": ('at = "big"', 'at = "big"\nover_at = "big"\nper = ["T"]'),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_every_mistake_is_named_with_its_file_and_what_would_be_right(written, name):
-    (right, wrong), message = MISTAKES[name]
+def test_every_mistake_is_named_with_its_file_and_what_would_be_right(written, name, prose):
+    right, wrong = MISTAKES[name]
     assert right in GOOD
     path = written(GOOD.replace(right, wrong, 1))
-    with pytest.raises(StudyError, match=re.escape(message)) as raised:
+    with prose.raises(StudyError) as raised:
         load_study(path)
     assert str(raised.value).startswith(f"{path}: ")
 
@@ -279,25 +200,25 @@ def edited(*changes):
     return text
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ([('controls = ["product"]\n', ""), ("{ launches = [1, 2] }", '"product"')], "is the control 'product', which is not among"),
-    ([("controls", 'variants = ["two"]\ncontrols'), ("{ launches = [1, 2] }", '"one"')], "'one', which is not among the study's"),
-    ([('directions = ["forward", "forward_backward"]\n', ""), ('at = "big"', 'direction = "forward_backward"')], "direction is"),
-    ([("controls", 'regimes = ["warm"]\ncontrols')], "regime is 'cold', which is not among the study's regimes; add it there."),
-    ([(GOOD[GOOD.index("[[shapes]]"):], "")], "the study lacks shapes."),
-    ([(GOOD[GOOD.index("[[shapes]]"):], "shapes = []")], "shapes is []: tuple should have at least 1 item"),
-    ([(GOOD[GOOD.index("[[shapes]]"):], "[shapes]\nN = 1")], "shapes must be tables, each beginning with [[shapes]]."),
-    ([(GOOD[GOOD.index("[[criteria]]"):], GOOD[GOOD.index("[[criteria]]"):] * 2)], "criteria has 'faster' more than once"),
+@pytest.mark.parametrize("changes", [
+    [('controls = ["product"]\n', ""), ("{ launches = [1, 2] }", '"product"')],
+    [("controls", 'variants = ["two"]\ncontrols'), ("{ launches = [1, 2] }", '"one"')],
+    [('directions = ["forward", "forward_backward"]\n', ""), ('at = "big"', 'direction = "forward_backward"')],
+    [("controls", 'regimes = ["warm"]\ncontrols')],
+    [(GOOD[GOOD.index("[[shapes]]"):], "")],
+    [(GOOD[GOOD.index("[[shapes]]"):], "shapes = []")],
+    [(GOOD[GOOD.index("[[shapes]]"):], "[shapes]\nN = 1")],
+    [(GOOD[GOOD.index("[[criteria]]"):], GOOD[GOOD.index("[[criteria]]"):] * 2)],
 ])  # fmt: skip
-def test_mistakes_that_take_two_places(written, changes, message):
-    with pytest.raises(StudyError, match=re.escape(message)):
+def test_mistakes_that_take_two_places(written, changes, prose):
+    with prose.raises(StudyError):
         load_study(written(edited(*changes)))
 
 
-def test_a_file_that_is_no_text(tmp_path):
+def test_a_file_that_is_no_text(tmp_path, prose):
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StudyError, match="cannot be read"):
+    with prose.raises(StudyError):
         load_study(path)
 
 
@@ -362,15 +283,15 @@ def test_a_name_that_could_be_read_as_more_than_a_name_is_refused(written, name,
 
 
 @pytest.mark.parametrize(("old", "new"), [('kind = "odd"', 'kind = "\\u001b[2J"'), ("[1, 2]", '[1, "<script>"]')])
-def test_texts_of_options_and_selectors_follow_the_rule_of_names(written, old, new):
-    with pytest.raises(StudyError, match="letters") as told:
+def test_texts_of_options_and_selectors_follow_the_rule_of_names(written, old, new, prose):
+    with prose.raises(StudyError) as told:
         load_study(written(GOOD.replace(old, new)))
     assert not UNSAFE.search(str(told.value))
 
 
 @pytest.mark.parametrize("name", ["..", "a..b", "../up", "/abs", "", ".hidden", "a b", "x" * 81])
-def test_the_name_of_a_study_is_that_of_a_file(written, name):
-    with pytest.raises(StudyError, match="it names files"):
+def test_the_name_of_a_study_is_that_of_a_file(written, name, prose):
+    with prose.raises(StudyError):
         load_study(written(GOOD.replace('name = "mine"', f"name = {json.dumps(name)}")))
 
 
@@ -380,10 +301,10 @@ def test_the_names_that_studies_have_are_allowed(written):
 
 
 @pytest.mark.parametrize("key", ["question", "notes"])
-def test_prose_has_no_control_characters_but_line_breaks_and_tabs(written, key):
+def test_prose_has_no_control_characters_but_line_breaks_and_tabs(written, key, prose):
     text = GOOD.replace('question = "Is it?"\n', "") if key == "question" else GOOD
     assert load_study(written(f'{key} = "Gr\u00f6\u00dfe \u2265 3?\\n\\tyes"\n{text}'))
-    with pytest.raises(StudyError, match=f"{key} is .*no control characters") as told:
+    with prose.raises(StudyError, match=key) as told:
         load_study(written(f'{key} = "\\u001b[2J"\n{text}'))
     assert not UNSAFE.search(str(told.value))
 
@@ -394,19 +315,19 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
     assert load_study(path).name == "mine"
 
 
-def test_sizes_beyond_those_of_tensors_are_refused(written):
-    with pytest.raises(StudyError, match=r"shapes\[0\] \(big\): N is 10+; it must be at most 9223372036854775807"):
+def test_sizes_beyond_those_of_tensors_are_refused(written, prose):
+    with prose.raises(StudyError, match="9223372036854775807"):
         load_study(written(GOOD.replace("N = 4", f"N = {10**30}")))
 
 
-def test_what_is_no_study_file_is_refused_and_never_waited_for(tmp_path):
+def test_what_is_no_study_file_is_refused_and_never_waited_for(tmp_path, prose):
     for path in (Path("/dev/zero"), tmp_path):
-        with pytest.raises(StudyError, match="no regular file"):
+        with prose.raises(StudyError):
             load_study(path)
     huge = tmp_path / "huge.toml"
     with huge.open("wb") as file:
         file.truncate(300 << 20)
-    with pytest.raises(StudyError, match="bytes"):
+    with prose.raises(StudyError):
         load_study(huge)
     for name in ("a\0b", "x" * 5000, "a\0b/c.toml"):
         with pytest.raises(UnknownStudy):
@@ -424,9 +345,8 @@ def test_studies_are_found_by_path(folders):
     assert find_study(str(folders[1] / "mine.toml"))[1].question == "Is it not?"
 
 
-def test_an_unknown_study_names_the_known_ones(folders):
-    known = r"Known: 039-chunkwise-gla, 040-linear-rnn, .*broken, .*mine, theirs\."
-    with pytest.raises(UnknownStudy, match=rf"There is no study 'mene'\. Did you mean 'mine'\? {known}"):
+def test_an_unknown_study_names_the_known_ones(folders, prose):
+    with prose.raises(UnknownStudy, match=r"'mene'.*broken, .*mine, theirs"):
         find_study("mene")
     with pytest.raises(UnknownStudy, match=r"no/such\.toml"):
         find_study("no/such.toml")

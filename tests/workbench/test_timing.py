@@ -115,12 +115,12 @@ def test_the_baseline_may_be_any_variant_and_one_that_cannot_run_leaves_no_noise
     assert run(variants=["gpu_only", "eager"], baseline="gpu_only").noise == ()
 
 
-def test_of_several_baselines_the_first_that_is_correct_gives_the_noise(scripted):
+def test_of_several_baselines_the_first_that_is_correct_gives_the_noise(scripted, prose):
     scripted(lambda name, regime, n: {"eager0": 10.0, "parallel1": 5.0, "parallel2": 5.5}[name])
     found = run(variants=["zeros", "eager", "parallel"], baseline=("zeros", "parallel", "eager"))
     assert found.subjects["zeros"].status == "incorrect"
     assert found.noise[0].floor == pytest.approx(1.1)
-    assert "The A/A run is of parallel: zeros has no time here." in found.notes
+    prose([note for note in found.notes if "zeros" in note])
 
 
 # Steps in a row

@@ -1,4 +1,8 @@
-"""Text generation with a model, in the style of ``transformers``: at once, piece by piece, or awaited."""
+"""Text generation with a model, in the style of ``transformers``: complete, streamed, or asynchronous.
+
+:class:`Model` checks a call's arguments, turns the prompt into a :class:`~onelaunch.decode.Request`, and gives it to its
+engine. :class:`Stream` reads the engine's tokens one by one, decodes them to text, and ends at a stop string or an end token.
+"""
 
 from __future__ import annotations
 
@@ -33,50 +37,54 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # in typing from Python 3.11 on
 
 Finish = Literal["end", "stop", "length", "context", "closed"]
-"""Reason why a text ended: an end token, a stop string, ``max_new_tokens``, the model's context, or that it was closed."""
+"""Reason why a sequence ended: end token, stop string, ``max_new_tokens``, end of the model's context, or a call of ``close``."""
 
 OPTIONS = ("prompt", "max_new_tokens", "stop", "ignore_end")
 """Arguments of :meth:`Model.stream` in addition to the fields of :class:`~onelaunch.decode.Sampling`."""
 
 
 class Streamer(Protocol):
-    """Streamer as ``transformers`` defines it: gets the prompt ``[1, T]``, then every token ``[1]``, on the CPU."""
+    """Streamer as ``transformers`` defines it."""
 
-    def put(self, value: torch.Tensor) -> None: ...
+    def put(self, value: torch.Tensor) -> None:
+        """Receive the prompt ``[1, T]``, and later every new token ``[1]``, on the CPU."""
+        ...
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Receive the end of the sequence."""
+        ...
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated text, complete."""
+    """Result of a complete generation."""
 
     prompt: tuple[int, ...]
     """Tokens of the prompt."""
     tokens: tuple[int, ...]
-    """New tokens, all that were made: also an end token, and those of a stop string."""
+    """All new tokens, including an end token and the tokens of a stop string."""
     text: str | None
     """Text of the new tokens, up to a stop string; ``None`` without a tokenizer."""
     finish: Finish
-    """Reason why the text ended."""
+    """Reason why the sequence ended."""
 
     @property
     def sequences(self) -> torch.Tensor:
-        """Tokens of prompt and text, ``[1, T + N]`` int64, as ``transformers`` returns them."""
+        """Prompt and new tokens, ``[1, T + N]`` int64, as ``transformers`` returns them."""
         return torch.tensor([self.prompt + self.tokens], device="cpu")
 
 
 class Stream:
-    """Text while it is generated: an iterator over pieces of text, made by :meth:`Model.stream`.
+    """Generation in progress: an iterator over pieces of text, returned by :meth:`Model.stream`.
 
     Attributes:
         prompt: Tokens of the prompt.
         tokens: New tokens so far.
-        text: Text so far, as it was handed out; ``None`` without a tokenizer.
-        finish: Reason why the text ended; ``None`` before it has.
+        text: Text returned so far; ``None`` without a tokenizer.
+        finish: Reason why the sequence ended; ``None`` while it has not.
 
-    :meth:`close`, the end of a ``with`` block and any exception, Ctrl-C too, end the work on the device. Tokens and text that
-    came before stay.
+    The work on the device ends with :meth:`close`, at the end of a ``with`` block, and with any exception, including Ctrl-C.
+    Tokens and text generated before stay available.
     """
 
     def __init__(self, engine: Engine, request: Request, codec: TextCodec | None, stops: Sequence[str], limit: Finish) -> None:
@@ -88,7 +96,7 @@ class Stream:
         self._limit: Finish = limit
         self._detokenizer = None if codec is None else Detokenizer(codec)
         self._stops = StopStrings(stops)
-        self._made = engine.run(request)
+        self._new_tokens = engine.run(request)
         self._turn = threading.RLock()
 
     def __iter__(self) -> Iterator[str]:
@@ -107,20 +115,20 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """End the text here, unless it has ended. A call from another thread waits for the token that is being made."""
+        """End the sequence here, unless it has ended. A call from another thread waits for the token that is being generated."""
         self.finish = self.finish or "closed"
         with self._turn:
             self.finish = self.finish or "closed"
-            self._made.close()
+            self._new_tokens.close()
 
     def step(self) -> str | None:
-        """Generate one more token and return the text that it completed, which may be empty; ``None`` after the last one."""
+        """Generate one more token and return the text that it completes, which may be empty; ``None`` after the last token."""
         with self._turn:
             if self.finish is not None:
                 return None
             try:
-                token = next(self._made, None)
-                if self.finish is not None:  # closed meanwhile
+                token = next(self._new_tokens, None)
+                if self.finish is not None:  # closed by another thread in the meantime
                     return None
                 if token is None:
                     return self._finish(self._limit)
@@ -131,26 +139,26 @@ class Stream:
                 raise
 
     def result(self) -> Generation:
-        """Generate the rest and return the whole text."""
+        """Generate the remaining tokens and return the complete result."""
         while self.step() is not None:
             pass
-        assert self.finish is not None  # noqa: S101 - step has said so
+        assert self.finish is not None  # noqa: S101 - step returns None only once it is set
         return Generation(self.prompt, tuple(self.tokens), self.text, self.finish)
 
     def _emit(self, token: int) -> str:
-        """Return the text that a token completed. A stop string in it ends the text."""
+        """Return the text that a token completes. A stop string in it ends the sequence."""
         if self._detokenizer is None:
-            return self._handed_out("", None)
-        return self._handed_out(self._stops.push(self._detokenizer.push(token)), None)
+            return self._release("", None)
+        return self._release(self._stops.push(self._detokenizer.push(token)), None)
 
     def _finish(self, reason: Finish) -> str:
-        """End the text for a reason, unless what was held back has a stop string, and return what was held back."""
+        """End the sequence and return the text that was withheld; a stop string in that text becomes the reason instead."""
         if self._detokenizer is None:
-            return self._handed_out("", reason)
-        return self._handed_out(self._stops.push(self._detokenizer.finish()) + self._stops.finish(), reason)
+            return self._release("", reason)
+        return self._release(self._stops.push(self._detokenizer.finish()) + self._stops.finish(), reason)
 
-    def _handed_out(self, piece: str, reason: Finish | None) -> str:
-        """Append a piece to the text, end it if there is a reason or a stop string, and return the piece."""
+    def _release(self, piece: str, reason: Finish | None) -> str:
+        """Append a piece to the text and return it; end the sequence if there is a reason or a stop string was found."""
         if self.text is not None:
             self.text += piece
         self.finish = self.finish or ("stop" if self._stops.found is not None else reason)
@@ -163,14 +171,14 @@ class Model:
     """Language model that generates text, one token at a time.
 
     Args:
-        engine: Engine that makes the tokens.
-        codec: Tokenizer; without one, prompts are token ids and texts ``None``.
-        defaults: Sampling where a call does not give it: fields of :class:`~onelaunch.decode.Sampling` by name.
+        engine: Engine that generates the tokens.
+        codec: Tokenizer. Without one, prompts must be token ids, and results have no text.
+        defaults: Default sampling parameters: fields of :class:`~onelaunch.decode.Sampling` by name.
 
     Attributes:
-        engine: Engine that makes the tokens.
+        engine: Engine that generates the tokens.
         codec: Tokenizer, or ``None``.
-        defaults: Sampling where a call does not give it; of a model folder, that of its ``generation_config.json``.
+        defaults: Default sampling parameters; for a model folder, those of its ``generation_config.json``.
 
     Raises:
         ArgumentError: an argument is of the wrong type, or a default is wrong.
@@ -179,7 +187,7 @@ class Model:
     def __init__(self, engine: Engine, codec: TextCodec | None = None, defaults: Choices | None = None) -> None:
         if not callable(getattr(engine, "run", None)) or not isinstance(getattr(engine, "config", None), ModelConfig):
             raise ArgumentError(
-                f"engine is {shown(engine)}; it must be an engine, as Model.from_pretrained or make_engine make it."
+                f"engine is {shown(engine)}; it must be an engine, such as Model.from_pretrained or make_engine returns."
             )
         if codec is not None and not all(callable(getattr(codec, name, None)) for name in ("encode", "decode")):
             raise ArgumentError(f"codec is {shown(codec)}; it must be an onelaunch.decode.TextCodec, or None.")
@@ -191,6 +199,7 @@ class Model:
 
     @property
     def config(self) -> ModelConfig:
+        """Configuration of the model."""
         return self.engine.config
 
     @classmethod
@@ -205,38 +214,38 @@ class Model:
         """Load a model of the Qwen3 dense family.
 
         Args:
-            name: A folder as Hugging Face writes it, ``"owner/name"`` on its hub, or ``"tiny"``, which is in the package. Without
-                a network, a folder, a model that the hub's cache holds, and ``"tiny"`` work.
+            name: Model folder in Hugging Face's format, ``"owner/name"`` on its hub, or ``"tiny"``, the bundled model. Folders,
+                models in the hub's local cache, and ``"tiny"`` work without a network.
             device: Device to run on; ``"auto"`` is the first GPU, or the CPU.
-            dtype: Dtype of weights, cache and activations; by default that of the configuration, float32 where it gives none.
+            dtype: Dtype of weights, cache and activations; by default that of the configuration, or float32 if it gives none.
             variant: Variant of ``decode_step``; the fastest by default.
 
         Raises:
             ArgumentError: an argument is of the wrong type, or no such dtype is supported.
-            UnknownModel: there is no such folder, and the name is none that the hub could have.
+            UnknownModel: there is no such folder, and the name is not valid on the hub.
             CheckpointError: the hub has no such model or cannot be reached; a file is missing, damaged or outside the folder; a
                 tensor is missing or of the wrong shape.
-            UnsupportedModel, ModelConfigError: the model is of another kind, or its configuration wrong.
-            NoDeviceError, DeviceMemoryError: there is no such device, or too little memory on it. Where the fastest variant needs
-                more than there is, the next one runs, and a :class:`~onelaunch.errors.FallbackNotice` says so.
+            UnsupportedModel, ModelConfigError: the architecture is not supported, or the configuration is wrong.
+            NoDeviceError, DeviceMemoryError: there is no such device, or too little memory on it. If only the fastest variant
+                needs too much memory, the next one runs, with a :class:`~onelaunch.errors.FallbackNotice`.
             UnknownVariant, VariantUnsupported: there is no such variant, or it cannot run this model on this device.
         """
         variant = string("variant", variant, f"{AUTO!r} or a name from decode_step.variants")
         where = resolve(str(device) if isinstance(device, torch.device) else string("device", device, "'auto', 'cpu' or 'cuda'"))
-        width = None if dtype is None else _dtype(dtype)
+        chosen_dtype = None if dtype is None else _dtype(dtype)
         folder = find_model(name)
         config = ModelConfig.from_pretrained(folder)
-        if width is not None:
-            config = replace(config, dtype=width)
+        if chosen_dtype is not None:
+            config = replace(config, dtype=chosen_dtype)
         defaults = recommended(read_generation(folder))
         try:
             sampling_of(defaults)
         except ArgumentError as problem:
             raise CheckpointError(f"{folder / 'generation_config.json'}: {in_a_line(problem)}") from None
         if variant != AUTO:
-            decode_step.get(variant)  # a wrong name is said before any file of weights is opened
-        check_header(folder, config)  # before anything is computed from the sizes that a file gives
-        dispatch.pick(variant, typical_query(config, where))  # what cannot run is not read first
+            decode_step.get(variant)  # raises for a wrong name before any weight file is opened
+        check_header(folder, config)  # before anything is computed from sizes in an untrusted file
+        dispatch.pick(variant, typical_query(config, where))  # raises for a variant that cannot run before the weights are read
         if where.type == "cuda":
             need = elements(config) * config.dtype.itemsize
             free = free_memory(where)
@@ -248,7 +257,7 @@ class Model:
         try:
             codec = TextCodec(folder)
         except TokenizerMissing:
-            codec = None  # ids are enough for some; text says then what is missing
+            codec = None  # token ids still work; a prompt of text raises an error that names the missing package
         return cls(make_engine(load_weights(folder, config, where), variant), codec, defaults)
 
     def generate(
@@ -261,24 +270,24 @@ class Model:
         streamer: Streamer | None = None,
         **choices: Unpack[Choices],
     ) -> Generation:
-        """Continue a prompt.
+        """Generate the continuation of a prompt and return it complete.
 
         Args:
             prompt: Text, or token ids: a sequence, or a tensor ``[T]`` or ``[1, T]`` on any device.
-            max_new_tokens: Largest number of new tokens, at least 1; the text also ends where the model's context does.
-            stop: String, or several, that end the text, which does not contain them.
-            ignore_end: Flag to go on after an end token.
-            streamer: Object that is given the prompt and every token as it comes, such as a ``transformers.TextStreamer``.
-            **choices: ``temperature`` (0 always takes the likeliest token), ``top_k``, ``top_p``, ``min_p``,
-                ``repetition_penalty`` and ``seed``: the fields of :class:`~onelaunch.decode.Sampling`, by default as the
-                model's ``generation_config.json`` has them. The same seed, model and prompt give the same text.
+            max_new_tokens: Largest number of new tokens, at least 1. The model's context limits it too.
+            stop: Stop string, or several. The text ends before the first that occurs.
+            ignore_end: Flag to continue after an end token.
+            streamer: Object that receives the prompt and then every token, such as a ``transformers.TextStreamer``.
+            **choices: Sampling parameters: ``temperature`` (0 always takes the likeliest token), ``top_k``, ``top_p``,
+                ``min_p``, ``repetition_penalty`` and ``seed``, see :class:`~onelaunch.decode.Sampling`. The defaults are those
+                of the model's ``generation_config.json``. The same seed, model and prompt give the same text.
 
         Raises:
-            ArgumentError, ValueRangeError: naming the argument, what it was and what it has to be.
+            ArgumentError, ValueRangeError: an argument is wrong; the message names it, its value and what it must be.
             UnknownKeyword: there is no argument of that name; the message gives the nearest one.
             ContextExceeded: the prompt leaves no room in the model's context.
             TokenizerMissing: text or stop strings were given, and there is no tokenizer.
-            CheckpointError: the tokenizer fails, or makes a token that the model does not have.
+            CheckpointError: the tokenizer fails, or returns a token that the model does not have.
         """
         sampling_of(choices, (*OPTIONS, "streamer"))
         if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
@@ -309,14 +318,14 @@ class Model:
         ignore_end: bool = False,
         **choices: Unpack[Choices],
     ) -> Stream:
-        """Continue a prompt piece by piece.
+        """Generate the continuation of a prompt piece by piece.
 
-        Arguments and errors are those of :meth:`generate`; errors come at once, not with the first piece.
+        Arguments and errors are those of :meth:`generate`; errors are raised here, not with the first piece.
 
         Returns:
-            An iterator over pieces of text, with the tokens so far and the reason of the text's end as attributes.
+            Iterator over pieces of text, whose attributes hold the tokens so far and the reason why the sequence ended.
         """
-        drawn = sampling_of({**self.defaults, **choices}, OPTIONS)
+        sampling = sampling_of({**self.defaults, **choices}, OPTIONS)
         max_new_tokens = integer("max_new_tokens", max_new_tokens, 1)
         ignore_end = flag("ignore_end", ignore_end)
         stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Collection) else ("",)
@@ -325,17 +334,19 @@ class Model:
         if stops:
             self._text("a stop string")
         tokens = tokens_of(prompt, self.config, self._text)
-        room = self.config.max_position_embeddings - len(tokens)
-        if room < 1:
+        positions_left = self.config.max_position_embeddings - len(tokens)
+        if positions_left < 1:
             raise ContextExceeded(
                 len(tokens) + 1, context=self.config.max_position_embeddings, said="The prompt with one new token"
             )
         ends = () if ignore_end else self.config.eos_token_ids
-        request = Request(tokens, min(max_new_tokens, room), drawn, ends)
-        return Stream(self.engine, request, self.codec, stops, "length" if max_new_tokens <= room else "context")
+        request = Request(tokens, min(max_new_tokens, positions_left), sampling, ends)
+        return Stream(self.engine, request, self.codec, stops, "length" if max_new_tokens <= positions_left else "context")
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[str]:
-        """Continue a prompt for ``async for``: the model runs in a thread, one token at a time, and stops when the loop is left.
+        """Generate the continuation of a prompt for ``async for``.
+
+        The model runs in a thread, one token at a time, and stops when the loop is left.
 
         Args:
             prompt: Prompt, as for :meth:`generate`.
@@ -354,23 +365,24 @@ class Model:
                     if piece:
                         yield piece
             finally:
-                while running is not None and not running.done():  # cancelled in the middle of a token, which cannot be
+                while running is not None and not running.done():  # cancelled; the thread's current token cannot be interrupted
                     with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.wait([running])
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **choices: Any) -> str:
-        """Return the prompt of a conversation by the chat template: see :meth:`onelaunch.decode.TextCodec.chat`."""
+        """Return the prompt of a conversation, made by the chat template, see :meth:`onelaunch.decode.TextCodec.chat`."""
         return self._text("a conversation").chat(messages, **choices)
 
     def _text(self, what: str) -> TextCodec:
+        """Return the tokenizer, or raise an error saying that ``what`` needs one."""
         if self.codec is None:
             raise TokenizerMissing(f"{what} needs a tokenizer, which this model was made without")
         return self.codec
 
 
 def _dtype(value: torch.dtype | str) -> torch.dtype:
-    """Return a dtype that weights can have."""
-    found = parse_dtype(value)
-    if found not in DTYPES.values():
-        raise DTypeError("dtype", got=found, want=f"one of {listing(DTYPES)}")
-    return found
+    """Return ``value`` as a dtype, and raise unless weights may have it."""
+    dtype = parse_dtype(value)
+    if dtype not in DTYPES.values():
+        raise DTypeError("dtype", got=dtype, want=f"one of {listing(DTYPES)}")
+    return dtype

@@ -1,7 +1,8 @@
-"""Tokens in a row, as studies time them: on the device alone, and through the public loop.
+"""Timing loops over many tokens in a row, for studies: on the device alone, and through the public generation loop.
 
-A launch of one token pays for being launched, and a kernel whose weights stream into the next token begins it with an empty ring.
-Times of single steps have that in them; these tell what a text costs.
+The time of a single step includes one launch, and the time to fill the ring of weight chunks of a kernel that otherwise
+prefetches the next token's first weights. A long sequence pays for both once per launch of many tokens. The loops here measure
+that cost per token. They are the regimes ``running`` and ``served`` of studies.
 """
 
 from __future__ import annotations
@@ -20,38 +21,41 @@ from onelaunch.decode.step import capabilities
 from onelaunch.decode.step.contract import DecodeCall, bind, decode_step
 from onelaunch.operation import Variant
 
-FEWEST, MOST = 16, 128
-"""Tokens of a run."""
+MIN_TOKENS, MAX_TOKENS = 16, 128
+"""Smallest and largest number of tokens in a timed run."""
 
-SECONDS = 50e-3
-"""Of a run, about: the first and the last token's share of it is then below a part in a thousand."""
+RUN_SECONDS = 50e-3
+"""Duration that a run aims at, in seconds. What its first and last token cost in addition is then below a thousandth of it."""
 
-AHEAD = 400_000
-"""Cycles that the host is given to be ahead: 0.2 ms."""
+SLEEP_CYCLES = 400_000
+"""Clock cycles (0.2 ms) that the device sleeps before a timed run. The host enqueues the first launch meanwhile."""
 
-SAME = 1e-3
-"""Norm-wise, logits of the last token against those of single steps: the same sums in float32, whose order may differ."""
+TOLERANCE = 1e-3
+"""Largest norm-wise difference between the last token's logits and those of single steps.
+
+Both are the same float32 sums, whose order may differ.
+"""
 
 
 @decode_step.loop("running")
 class Running:
-    """Tokens of which each is made from the one before, with none handed to the host, from the text's position on.
+    """Greedy decoding on the device: each token feeds the next step, and none is copied to the host.
 
-    A variant that can make many in a row does so (:func:`onelaunch.decode.step.capabilities.in_a_row`); others make single steps,
-    each followed by ``argmax``.
+    A variant that can make many tokens per launch does so (:func:`onelaunch.decode.step.capabilities.in_a_row`). Other variants
+    make single steps, each followed by ``argmax``.
     """
 
     def __init__(self, variant: Variant, arguments: Mapping[str, Any]) -> None:
         self.variant = variant
         self.given = bind(**arguments)
-        room = self.given.config.max_position_embeddings - self.given.position
-        self.call = self._fresh(min(MOST, room))
-        self.count = min(FEWEST, room)
-        self._made = self._make()  # compiles and captures
-        self.count = enough(self.seconds(), room)
+        positions_left = self.given.config.max_position_embeddings - self.given.position
+        self.call = self._with_own_cache(min(MAX_TOKENS, positions_left))
+        self.count = min(MIN_TOKENS, positions_left)
+        self._made = self._make()  # the first run compiles and captures
+        self.count = tokens_per_run(self.seconds(), positions_left)
 
     def seconds(self) -> float:
-        """See :class:`onelaunch.operation.Loop`: by events on a GPU, else by the host's clock."""
+        """Return the seconds per token of one run, by CUDA events on a GPU, else by the host's clock."""
         if self.given.token.device.type != "cuda":
             begin = time.perf_counter()
             self._made = self._make()
@@ -59,7 +63,7 @@ class Running:
         with torch.cuda.device(self.given.token.device):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
-            torch.cuda._sleep(AHEAD)  # noqa: SLF001 - the device waits for the first launch, and its time is none of the loop's
+            torch.cuda._sleep(SLEEP_CYCLES)  # noqa: SLF001 - the host's time for the first launch is not the loop's
             start.record()
             self._made = self._make()
             end.record()
@@ -67,17 +71,17 @@ class Running:
         return start.elapsed_time(end) / 1e3 / self.count
 
     def problem(self) -> str | None:
-        """See :class:`onelaunch.operation.Loop`: another text than that of single steps, or other logits at its end."""
+        """Return how tokens or last logits differ from those of single steps, or ``None`` if they agree."""
         if capabilities.in_a_row(self.variant) is None:
             return None
-        (tokens, logits), (right, expected) = self._made, self._single_steps(self._fresh(self.count))
+        (tokens, logits), (right, expected) = self._made, self._single_steps(self._with_own_cache(self.count))
         if (wrong := first_difference(tokens.tolist(), right.tolist())) is not None:
             return wrong
         error = float((logits - expected).norm() / expected.norm())
-        return None if error <= SAME else f"logits behind {self.count} tokens are {error:.1e} off those of single steps."
+        return None if error <= TOLERANCE else f"logits after {self.count} tokens are {error:.1e} off those of single steps."
 
-    def _fresh(self, count: int) -> DecodeCall:
-        """The call with a cache of its own, with room for so many tokens."""
+    def _with_own_cache(self, count: int) -> DecodeCall:
+        """Return the call with a copy of its cache that has room for ``count`` more tokens."""
         given = self.given.cache
         cache = KVCache.empty(self.given.config, given.length + count, given.keys.device, given.keys.dtype)
         for mine, theirs in ((cache.keys, given.keys), (cache.values, given.values)):
@@ -86,12 +90,14 @@ class Running:
 
     @torch.no_grad()
     def _make(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of a run, ``[count]``, and the logits ``[V]`` of the last one."""
         if (in_a_row := capabilities.in_a_row(self.variant)) is not None:
             return in_a_row(self.call, self.count)
         return self._single_steps(self.call)
 
     @torch.no_grad()
     def _single_steps(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of ``count`` single steps, ``[count]``, and the logits ``[V]`` of the last one."""
         tokens, cache, logits = [call.token], call.cache, call.token
         for _ in range(self.count):
             logits, _, _ = decode_step(tokens[-1], call.weights, cache, variant=self.variant.name)
@@ -102,10 +108,10 @@ class Running:
 
 @decode_step.loop("served")
 class Served:
-    """Tokens as the reader of :meth:`onelaunch.decode.Model.stream` gets them, one by one, from the first to the last.
+    """Greedy decoding as a caller of :meth:`onelaunch.decode.Model.stream` sees it: tokens arrive on the host one by one.
 
-    The text is one of random tokens, as long as the position asks, and the likeliest continue it. Reading the prompt and the
-    first token do not count, and there is no tokenizer: tokens come as numbers.
+    The prompt is random and as long as the call's position. Neither prefill nor the first token is timed. There is no
+    tokenizer, so the stream yields no characters.
     """
 
     def __init__(self, variant: Variant, arguments: Mapping[str, Any]) -> None:
@@ -114,14 +120,14 @@ class Served:
         self.model = Model(make_engine(call.weights, variant.name))
         generator = torch.Generator().manual_seed(0)
         self.prompt = tuple(torch.randint(call.config.vocab_size, (max(call.position, 1),), generator=generator).tolist())
-        room = call.config.max_position_embeddings - len(self.prompt) - 1
+        positions_left = call.config.max_position_embeddings - len(self.prompt) - 1
         self.tokens: tuple[int, ...] = ()
-        self.count = max(min(FEWEST, room), 1)
-        self.seconds()  # compiles and captures
-        self.count = enough(self.seconds(), room)
+        self.count = max(min(MIN_TOKENS, positions_left), 1)
+        self.seconds()  # the first run compiles and captures
+        self.count = tokens_per_run(self.seconds(), positions_left)
 
     def seconds(self) -> float:
-        """See :class:`onelaunch.operation.Loop`: by the host's clock."""
+        """Return the seconds per token of one run, by the host's clock."""
         stream = self.model.stream(self.prompt, max_new_tokens=self.count + 1, ignore_end=True, temperature=0)
         with stream:
             stream.step()
@@ -133,24 +139,27 @@ class Served:
         return spent / self.count
 
     def problem(self) -> str | None:
-        """See :class:`onelaunch.operation.Loop`: another text than that of single steps behind the same prompt."""
+        """Return how the tokens differ from those of single steps after the same prompt, or ``None`` if they agree."""
         if capabilities.engine(self.variant) is None:
             return None
-        right = TorchEngine(self.weights, self.variant.name).run(Request(self.prompt, len(self.tokens)))
-        return first_difference(self.tokens, tuple(right))
+        expected = TorchEngine(self.weights, self.variant.name).run(Request(self.prompt, len(self.tokens)))
+        return first_difference(self.tokens, tuple(expected))
 
 
-def enough(seconds: float, room: int) -> int:
-    """Tokens of a run, where one takes so long: a multiple of the fewest, as far as the context has room."""
-    wanted = round(SECONDS / max(seconds, 1e-9) / FEWEST) * FEWEST
-    return max(min(max(wanted, FEWEST), MOST, room), 1)
+def tokens_per_run(seconds: float, positions_left: int) -> int:
+    """Return the number of tokens of a run whose tokens take ``seconds`` each.
+
+    It is a multiple of ``MIN_TOKENS`` unless the context has fewer positions left.
+    """
+    wanted = round(RUN_SECONDS / max(seconds, 1e-9) / MIN_TOKENS) * MIN_TOKENS
+    return max(min(max(wanted, MIN_TOKENS), MAX_TOKENS, positions_left), 1)
 
 
-def first_difference(found: tuple[int, ...] | list[int], right: tuple[int, ...] | list[int]) -> str | None:
-    """Where a text is not the right one, in a sentence."""
-    pairs = enumerate(zip(found, right, strict=True))
-    differs = next(((place, one, other) for place, (one, other) in pairs if one != other), None)
+def first_difference(tokens: tuple[int, ...] | list[int], expected: tuple[int, ...] | list[int]) -> str | None:
+    """Return a sentence that names the first token that is not the expected one, or ``None`` if all are."""
+    pairs = enumerate(zip(tokens, expected, strict=True))
+    differs = next(((index, one, other) for index, (one, other) in pairs if one != other), None)
     if differs is None:
         return None
-    place, one, other = differs
-    return f"token {place + 1} of {len(found)} is {one}; single steps make {other}."
+    index, one, other = differs
+    return f"token {index + 1} of {len(tokens)} is {one}; single steps make {other}."

@@ -1,7 +1,8 @@
-"""Matrices in few bits: float8 with a scale for all or for each row, and NVFP4, as operations take and checkpoints hold them.
+"""Quantized matrices: float8 with one scale or a scale per row, and NVFP4, as operations take them and checkpoints hold them.
 
-An operand of several tensors is one value here: :class:`Fp8Tensor`, :class:`NVFP4Tensor`. Both are immutable, name what is wrong
-when they are made, and say what each tensor holds, so that whoever copies or casts arguments need not know the format.
+An operand that consists of several tensors is one immutable value: :class:`Fp8Tensor` or :class:`NVFP4Tensor`. Its constructor
+checks the tensors and names what is wrong. Both classes are :class:`onelaunch.operation.Bundle` and list their tensors, so code
+that copies or casts arguments need not know the format.
 """
 
 from onelaunch.formats.float8 import Fp8Tensor, quantize_fp8

@@ -1,4 +1,4 @@
-"""Matrices in float8 with one scale for all elements or one for each row."""
+"""Matrices in float8 (e4m3fn) with one scale for all elements or one for each row."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Fp8Tensor(Bundle):
     """A matrix ``values * scale`` in float8.
 
     Attributes:
-        values: ``[R, K]`` float8_e4m3fn.
-        scale: float32, of one element (``[]`` or ``[1]``) for all, or ``[R, 1]`` for each row.
+        values: Elements, shape ``[R, K]``, float8_e4m3fn.
+        scale: Scale, float32; one element (shape ``[]`` or ``[1]``) for the matrix, or shape ``[R, 1]``, one for each row.
     """
 
     values: torch.Tensor
@@ -30,7 +30,7 @@ class Fp8Tensor(Bundle):
 
     @staticmethod
     def check(its_name: str, values: torch.Tensor, scale_name: str, scale: torch.Tensor) -> None:
-        """Raise unless the two make a matrix; the names are what a caller knows them by."""
+        """Raise unless the two tensors form a matrix. Messages use the caller's names of the tensors."""
         checks.tensor(its_name, values)
         checks.rank(its_name, values, "[R, K]")
         checks.dtype(its_name, values, (torch.float8_e4m3fn, torch.float64))
@@ -41,39 +41,39 @@ class Fp8Tensor(Bundle):
 
     @property
     def shape(self) -> torch.Size:
-        """``[R, K]``."""
+        """Shape of the matrix, ``[R, K]``."""
         return self.values.shape
 
     @property
     def per_row(self) -> bool:
-        """Whether rows have scales of their own."""
+        """Flag that each row has its own scale."""
         return self.scale.numel() != 1
 
     def rows(self, start: int, stop: int | None) -> Fp8Tensor:
-        """Some of the rows, as views; ``start`` and ``stop`` as in a slice."""
+        """Return rows ``start`` to ``stop`` as views; both are bounds of a Python slice."""
         start, stop = bounds(start, stop, self.shape[0])
         scale = self.scale[start:stop] if self.per_row else self.scale
         return Fp8Tensor(self.values[start:stop], scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``[R, K]``, rounded to float32 (float64) and then to ``dtype``."""
+        """Return the matrix ``[R, K]``, rounded to float32 (float64 if either dtype is) and then to ``dtype``."""
         wide = torch.promote_types(self.scale.dtype, dtype)
         return (self.values.to(wide) * self.scale.reshape(-1, 1).to(wide)).to(dtype)
 
 
 def quantize_fp8(values: torch.Tensor, *, per_row: bool = False) -> Fp8Tensor:
-    """The nearest float8_e4m3fn numbers, scaled such that the largest of all, or of each row, becomes 448.
+    """Return the nearest float8_e4m3fn matrix, scaled so that the largest magnitude of all, or of each row, becomes 448.
 
     Args:
-        values: ``[R, K]`` of any floating-point dtype, finite or NaN.
-        per_row: a scale for each row.
+        values: Matrix, shape ``[R, K]``, any floating-point dtype, finite or NaN.
+        per_row: Flag that each row gets its own scale.
 
     Raises:
-        ShapeError, DTypeError: naming ``values`` and what it has to be.
+        ShapeError, DTypeError: ``values`` is no floating-point matrix. The message gives the requirement.
         ValueRangeError: ``values`` holds infinities.
     """
     wide = matrix(values)
-    size = F.pad(wide.nan_to_num(0.0).abs(), (0, 1, 0, int(not per_row)))  # so that there is one, whatever the shape
+    size = F.pad(wide.nan_to_num(0.0).abs(), (0, 1, 0, int(not per_row)))  # a zero is added so that amax works on empty shapes
     largest = size.amax(1, keepdim=True) if per_row else size.amax()
     scale = torch.where(largest > 0, (largest / LARGEST_SCALE).clamp(min=LEAST), torch.ones_like(largest))
     return Fp8Tensor((wide / scale).clamp(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn), scale)

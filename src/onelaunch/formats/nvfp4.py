@@ -1,4 +1,4 @@
-"""Matrices in NVFP4: 4-bit numbers with a scale for each block of 16, and their files.
+"""Matrices in NVFP4, 4-bit numbers with a scale for each block of 16: quantization, dequantization and checkpoint files.
 
 Source: NVFP4 as in NVIDIA's Transformer Engine and Model Optimizer; the swizzled order of scales is cuBLAS's for block scaling.
 """
@@ -23,11 +23,11 @@ from onelaunch.operation import Bundle
 from onelaunch.wording import listing
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits of a code stand for; the fourth is the sign."""
+"""Magnitudes by the lower three bits of an e2m1 code; the fourth bit is the sign."""
 
 
 BLOCK = 16
-"""Neighbouring channels that share a scale."""
+"""Number of neighbouring channels that share a scale."""
 
 
 SCALES = (torch.float8_e4m3fn, torch.float64)
@@ -36,16 +36,17 @@ SCALES = (torch.float8_e4m3fn, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class NVFP4Tensor(Bundle):
-    """A matrix of 4-bit numbers: ``code * scale of its block * global scale``; 4.5 bits an element.
+    """A matrix of 4-bit numbers: ``code * scale of its block * global scale``; 4.5 bits per element.
 
-    A code times its scale has at most 6 significant bits: bfloat16, float16 and float32 hold every one exactly.
+    A code times its scale has at most 6 significant bits, so bfloat16, float16 and float32 hold every such product exactly.
 
     Attributes:
-        codes: ``[R, K / 2]`` uint8, channel 2 i in the lower half of byte i.
-        scales: float8_e4m3fn, ``[R, K / 16]``; if ``swizzled``, R rounded up to 128s and K / 16 to 4s.
-        global_scale: float32 of one element, or ``None`` for 1.
-        swizzled: scales lie as cuBLAS and tcgen05 read them: atoms of 128 rows x 4, in which rows r, r + 32, r + 64, r + 96 are
-            neighbours.
+        codes: e2m1 codes, shape ``[R, K / 2]``, uint8; channel 2 i is in the lower half of byte i.
+        scales: Block scales, shape ``[R, K / 16]``, float8_e4m3fn. If ``swizzled``, R is rounded up to a multiple of 128 and
+            K / 16 to a multiple of 4.
+        global_scale: Scale of the matrix, float32, one element; ``None`` stands for 1.
+        swizzled: Flag that the scales are in the order of cuBLAS and tcgen05: atoms of 128 rows x 4, in which rows r, r + 32,
+            r + 64 and r + 96 are neighbours.
     """
 
     codes: torch.Tensor
@@ -67,7 +68,7 @@ class NVFP4Tensor(Bundle):
         *,
         swizzled: bool,
     ) -> None:
-        """Raise unless the parts make a matrix; the names are what a caller knows them by."""
+        """Raise unless the tensors form a matrix. Messages use the caller's names of the tensors."""
         checks.tensor(its_name, codes)
         checks.tensor(scales_name, scales)
         checks.rank(its_name, codes, "[R, K / 2]")
@@ -89,11 +90,14 @@ class NVFP4Tensor(Bundle):
 
     @property
     def shape(self) -> torch.Size:
-        """``[R, K]``."""
+        """Shape of the matrix, ``[R, K]``."""
         return torch.Size((self.codes.shape[0], 2 * self.codes.shape[1]))
 
     def rows(self, start: int, stop: int | None) -> NVFP4Tensor:
-        """Some of the rows, as views; ``start`` and ``stop`` as in a slice. Swizzled scales can be parted between atoms alone."""
+        """Return rows ``start`` to ``stop`` as views; both are bounds of a Python slice.
+
+        Swizzled scales can be cut only between atoms of 128 rows.
+        """
         start, stop = bounds(start, stop, self.shape[0])
         if not self.swizzled:
             return dataclasses.replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop])
@@ -106,29 +110,29 @@ class NVFP4Tensor(Bundle):
         return dataclasses.replace(self, codes=self.codes[start:stop], scales=self.scales[start:end])
 
     def plain(self) -> NVFP4Tensor:
-        """The same with scales ``[R, K / 16]``."""
+        """Return the matrix with scales in plain order, ``[R, K / 16]``."""
         if not self.swizzled:
             return self
         rows, channels = self.shape
         return dataclasses.replace(self, scales=unswizzle(self.scales, rows, channels // BLOCK), swizzled=False)
 
     def swizzle(self) -> NVFP4Tensor:
-        """The same with scales in the swizzled order, padded with zeros."""
+        """Return the matrix with scales in the swizzled order, padded with zeros."""
         return self if self.swizzled else dataclasses.replace(self, scales=swizzle(self.scales), swizzled=True)
 
     def decode(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """``code * scale`` ``[R, K]``: exact in any floating-point dtype of 16 bits or more. Without the global scale."""
+        """Return ``code * scale``, ``[R, K]``, without the global scale; exact in any floating-point dtype of 16 bits or more."""
         wide = torch.promote_types(torch.float32, dtype)
         scales = self.plain().scales.to(wide)
         return (_values_of(self.codes, wide).unflatten(1, (-1, BLOCK)) * scales[:, :, None]).flatten(1).to(dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``[R, K]`` with the global scale, rounded to float32 (float64) and then to ``dtype``."""
+        """Return the matrix ``[R, K]`` with the global scale, rounded to float32 (or float64) and then to ``dtype``."""
         exact = self.decode(torch.promote_types(torch.float32, dtype))
         return (exact if self.global_scale is None else exact * self.global_scale.reshape(())).to(dtype)
 
     def state_dict(self, layer: str) -> dict[str, torch.Tensor]:
-        """``LAYER.weight``, ``.weight_scale`` and ``.weight_scale_2``: the names by which Model Optimizer writes checkpoints."""
+        """Return the tensors under the names of Model Optimizer: ``LAYER.weight``, ``.weight_scale`` and ``.weight_scale_2``."""
         plain = self.plain()
         held = {f"{layer}.weight": plain.codes.contiguous(), f"{layer}.weight_scale": plain.scales.contiguous()}
         shared = plain.scales.new_ones((), dtype=torch.float32) if plain.global_scale is None else plain.global_scale
@@ -137,12 +141,14 @@ class NVFP4Tensor(Bundle):
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], layer: str) -> NVFP4Tensor:
-        """A layer's weight from a checkpoint of Model Optimizer (``weight``, ``weight_scale``, ``weight_scale_2``) or of
-        compressed-tensors (``weight_packed``, ``weight_scale`` and ``weight_global_scale``, by which that one divides).
+        """Return a layer's weight from the tensors of a checkpoint.
+
+        Two formats are known: Model Optimizer (``weight``, ``weight_scale``, ``weight_scale_2``) and compressed-tensors
+        (``weight_packed``, ``weight_scale``, and ``weight_global_scale``, by which it divides instead of multiplying).
 
         Raises:
-            CheckpointError: naming the tensor that is missing.
-            ShapeError, DTypeError: a payload that was cut off, or of another format.
+            CheckpointError: A tensor is missing. The message names it.
+            ShapeError, DTypeError: The payload was cut off, or has another format.
         """
         packed = f"{layer}.weight_packed"
         codes = _found(tensors, packed if packed in tensors else f"{layer}.weight", layer)
@@ -153,6 +159,7 @@ class NVFP4Tensor(Bundle):
 
 
 def _found(tensors: Mapping[str, torch.Tensor], name: str, layer: str) -> torch.Tensor:
+    """Return a tensor of a checkpoint; raise and list the layer's tensors if it is missing."""
     if name not in tensors:
         beside = sorted(key for key in tensors if key.startswith(f"{layer}."))
         raise CheckpointError(f"there is no {name!r}, which an NVFP4 weight needs; of this layer there are: {listing(beside)}")
@@ -160,12 +167,12 @@ def _found(tensors: Mapping[str, torch.Tensor], name: str, layer: str) -> torch.
 
 
 def save_nvfp4(path: Path | str, weights: Mapping[str, NVFP4Tensor]) -> None:
-    """Write weights by the names of their layers to a safetensors file."""
+    """Write weights, by the names of their layers, to a safetensors file."""
     held: dict[str, torch.Tensor] = {}
     for layer, weight in weights.items():
         held |= weight.state_dict(layer)
     seen: set[int] = set()
-    for name, tensor in held.items():  # a file holds no tensor twice
+    for name, tensor in held.items():  # safetensors refuses tensors that share memory
         held[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
         seen.add(tensor.untyped_storage().data_ptr())
     writer = _safetensors()
@@ -176,11 +183,11 @@ def save_nvfp4(path: Path | str, weights: Mapping[str, NVFP4Tensor]) -> None:
 
 
 def load_nvfp4(path: Path | str, layer: str, device: torch.device | str = "cpu") -> NVFP4Tensor:
-    """One layer's weight from a safetensors file, of which nothing else is read.
+    """Return one layer's weight from a safetensors file, without reading the other layers.
 
     Raises:
-        CheckpointError: the file is not there or damaged, or lacks a tensor.
-        ShapeError, DTypeError: as :class:`NVFP4Tensor`.
+        CheckpointError: The file is missing or damaged, or lacks a tensor.
+        ShapeError, DTypeError: The tensors do not form an :class:`NVFP4Tensor`.
     """
     reader = _safetensors()
     try:
@@ -192,13 +199,13 @@ def load_nvfp4(path: Path | str, layer: str, device: torch.device | str = "cpu")
 
 
 def _safetensors() -> Any:
-    """Its file functions and its error, if it is installed."""
+    """Return the file functions and the error class of safetensors; raise if it is not installed."""
     try:
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import save_file
     except ImportError:
         raise CheckpointError(
-            "files are read and written by safetensors, which is not here: pip install 'onelaunch[checkpoints]'"
+            "files are read and written by safetensors, which is not installed: pip install 'onelaunch[checkpoints]'"
         ) from None
     return SimpleNamespace(safe_open=safe_open, save_file=save_file, SafetensorError=SafetensorError)
 
@@ -206,19 +213,20 @@ def _safetensors() -> Any:
 def quantize_nvfp4(
     values: torch.Tensor, *, global_scale: torch.Tensor | float | None = None, swizzled: bool = False
 ) -> NVFP4Tensor:
-    """The NVFP4 matrix nearest to ``values``, block by block.
+    """Return the NVFP4 matrix nearest to ``values``, with the scale of each block chosen by its squared error.
 
-    Of the scales that make the largest number of a block one of the codes, that with the least squared error is taken: what NVFP4
-    can hold with this global scale comes back exactly, and no block is further off than by the usual rule (its largest number is
-    6). Numbers beyond 6 * 448 times the global scale become that. NaN makes NaN of its block.
+    The candidates are the scales that map the largest magnitude of a block to one of the codes. So a matrix that NVFP4 holds with
+    this global scale comes back exactly, and no block has a larger error than by the usual rule, which maps the largest magnitude
+    to 6. Magnitudes beyond 6 * 448 times the global scale are clamped. NaN makes its whole block NaN.
 
     Args:
-        values: ``[R, K]`` of any floating-point dtype, K a multiple of 16, finite or NaN.
-        global_scale: positive; ``None`` for the one that makes the largest number 6 * 448, as Model Optimizer does.
-        swizzled: leave the scales in the swizzled order.
+        values: Matrix, shape ``[R, K]``, any floating-point dtype, finite or NaN; K is a multiple of 16.
+        global_scale: Positive scale of the matrix. Defaults to the one that maps the largest magnitude to 6 * 448, as in Model
+            Optimizer.
+        swizzled: Flag that the scales are returned in the swizzled order.
 
     Raises:
-        ShapeError, DTypeError: naming ``values`` and what it has to be.
+        ShapeError, DTypeError: ``values`` is no floating-point matrix of this shape. The message gives the requirement.
         ValueRangeError: ``global_scale`` is not a positive number, or ``values`` holds infinities.
     """
     wide = matrix(values)
@@ -228,7 +236,7 @@ def quantize_nvfp4(
     shared = _global_scale(global_scale, wide)
     end = E2M1[-1] * LARGEST_SCALE
     blocks = (wide / shared).clamp(-end, end).unflatten(1, (-1, BLOCK))  # [R, K / 16, 16]
-    largest = blocks.abs().amax(2)  # NaN where one is
+    largest = blocks.abs().amax(2)  # NaN if any element of the block is
     best_error = torch.full_like(largest, torch.inf)
     best_scale, best_codes = torch.zeros_like(largest), torch.zeros(blocks.shape, dtype=torch.uint8, device=wide.device)
     for code in reversed(E2M1[1:]):
@@ -245,11 +253,12 @@ def quantize_nvfp4(
 
 
 def dequantize_nvfp4(tensor: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """``[R, K]``: see :meth:`NVFP4Tensor.dequantize`."""
+    """Return the matrix ``[R, K]`` in ``dtype``; see :meth:`NVFP4Tensor.dequantize`."""
     return tensor.dequantize(dtype)
 
 
 def _global_scale(given: torch.Tensor | float | None, values: torch.Tensor) -> torch.Tensor:
+    """Return the given global scale, checked, or the one that maps the largest magnitude to 6 * 448; a float32 scalar."""
     if given is None:
         largest = values.nan_to_num(0.0).abs().amax() if values.numel() else values.new_zeros(())
         return torch.where(largest > 0, (largest / (E2M1[-1] * LARGEST_SCALE)).clamp(min=LEAST), torch.ones_like(largest))
@@ -260,7 +269,7 @@ def _global_scale(given: torch.Tensor | float | None, values: torch.Tensor) -> t
 
 
 def _nearest_codes(values: torch.Tensor) -> torch.Tensor:
-    """Codes of the nearest of E2M1, those in the middle to the even code; beyond 6, 6."""
+    """Return the codes of the nearest numbers of :data:`E2M1`, ties to the even code; magnitudes beyond 6 become 6."""
     size = values.abs()
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     for code, (below, above) in enumerate(itertools.pairwise(E2M1)):
@@ -270,7 +279,10 @@ def _nearest_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _value(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What each code stands for, -0 included. By arithmetic: a table comes from the host, which no CUDA graph allows."""
+    """Return the number that each code stands for, -0 included.
+
+    The bits are computed, because a table would be copied from the host, which CUDA graphs do not allow.
+    """
     whole = codes.to(torch.int32)
     exponent, half = whole >> 1 & 3, whole & 1
     size = torch.where(exponent > 0, exponent + 126 << 23 | half << 22, half * (126 << 23))  # the bits of a float32
@@ -278,5 +290,5 @@ def _value(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _values_of(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[R, K]`` of ``[R, K / 2]`` bytes."""
+    """Return the numbers ``[R, K]`` of packed codes ``[R, K / 2]``."""
     return _value(torch.stack((packed & 15, packed >> 4), 2).flatten(1), dtype)

@@ -1,4 +1,4 @@
-"""Checks and arithmetic that the formats share."""
+"""Checks and constants of scales that the quantized formats share."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from onelaunch import checks
 from onelaunch.errors import ValueRangeError
 
 LARGEST_SCALE = 448.0
-"""Of float8_e4m3fn."""
+"""Largest finite number of float8_e4m3fn."""
 
 
 LEAST = torch.finfo(torch.float32).tiny
-"""Scale that may be divided by."""
+"""Smallest scale, the least normal float32 number, so that division by it is safe."""
 
 
 WIDE = (torch.float32, torch.float64)
-"""The same of scales of rows and of whole tensors."""
+"""Dtypes that scales of rows and of whole tensors may have: as stored, and upcast for an oracle."""
 
 
 def check_scale(argument: str, scale: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise unless a scale is a tensor of 32 bits or more on the device of the tensor that it belongs to."""
+    """Raise unless ``scale`` is a float32 or float64 tensor on the device of ``like``, the tensor that it scales."""
     checks.tensor(argument, scale)
     checks.dtype(argument, scale, WIDE)
     checks.device(argument, scale, like.device)
 
 
 def bounds(start: int, stop: int | None, rows: int) -> tuple[int, int]:
-    """Where a slice of so many rows begins and ends."""
+    """Return first and end of the slice ``start:stop`` of ``rows`` rows; the end is at least the first."""
     first, end, _ = slice(start, stop).indices(rows)
     return first, max(first, end)
 
 
 def matrix(values: torch.Tensor) -> torch.Tensor:
-    """Return a checked matrix ``[R, K]`` in float32 or wider."""
+    """Check that ``values`` is a floating-point matrix ``[R, K]`` without infinities and return it in float32, detached."""
     checks.tensor("values", values)
     checks.rank("values", values, "[R, K]")
     if not values.is_floating_point():

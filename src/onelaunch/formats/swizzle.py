@@ -1,27 +1,27 @@
-"""The order of block scales in memory that cuBLAS and tcgen05 read."""
+"""Swizzled memory order of NVFP4 block scales, which cuBLAS and tcgen05 read."""
 
 from __future__ import annotations
 
 import torch
 
 ATOM_ROWS, ATOM_SCALES = 128, 4
-"""Scales that the swizzled order keeps together."""
+"""Rows and scales of an atom, the 512 bytes that the swizzled order keeps contiguous."""
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple that is at least the number."""
+    """Return the least multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
 
 
 def padded(rows: int, columns: int) -> tuple[int, int]:
-    """Return the rows and columns of whole atoms that hold a matrix of scales."""
+    """Return the rows and columns of a matrix of scales, rounded up to whole atoms."""
     return round_up(rows, ATOM_ROWS), round_up(columns, ATOM_SCALES)
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """``[R, S]`` in the order of cuBLAS and tcgen05, padded with zeros to whole atoms of 128 x 4.
+    """Return scales ``[R, S]`` in the order of cuBLAS and tcgen05, padded with zeros to whole atoms of 128 x 4.
 
-    Within an atom, (r, s) lies at ``(r % 32) * 16 + r // 32 * 4 + s``; atoms follow each other along S first.
+    Within an atom, scale (r, s) is at offset ``(r % 32) * 16 + r // 32 * 4 + s``. Atoms follow each other along S first.
     """
     rows, columns = scales.shape
     height, width = padded(rows, columns)
@@ -32,7 +32,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse: ``[rows, columns]`` without the padding."""
+    """Return swizzled scales in plain order ``[rows, columns]`` without the padding: the inverse of :func:`swizzle`."""
     height, width = scales.shape
     atoms = scales.contiguous().reshape(height // ATOM_ROWS, width // ATOM_SCALES, 32, 4, ATOM_SCALES).permute(0, 3, 2, 1, 4)
     return atoms.reshape(height, width)[:rows, :columns].contiguous()

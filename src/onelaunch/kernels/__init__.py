@@ -1,1 +1,1 @@
-"""Kernels and their launch code that several operations share."""
+"""Kernels and launch code that several operations share."""

@@ -1,1 +1,1 @@
-"""Model of the Qwen3 dense family: its files, weights, tokenizer, KV cache, sampling, and forward pass in PyTorch."""
+"""Model of the Qwen3 dense family: files, weights, tokenizer, KV cache, sampling, and the forward pass in PyTorch."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments that functions of decoding share: each raises an error that names the argument."""
+"""Argument checks that the public functions of decoding share. Each raises an error that names the argument."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Kind = TypeVar("Kind")
 
 
 def instance(argument: str, value: object, kind: type[Kind]) -> Kind:
-    """Return ``value`` if it is of a class.
+    """Return ``value`` if it is an instance of ``kind``.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: ``value`` is not one.
     """
     if not isinstance(value, kind):
         raise ArgumentError(f"{argument} is {shown(value)}; it must be a {class_name(kind)}.")
@@ -26,16 +26,16 @@ def instance(argument: str, value: object, kind: type[Kind]) -> Kind:
 
 
 def class_name(kind: type) -> str:
-    """Return the name by which callers import a class: classes of decoding come from ``onelaunch.decode``."""
+    """Return the name by which callers import a class; classes of this package are exported by ``onelaunch.decode``."""
     module = "onelaunch.decode" if kind.__module__.startswith("onelaunch.decode.") else kind.__module__
     return f"{module}.{kind.__qualname__}"
 
 
 def integer(argument: str, value: object, least: int, most: int | None = None) -> int:
-    """Return ``value`` as an ``int``; integers of other classes, such as NumPy's, are taken too.
+    """Return ``value`` as an ``int``; integers of other classes, such as NumPy's, are accepted.
 
     Raises:
-        ArgumentError: it is no integer, or not from ``least`` to ``most``.
+        ArgumentError: ``value`` is no integer, or not between ``least`` and ``most``.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # pyrefly: ignore[bad-argument-type]
@@ -51,7 +51,7 @@ def flag(argument: str, value: object) -> bool:
     """Return ``value`` if it is a ``bool``.
 
     Raises:
-        ArgumentError: it is not; ``"no"`` would count as true.
+        ArgumentError: ``value`` is not one. A string such as ``"no"`` would count as true.
     """
     if not isinstance(value, bool):
         raise ArgumentError(f"{argument} is {shown(value)}; it must be True or False.")
@@ -59,10 +59,10 @@ def flag(argument: str, value: object) -> bool:
 
 
 def string(argument: str, value: object, example: str) -> str:
-    """Return ``value`` if it is a string that is not empty.
+    """Return ``value`` if it is a nonempty string; the error gives ``example``.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: ``value`` is not one.
     """
     if not isinstance(value, str) or not value:
         raise ArgumentError(f"{argument} is {shown(value)}; it must be a string, such as {example}.")
@@ -73,8 +73,8 @@ def device_of(argument: str, value: object) -> torch.device:
     """Return ``value`` as a PyTorch device.
 
     Raises:
-        ArgumentError: PyTorch knows no such device.
-        NoDeviceError: the device is not here.
+        ArgumentError: PyTorch does not know such a device.
+        NoDeviceError: this machine lacks the device.
     """
     if isinstance(value, torch.device):
         found = value

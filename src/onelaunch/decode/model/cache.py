@@ -1,4 +1,4 @@
-"""KV cache of a sequence that is decoded: keys and values of the positions so far, in memory that a step appends to."""
+"""KV cache of one sequence: keys and values of the positions so far, in memory to which each step appends a row."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from onelaunch.operation import Bundle
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-ROOM = 256
-"""Smallest capacity of a cache, in positions. Capacities are multiples of it, or the model's context."""
+CAPACITY_STEP = 256
+"""Smallest capacity of a cache, in positions. A capacity is a multiple of it, or the model's context."""
 
 
 @dataclass(frozen=True, eq=False)
 class KVCache(Bundle):
-    """Keys (normalised and turned to their positions) and values of the first ``length`` positions.
+    """Keys and values of the first ``length`` positions. Keys are stored normalised and rotated (RoPE).
 
-    The object does not change, its memory does: a step writes the row at ``length``. Rows from ``length`` on hold finite numbers,
-    whose values never matter.
+    The object is immutable, its memory is not: a step writes the row at ``length``. Rows from ``length`` on hold finite
+    numbers, whose values never matter.
     """
 
     keys: torch.Tensor
-    """Keys, ``[L, K, C, D]``: layers, key heads, capacity, channels of a head; contiguous."""
+    """Keys, ``[L, K, C, D]`` for layers, key heads, capacity and channels of a head; contiguous."""
     values: torch.Tensor
-    """Values, of the shape of ``keys``; contiguous."""
+    """Values, in the shape of ``keys``; contiguous."""
     length: int = 0
-    """Number of filled positions, and the position of the token that comes next."""
+    """Number of filled positions, which is also the position of the next token."""
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, capacity: int = ROOM, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+        cls,
+        config: ModelConfig,
+        capacity: int = CAPACITY_STEP,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
     ) -> Self:
-        """Return a cache without any position, of at least ``capacity`` positions.
+        """Return an empty cache with a capacity of at least ``capacity`` positions.
 
         Raises:
             ArgumentError: an argument is of the wrong type.
@@ -55,22 +59,26 @@ class KVCache(Bundle):
 
     @property
     def capacity(self) -> int:
+        """Number of positions for which there is memory."""
         return self.keys.shape[2]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the filled rows, which a step must not change; the rows behind them are no input."""
+        """Return the filled rows, which a step must not change. Later rows are not inputs, so they are left out."""
         return {name: getattr(self, name)[:, :, : self.length] for name in ("keys", "values")}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return this cache with ``function``, which keeps shapes, applied to all of its memory."""
+        """Return this cache with ``function``, which must keep shapes, applied to all of its memory."""
         return replace(self, keys=function(self.keys), values=function(self.values))
 
     def with_length(self, length: int) -> Self:
-        """Return a cache of the same memory with ``length`` filled positions."""
+        """Return a cache with the same memory and ``length`` filled positions."""
         return replace(self, length=integer("length", length, 0))
 
     def grown(self, config: ModelConfig, positions: int) -> Self:
-        """Return a cache with the same contents and a capacity of ``positions``: this one, or one of at least twice its capacity.
+        """Return a cache with the same contents and a capacity of at least ``positions``.
+
+        It is this cache if that is large enough. Otherwise the contents are copied to one of at least twice the capacity, so
+        that a growing sequence is copied seldom.
 
         Raises:
             ArgumentError: an argument is of the wrong type.
@@ -79,7 +87,7 @@ class KVCache(Bundle):
         instance("config", config, ModelConfig)
         if integer("positions", positions, 0) <= self.capacity:
             return self
-        rounded(positions, config)  # raises beyond the context, where twice the capacity is cut to it
+        rounded(positions, config)  # raises beyond the context, to which the next line would silently cut
         wanted = min(max(positions, 2 * self.capacity), config.max_position_embeddings)
         larger = KVCache.empty(config, wanted, self.keys.device, self.keys.dtype)
         larger.keys[:, :, : self.length] = self.keys[:, :, : self.length]
@@ -88,7 +96,7 @@ class KVCache(Bundle):
 
 
 def rounded(positions: int, config: ModelConfig) -> int:
-    """Return the capacity of a cache for ``positions`` positions."""
+    """Return the capacity of a cache for ``positions`` positions: a multiple of ``CAPACITY_STEP``, or the model's context."""
     if positions > config.max_position_embeddings:
         raise ContextExceeded(positions, context=config.max_position_embeddings)
-    return min(-(-max(positions, 1) // ROOM) * ROOM, config.max_position_embeddings)
+    return min(-(-max(positions, 1) // CAPACITY_STEP) * CAPACITY_STEP, config.max_position_embeddings)

@@ -15,18 +15,19 @@ from onelaunch.errors import ArgumentError, CheckpointError, ModelConfigError, U
 from onelaunch.wording import listing, shown
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3"}
-"""Supported architectures, with the ``model_type`` of each."""
+"""Supported architectures of ``config.json``, each with its ``model_type``."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""Supported dtypes of weights, by the name that ``config.json`` gives."""
 
 CONTEXT = 32_768
-"""Context, in positions, of a model whose file does not give one."""
+"""Context, in positions, of a model whose configuration does not give one."""
 
 LARGEST_SIZE = 2**31 - 1
 """Largest size and longest context: kernels count rows, channels and positions in 32-bit integers."""
 
 SCALES = (1e-6, float(LARGEST_SIZE))
-"""Smallest and largest number in a scaling of positions. Between them no frequency overflows, and none is NaN."""
+"""Smallest and largest number in a RoPE scaling. Between them no frequency overflows or becomes NaN."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: low frequencies are interpolated, high ones kept, those between blended. Source: Peng et al. (2023)."""
+    """YaRN: low frequencies are interpolated, high ones are kept, and those between are blended. Source: Peng et al. (2023)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -47,12 +48,12 @@ class YarnScaling:
     attention_factor: float | None = None
     """Factor of cosine and sine; ``None`` for ``0.1 ln(factor) + 1``."""
     truncate: bool = True
-    """Flag to round the ends of the blend to whole channels."""
+    """Flag to round the two ends of the blended range to whole channels."""
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3's scaling: low frequencies are divided by ``factor``, high ones kept, with a smooth passage between."""
+    """Llama 3's scaling: low frequencies are divided by ``factor``, high ones are kept, and those between are blended."""
 
     factor: float
     original_max_position_embeddings: int
@@ -62,14 +63,15 @@ class Llama3Scaling:
 
 RopeScaling: TypeAlias = LinearScaling | YarnScaling | Llama3Scaling
 KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}
+"""Supported RoPE scalings, by their ``rope_type``."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and constants of one model. Hashable. Names are those of Hugging Face's configuration.
+    """Sizes and constants of one model, hashable. The names are those of Hugging Face's configuration.
 
     Raises:
-        ModelConfigError: naming the field, what it is and what it has to be.
+        ModelConfigError: A field is wrong; the message names it, its value and what it must be.
     """
 
     vocab_size: int
@@ -83,16 +85,17 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = CONTEXT
-    """Context: the number of positions that the cache may grow to."""
+    """Context: the largest number of positions of prompt and new tokens together."""
     tie_word_embeddings: bool = False
-    """Flag of a model whose LM head is the embedding's matrix."""
+    """Flag of a model whose LM head uses the embedding's matrix."""
     attention_bias: bool = False
-    """Flag of a model whose projections of attention add a bias."""
+    """Flag of a model whose attention projections add a bias."""
     dtype: torch.dtype = torch.bfloat16
     """Dtype of weights, cache and activations: bfloat16, float16 or float32."""
     eos_token_ids: tuple[int, ...] = ()
-    """End tokens: a text ends after each of them."""
+    """End tokens: a sequence ends after the first of them."""
     bos_token_id: int | None = None
+    """Token that stands for an empty prompt; ``None`` if the model has none."""
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -103,7 +106,7 @@ class ModelConfig:
             want = f"a divisor of num_attention_heads = {self.num_attention_heads}"
             raise ModelConfigError("num_key_value_heads", got=self.num_key_value_heads, want=want)
         if self.head_dim % 2:
-            raise ModelConfigError("head_dim", got=self.head_dim, want="even, since rotary embeddings turn pairs of channels")
+            raise ModelConfigError("head_dim", got=self.head_dim, want="even, since rotary embeddings rotate pairs of channels")
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ModelConfigError(name, got=getattr(self, name), want="true or false")
@@ -125,7 +128,7 @@ class ModelConfig:
 
     @property
     def key_value_size(self) -> int:
-        """Number of channels of all key heads together, which is also that of all value heads."""
+        """Number of channels of all key heads together; the value heads have as many."""
         return self.num_key_value_heads * self.head_dim
 
     @property
@@ -135,19 +138,20 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Return the configuration that a ``config.json`` holds, in the older layout (``rope_scaling``, ``torch_dtype``) or the
-        newer one (``rope_parameters``, ``dtype``).
+        """Return the configuration that the contents of a ``config.json`` describe.
+
+        It reads the older layout (``rope_scaling``, ``torch_dtype``) and the newer one (``rope_parameters``, ``dtype``).
 
         Raises:
             ArgumentError: ``values`` is no mapping.
-            UnsupportedModel: the architecture, or a feature of the model, is not supported; the message says what is.
+            UnsupportedModel: the architecture, or a feature of the model, is not supported; the message lists what is.
             ModelConfigError: a field is missing or wrong; the message names it.
         """
         if not isinstance(values, Mapping):
             raise ArgumentError(f"values is {shown(values)}; it must be a mapping, such as the contents of a config.json.")
         _check_architecture(values)
         known: dict[str, Any] = {name: values[name] for name in (*SIZES, *PLAIN) if values.get(name) is not None}
-        known.setdefault("head_dim", 128)  # the family's, for files that leave it out
+        known.setdefault("head_dim", 128)  # the default of the family; some files leave it out
         if missing := [name for name in SIZES if name not in known and name not in DEFAULTED]:
             raise ModelConfigError(missing[0], got="missing", want="given in the configuration")
         name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
@@ -169,9 +173,9 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
-        """Return the configuration of a model folder, by its ``config.json``.
+        """Return the configuration in a model folder's ``config.json``.
 
-        End tokens come from ``generation_config.json`` instead, where that file names any.
+        The end tokens of ``generation_config.json`` take precedence, if that file names any.
 
         Raises:
             ArgumentError: ``folder`` is neither a string nor a path.
@@ -195,38 +199,40 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
-"""Fields that count something."""
+"""Fields that must be positive integers."""
 
 DEFAULTED = ("max_position_embeddings",)
 """Fields of :data:`SIZES` that a file may leave out."""
 
 FLAGS = ("tie_word_embeddings", "attention_bias")
+"""Fields that must be true or false."""
 
 PLAIN = ("rms_norm_eps", "rope_theta", *FLAGS, "bos_token_id")
 """Fields whose values are taken from a file unchanged."""
 
 
 def _check_size(name: str, value: object) -> None:
+    """Raise unless ``value`` is an integer from 1 to ``LARGEST_SIZE``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelConfigError(name, got=value, want="an integer of at least 1")
     if value > LARGEST_SIZE:
         raise ModelConfigError(name, got=value, want=f"an integer of at most {LARGEST_SIZE}")
 
 
-def _check_number(name: str, value: object, want: str, is_right: Callable[[float], bool]) -> None:
-    """Raise unless ``value`` is a number that a float holds, and is right."""
+def _check_number(name: str, value: object, want: str, is_valid: Callable[[float], bool]) -> None:
+    """Raise unless ``value`` is a finite number, within the range of a float, that passes ``is_valid``."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number) and is_right(number):
+        if math.isfinite(number) and is_valid(number):
             return
     raise ModelConfigError(name, got=value, want=want)
 
 
 def _check_scaling(scaling: RopeScaling) -> None:
-    """Raise unless a scaling of positions gives frequencies that are numbers."""
+    """Raise unless a RoPE scaling gives finite frequencies."""
     if not isinstance(scaling, tuple(KINDS.values())):
         raise ModelConfigError("rope_scaling", got=scaling, want=f"one of {listing(kind.__name__ for kind in KINDS.values())}")
     least, most = SCALES
@@ -245,7 +251,7 @@ def _check_scaling(scaling: RopeScaling) -> None:
 
 
 def _check_architecture(values: Mapping[str, Any]) -> None:
-    """Raise unless this is a dense Qwen3 with full attention and plain weights."""
+    """Raise unless the configuration is that of a dense Qwen3 model with full attention and unquantized weights."""
     names, kind = _names(values, "architectures"), values.get("model_type")
     if (names and names[0] not in ARCHITECTURES) or (not names and kind not in ARCHITECTURES.values()):
         raise UnsupportedModel(f"architecture {shown(names[0] if names else kind)}", supported=ARCHITECTURES)
@@ -261,6 +267,7 @@ def _check_architecture(values: Mapping[str, Any]) -> None:
 
 
 def _names(values: Mapping[str, Any], field: str) -> list[str]:
+    """Return a field that must be a list of strings; a missing one is empty."""
     names = values.get(field) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelConfigError(field, got=names, want="a list of names")
@@ -268,6 +275,7 @@ def _names(values: Mapping[str, Any], field: str) -> list[str]:
 
 
 def _scaling(values: Mapping[str, Any], context: int) -> RopeScaling | None:
+    """Return the RoPE scaling that a configuration describes; its original context is ``context`` unless it gives another."""
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return None
@@ -288,6 +296,7 @@ def _scaling(values: Mapping[str, Any], context: int) -> RopeScaling | None:
 
 
 def _tokens(value: object) -> tuple[int, ...]:
+    """Return the end tokens that a configuration gives: none, one, or a list."""
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) for token in tokens):
         raise ModelConfigError("eos_token_id", got=value, want="an integer or a list of them")
@@ -295,6 +304,6 @@ def _tokens(value: object) -> tuple[int, ...]:
 
 
 def read_generation(folder: str | Path) -> dict[str, Any]:
-    """Return what a folder's ``generation_config.json`` holds, which is nothing where there is no such file."""
+    """Return the contents of a folder's ``generation_config.json``, or an empty dict if there is no such file."""
     path = entry(Path(folder), "generation_config.json")
     return read_json(path) if path.exists() else {}

@@ -1,8 +1,8 @@
-"""Files of a model folder: which of them may be read, and the JSON that they hold.
+"""Files of a model folder: checks that a file may be read, and the reading of text and JSON.
 
-A model folder comes from somebody else, and its files name other files. A file is read only if it is an entry of the folder
-itself, a regular file, and not a link to somewhere else. In the cache of Hugging Face's hub, the entries of a folder are links to
-files that the cache keeps beside it; these are followed.
+A model folder is untrusted input, and its files name other files. A file is read only if it is an entry of the folder itself, a
+regular file, and not a link that leaves the folder. In the cache of Hugging Face's hub, the entries of a folder are links to
+files in the cache's own blob folders; these links are followed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from onelaunch.files import FileTooLarge, read_bytes, reason
 from onelaunch.wording import in_a_line, shown
 
 JSON_BYTES = 8 * 2**20
-"""Largest configuration file that is read, in bytes. Models' take kilobytes, tokenizers' up to 1.2 million."""
+"""Largest configuration file that is read, in bytes. A model's takes kilobytes, a tokenizer's up to 1.2 million bytes."""
 
 INDEX_BYTES = 32 * 2**20
-"""Largest index of weights that is read, in bytes. That of a model with 100,000 tensors takes about ten million."""
+"""Largest index of weights that is read, in bytes. The index of a model with 100,000 tensors takes about ten million."""
 
 TOKENIZER_BYTES = 256 * 2**20
 """Largest tokenizer that is read, in bytes. The largest published ones take about 35 million."""
 
 NAME_LENGTH = 255
-"""Longest name of a file, in characters."""
+"""Longest file name that is accepted, in characters."""
 
 
 def folder_path(argument: str, value: object) -> Path:
-    """Return a folder that a caller gave, as a path.
+    """Return a caller's folder argument as a path.
 
     Raises:
         ArgumentError: ``value`` is neither a string nor a path.
@@ -44,10 +44,10 @@ def entry(folder: Path, name: object, *, named_by: str = "", suffix: str = "") -
     """Return the path of a file of a model folder, which need not exist.
 
     Args:
-        folder: The model folder.
-        name: The file's name as another file gives it, or as we know it.
-        named_by: The file that gives the name, for the message.
-        suffix: What the name must end with.
+        folder: Model folder.
+        name: Name of the file, either a known one or one that another file gives.
+        named_by: Path of the file that gives the name, for the error message.
+        suffix: Suffix that the name must have.
 
     Raises:
         CheckpointError: ``name`` is no plain file name with that suffix, or the entry is a link that leaves the folder.
@@ -69,12 +69,12 @@ def entry(folder: Path, name: object, *, named_by: str = "", suffix: str = "") -
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a string is a file's own name on every system: no separator, drive, control character or parent."""
+    """Return whether a string is a plain file name on every system: no separator, drive, control character or parent folder."""
     return 0 < len(name) <= NAME_LENGTH and name.isprintable() and name not in (".", "..") and not set(name) & set("/\\:")
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Return the folders that links of a model folder may lead to: itself and, in the hub's cache, where that keeps files.
+    """Return the folders to which links of a model folder may lead: itself and, in the hub's cache, the blob folders.
 
     The cache is laid out as ``CACHE/models--OWNER--NAME/{blobs,snapshots/REVISION}``, with ``CACHE/blobs`` for files that
     several models share.
@@ -87,7 +87,7 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
-    """Return the text of a file that was found with :func:`entry`.
+    """Return the text of a file whose path :func:`entry` has checked.
 
     Raises:
         CheckpointError: there is no such regular file, it is larger than ``most_bytes``, or no UTF-8.
@@ -95,7 +95,7 @@ def read_text(path: Path, most_bytes: int = JSON_BYTES) -> str:
     check_size(path, most_bytes)
     try:
         return read_bytes(path, most_bytes).decode("utf-8-sig")
-    except (OSError, FileTooLarge) as problem:  # it may have changed since
+    except (OSError, FileTooLarge) as problem:  # the file may have changed since check_size
         raise CheckpointError(f"{path} cannot be read: {reason(problem)}") from None
     except ValueError as problem:
         raise CheckpointError(f"{path} is not text in UTF-8: {in_a_line(problem)}") from None
@@ -106,7 +106,7 @@ def check_size(path: Path, most_bytes: int) -> None:
     try:
         if not path.exists():
             raise CheckpointError(f"{path} cannot be read: there is no such file")
-        if not path.is_file():  # a pipe would be waited for without end
+        if not path.is_file():  # reading a pipe could block forever
             raise CheckpointError(f"{path} cannot be read: it is not a regular file")
         size = path.stat().st_size
     except OSError as problem:
@@ -119,8 +119,8 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
-        CheckpointError: the file cannot be read, is no JSON, holds something else than an object, names a key twice, or holds NaN
-            or Infinity, which are no numbers of JSON.
+        CheckpointError: the file cannot be read, is not JSON, holds something other than an object, repeats a key, or holds NaN
+            or Infinity, which JSON does not have.
     """
     text = read_text(path, most_bytes)
     try:
@@ -135,7 +135,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return pairs as a dict; a key that stands twice would hide a value from whoever reads the file."""
+    """Return pairs as a dict, and raise for a repeated key, since a dict would silently keep only its last value."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -145,4 +145,5 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> Any:
+    """Raise for a constant such as NaN, which Python's parser would accept."""
     raise ValueError(f"{text} is no number of JSON")

@@ -1,8 +1,9 @@
-"""The model in plain PyTorch, in the dtype of its weights: the oracle in float64, what people run in 16 bits.
+"""Forward pass of the model in plain PyTorch: with float64 weights the oracle, with 16-bit weights the PyTorch baseline.
 
-In 16 bits, matrix products take and give 16 bits, and SwiGLU's gate works in them; norms, rotations and the residual stream are
-float32. Hugging Face rounds between these as well: the stream twice in each layer, which alone would take most of what errors may
-be, and norms and rotations at each step. Angles are made in float64.
+With 16-bit weights, matrix products read and return 16-bit values, and SwiGLU's gate is computed in 16 bits. Norms, rotations
+and the residual stream are float32. Hugging Face's implementation rounds these too: the residual stream twice in each layer,
+which alone would use up most of the error tolerance, and norms and rotations at each of their operations. Angles are computed
+in float64.
 """
 
 from __future__ import annotations
@@ -16,102 +17,108 @@ from onelaunch.decode.model.cache import KVCache
 from onelaunch.decode.model.rope import rotate, rotation
 from onelaunch.decode.model.weights import LayerWeights, Weights
 
-PIECE = 4096
-"""Tokens of a prompt that go through the model at once: pieces after the first need a mask of as many rows."""
+PREFILL_CHUNK = 4096
+"""Tokens of a prompt that are prefilled at once. A chunk after the first needs an attention mask with as many rows."""
 
 
 def prefill(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, KVCache]:
-    """Logits after the last of several tokens, and the cache with all of them.
+    """Return the logits after the last of several tokens, and the cache extended by all of them.
 
     Args:
-        weights: of the model.
-        tokens: ``[T]`` int64 on the weights' device, at least one.
-        cache: what comes before; memory is added where it has too little.
+        weights: Weights of the model.
+        tokens: Tokens, ``[T]`` int64 on the weights' device, at least one.
+        cache: Cache of the positions before; a larger one is made if it has too little room.
 
     Returns:
-        logits ``[V]`` float32 (float64 for float64 weights), and the cache, ``T`` positions longer.
+        Logits ``[V]`` float32 (float64 for float64 weights), and the cache, ``T`` positions longer.
 
     Raises:
-        ContextExceeded: the model's context is shorter.
+        ContextExceeded: The model's context is shorter.
     """
     cache = cache.grown(weights.config, cache.length + len(tokens))
     hidden = tokens.new_empty(0)
-    for piece in tokens.split(PIECE):
-        hidden = forward(weights, piece, cache)
-        cache = cache.with_length(cache.length + len(piece))
+    for chunk in tokens.split(PREFILL_CHUNK):
+        hidden = forward(weights, chunk, cache)
+        cache = cache.with_length(cache.length + len(chunk))
     return logits_of(weights, hidden[-1]), cache
 
 
 def forward(weights: Weights, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Residual stream ``[T, H]``, float32 or float64, after all layers of tokens ``[T]`` that follow the cache.
+    """Run all layers on tokens ``[T]`` that follow the cache, and return the residual stream ``[T, H]``, float32 or float64.
 
-    It gets their keys and values.
+    The tokens' keys and values are written to the cache, which must have room for them.
     """
     config, start, end = weights.config, cache.length, cache.length + len(tokens)
     embedded = F.embedding(tokens, weights.embed_tokens)
-    hidden = widened(embedded)
-    turn = rotation(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
+    hidden = upcast(embedded)
+    rotary = rotation(config, torch.arange(start, end, device=tokens.device), hidden.dtype)
     for layer, keys, values in zip(weights.layers, cache.keys, cache.values, strict=True):
         normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
-        q, k, v = heads(config.head_dim, config.rms_norm_eps, layer, normed, turn)
+        q, k, v = project_qkv(config.head_dim, config.rms_norm_eps, layer, normed, rotary)
         keys[:, start:end] = k
         values[:, start:end] = v
-        attended = attend(q, keys[:, :end], values[:, :end])
+        attended = attention(q, keys[:, :end], values[:, :end])
         hidden = hidden + F.linear(attended, layer.o_proj, layer.o_bias)
         hidden = hidden + mlp(config.rms_norm_eps, layer, hidden)
     return hidden
 
 
 def logits_of(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits ``[..., V]`` of a residual stream ``[..., H]``; float32, or float64 for float64."""
-    return widened(F.linear(rms_norm(hidden, weights.norm, weights.config.rms_norm_eps), weights.lm_head))
+    """Return the logits ``[..., V]`` of a residual stream ``[..., H]``: float32, or float64 for float64 weights."""
+    return upcast(F.linear(rms_norm(hidden, weights.norm, weights.config.rms_norm_eps), weights.lm_head))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / rms(x) * weight`` over the last dimension, in the dtype of ``weight``."""
-    return normalised(x, weight, eps).to(weight.dtype)
+    """Return ``x / rms(x) * weight`` over the last dimension, in the dtype of ``weight``."""
+    return unrounded_rms_norm(x, weight, eps).to(weight.dtype)
 
 
-def normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The same in float32 at least."""
-    wide = widened(x)
+def unrounded_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return ``x / rms(x) * weight`` over the last dimension, in float32, or float64 for float64 ``x``."""
+    wide = upcast(x)
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least."""
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float32; float64 stays as it is."""
     return x if x.dtype is torch.float64 else x.float()
 
 
-def heads(
-    head_dim: int, eps: float, layer: LayerWeights, normed: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+def project_qkv(
+    head_dim: int, eps: float, layer: LayerWeights, normed: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries ``[Q, T, D]``, keys and values ``[K, T, D]``: projected, normalised per head and turned, values only projected."""
+    """Return queries ``[Q, T, D]``, keys and values ``[K, T, D]`` of the normalised residual stream ``[T, H]``.
+
+    Queries and keys are normalised per head and rotated by ``rotary``, a cosine and a sine; values are only projected.
+    """
     shape = (len(normed), -1, head_dim)
     q = F.linear(normed, layer.q_proj, layer.q_bias).view(shape)
     k = F.linear(normed, layer.k_proj, layer.k_bias).view(shape)
     v = F.linear(normed, layer.v_proj, layer.v_bias).view(shape)
-    q = rotate(normalised(q, layer.q_norm, eps), *turn).to(v.dtype)
-    k = rotate(normalised(k, layer.k_norm, eps), *turn).to(v.dtype)
+    q = rotate(unrounded_rms_norm(q, layer.q_norm, eps), *rotary).to(v.dtype)
+    k = rotate(unrounded_rms_norm(k, layer.k_norm, eps), *rotary).to(v.dtype)
     return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Grouped causal attention of the last queries ``[Q, T, D]`` to keys and values ``[K, S, D]``: ``[T, Q * D]``."""
-    count, length, shared = q.shape[1], keys.shape[1], len(q) // len(keys)
+def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return grouped-query causal attention ``[T, Q * D]`` of queries ``[Q, T, D]`` to keys and values ``[K, S, D]``.
+
+    The queries are those of the last ``T`` of the ``S`` positions.
+    """
+    count, length, group = q.shape[1], keys.shape[1], len(q) // len(keys)
     mask = None
     if 1 < count < length:
         mask = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
-        # With a mask, no fast kernel knows that heads are shared.
-        keys, values = (each.repeat_interleave(shared, 0) for each in (keys, values))
-    found = F.scaled_dot_product_attention(
+        # PyTorch has no fast kernel for grouped queries with a mask, so the key heads are repeated.
+        keys, values = (each.repeat_interleave(group, 0) for each in (keys, values))
+    attended = F.scaled_dot_product_attention(
         q[None], keys[None], values[None], mask, is_causal=1 < count == length, scale=1 / math.sqrt(q.shape[-1]),
         enable_gqa=len(q) != len(keys),
     )  # fmt: skip
-    return found[0].transpose(0, 1).flatten(1)
+    return attended[0].transpose(0, 1).flatten(1)
 
 
 def mlp(eps: float, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of the normalised residual stream."""
+    """Return the SwiGLU MLP's output ``[T, H]`` for the residual stream ``[T, H]``, which is normalised first."""
     normed = rms_norm(hidden, layer.post_attention_layernorm, eps)
     return F.linear(F.silu(F.linear(normed, layer.gate_proj)) * F.linear(normed, layer.up_proj), layer.down_proj)

@@ -1,4 +1,4 @@
-"""Prompts: the tokens of whatever a caller gives as one, each checked to be a token of the model."""
+"""Prompts: conversion of text, sequences or tensors to tokens, each checked to be a token of the model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from onelaunch.errors import ArgumentError, CheckpointError, ValueRangeError
 from onelaunch.wording import in_a_line, shown
 
 Prompt: TypeAlias = str | Sequence[int] | torch.Tensor
-"""Text, or token ids: a sequence, or a tensor ``[T]`` or ``[1, T]``."""
+"""Prompt as callers give it: text, or token ids in a sequence or in a tensor ``[T]`` or ``[1, T]``."""
 
-WANT = "it must be text, or token ids in a sequence or a tensor"
+EXPECTED = "it must be text, or token ids in a sequence or a tensor"
+"""End of the messages that refuse a prompt."""
 
 
 def tokens_of(prompt: Prompt, config: ModelConfig, codec_for: Callable[[str], TextCodec]) -> tuple[int, ...]:
@@ -27,11 +28,11 @@ def tokens_of(prompt: Prompt, config: ModelConfig, codec_for: Callable[[str], Te
     Args:
         prompt: Text or token ids.
         config: Configuration of the model.
-        codec_for: Function that returns the tokenizer, given what it is needed for, or raises.
+        codec_for: Function that returns the tokenizer, or raises an error that names the purpose it is given.
 
     Raises:
-        ArgumentError: the prompt is nothing of the kind, or has no tokens.
-        ValueRangeError: it holds what is no token of the model.
+        ArgumentError: the prompt is of another type, or has no tokens.
+        ValueRangeError: an element is no token of the model.
         CheckpointError: the tokenizer makes a token that the model does not have.
     """
     if isinstance(prompt, str):
@@ -52,7 +53,7 @@ def tokens_of(prompt: Prompt, config: ModelConfig, codec_for: Callable[[str], Te
 
 
 def _values(prompt: Any, config: ModelConfig) -> Iterable[object]:
-    """Return the elements of a prompt that is no text."""
+    """Return the elements of a prompt that is a sequence or a tensor."""
     if isinstance(prompt, torch.Tensor):
         if prompt.is_nested or prompt.is_meta or prompt.is_quantized or prompt.layout is not torch.strided:
             kind = "nested" if prompt.is_nested else "meta" if prompt.is_meta else "sparse or quantized"
@@ -60,23 +61,23 @@ def _values(prompt: Any, config: ModelConfig) -> Iterable[object]:
         integers = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype is torch.bool)
         if not integers or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
             got = f"{tuple(prompt.shape)} of {prompt.dtype}"
-            raise ArgumentError(f"prompt is a tensor {got}; it must be [T] or [1, T] of integers: one text at a time.")
+            raise ArgumentError(f"prompt is a tensor {got}; it must be [T] or [1, T] of integers: one sequence at a time.")
         return prompt.flatten().tolist()
     if isinstance(prompt, Mapping):
         hint = "pass its input_ids" if "input_ids" in prompt else "for a message, pass what Model.chat makes of it"
-        raise ArgumentError(f"prompt is a mapping, {shown(prompt)}; {WANT}: {hint}.")
+        raise ArgumentError(f"prompt is a mapping, {shown(prompt)}; {EXPECTED}: {hint}.")
     if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray, memoryview, AbstractSet)):
-        raise ArgumentError(f"prompt is {type(prompt).__name__}; {WANT}.")
+        raise ArgumentError(f"prompt is {type(prompt).__name__}; {EXPECTED}.")
     try:
         values = iter(prompt)
-    except TypeError as problem:  # such as of an array without dimensions
-        raise ArgumentError(f"prompt is {shown(prompt)}, {in_a_line(problem)}; {WANT}.") from None
-    # An iterator may have no end; one token beyond the context is enough to be refused.
+    except TypeError as problem:  # raised by NumPy arrays without dimensions, among others
+        raise ArgumentError(f"prompt is {shown(prompt)}, {in_a_line(problem)}; {EXPECTED}.") from None
+    # An iterator may be endless, so it is cut one token beyond the context, where the prompt is refused.
     return values if isinstance(prompt, Sized) else islice(values, config.max_position_embeddings + 1)
 
 
 def _token(value: object, config: ModelConfig) -> int:
-    """Return a token as an ``int``, whatever class of integer it came in."""
+    """Return a token as an ``int``; integers of other classes, such as NumPy's, are accepted."""
     try:
         token = -1 if isinstance(value, bool) else operator.index(value)  # pyrefly: ignore[bad-argument-type]
     except TypeError:
@@ -86,7 +87,7 @@ def _token(value: object, config: ModelConfig) -> int:
         if isinstance(value, Mapping):
             hint = "; for messages, pass what Model.chat makes of them"
         elif isinstance(value, Iterable) and not isinstance(value, str):
-            hint = "; give one text at a time"
+            hint = "; give one sequence at a time"
         want = f"a token is an integer within 0..{config.vocab_size - 1}{hint}"
         raise ValueRangeError("prompt", got=f"holds {shown(value)}", want=want)
     return token

@@ -1,4 +1,4 @@
-"""Requests, and the protocol of the engines that carry them out."""
+"""Generation requests, and the protocol of the engines that run them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from onelaunch.decode.model.sampling import Sampling
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be continued. Its fields are checked by :class:`onelaunch.decode.Model`."""
+    """Prompt to continue, with its limits and sampling. :class:`onelaunch.decode.Model` checks the fields."""
 
     prompt: tuple[int, ...]
     """Tokens of the prompt, at least one."""
     max_new_tokens: int
     """Largest number of new tokens, at least 1; prompt and new tokens together fit the context."""
     sampling: Sampling = field(default_factory=Sampling)
-    """Rules by which new tokens are chosen."""
+    """Sampling parameters of the new tokens."""
     ends: tuple[int, ...] = ()
-    """End tokens: nothing comes after one of them."""
+    """End tokens: the sequence ends after the first of them."""
 
 
 class Engine(Protocol):
-    """Maker of tokens. Several requests may be under way at once, by turns or from several threads."""
+    """Generator of tokens. Several requests may run at once, interleaved in one thread or from several threads."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """Configuration of the model."""
+        ...
 
     def run(self, request: Request) -> Generator[int, None, None]:
-        """Yield the new tokens as they come, up to and with the first of ``request.ends``, at most ``max_new_tokens``.
+        """Yield new tokens as they are generated, at most ``max_new_tokens``, up to and including the first of ``request.ends``.
 
-        Closing the generator, or an exception in its consumer, ends the work on the device. How many tokens an engine makes
-        before it yields the first is its own affair.
+        Closing the generator, or an exception in its consumer, ends the work on the device. An engine may generate any number
+        of tokens before it yields the first.
         """
         ...

@@ -1,6 +1,6 @@
-"""Rotary position embeddings: the angle by which each pair of channels turns per position, with the scalings of long contexts.
+"""Rotary position embeddings (RoPE): the rotation of each pair of channels per position, with the scalings for long contexts.
 
-Source: Su et al. (2021), RoFormer; the scalings as :mod:`onelaunch.decode.model.config` names them.
+Source: Su et al. (2021), RoFormer; :mod:`onelaunch.decode.model.config` gives the sources of the scalings.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from onelaunch.decode.model.config import LinearScaling, Llama3Scaling, ModelCon
 
 
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Radians per position of each pair of channels, ``[D / 2]`` float64 on the CPU, and the factor of cosine and sine.
+    """Return the frequency of each channel pair, and a factor of cosine and sine.
 
-    Channel ``i`` is turned with channel ``i + D / 2``.
+    Frequencies are in radians per position, ``[D / 2]`` float64 on the CPU. Channel ``i`` forms a pair with channel ``i + D /
+    2``.
     """
     plain = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim)
     scaling = config.rope_scaling
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor, 1.0
     if isinstance(scaling, Llama3Scaling):
-        turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # over the original context
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        return _blend(plain, plain / scaling.factor, kept.clamp(0, 1)), 1.0
+        turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # rotations over the original context
+        unscaled = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        return _blend(plain, plain / scaling.factor, unscaled.clamp(0, 1)), 1.0
     if isinstance(scaling, YarnScaling):
         factor = scaling.attention_factor
         if factor is None:
             factor = 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
-        return _blend(plain, plain / scaling.factor, _yarn_kept(config, scaling)), factor
+        return _blend(plain, plain / scaling.factor, _yarn_unscaled(config, scaling)), factor
     return plain, 1.0
 
 
 def rotation(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine ``[T, D / 2]`` in ``dtype`` at integer positions ``[T]``, on their device.
+    """Return cosine and sine, ``[T, D / 2]`` each, in ``dtype`` at integer positions ``[T]``, on their device.
 
-    Angles are made in float64: in float32 they would be off by a thousandth at position 16,000.
+    Angles are computed in float64: in float32 they would be off by a thousandth at position 16,000.
     """
     radians, factor = _on_device(config, positions.device)
     angles = positions.double()[:, None] * radians
@@ -45,21 +46,25 @@ def rotation(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Heads ``[T, N, D]`` turned by their positions' cosine and sine ``[T, D / 2]``."""
+    """Return heads ``[T, N, D]`` rotated by their positions' cosine and sine ``[T, D / 2]``."""
     first, second = heads.chunk(2, -1)
     cosine, sine = cosine[:, None], sine[:, None]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
-def _blend(kept: torch.Tensor, interpolated: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    return kept * share + interpolated * (1 - share)
+def _blend(unscaled: torch.Tensor, interpolated: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the mean of two sets of frequencies, where ``weight`` is that of the unscaled ones."""
+    return unscaled * weight + interpolated * (1 - weight)
 
 
-def _yarn_kept(config: ModelConfig, scaling: YarnScaling) -> torch.Tensor:
-    """How much stays of each pair's frequency: 1 where it turns often in the original context, 0 where seldom, else between."""
+def _yarn_unscaled(config: ModelConfig, scaling: YarnScaling) -> torch.Tensor:
+    """Return the weight of each pair's unscaled frequency, ``[D / 2]``.
+
+    It is 1 for pairs that make many rotations over the original context, 0 for pairs that make few, and linear between.
+    """
 
     def channel(turns: float) -> float:
-        """The pair, as a number with fractions, that turns so often over the original context."""
+        """Return the fractional index of the pair that makes ``turns`` rotations over the original context."""
         longest = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return config.head_dim * math.log(longest) / (2 * math.log(config.rope_theta))
 
@@ -68,12 +73,13 @@ def _yarn_kept(config: ModelConfig, scaling: YarnScaling) -> torch.Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.head_dim - 1)
     if first == last:
-        last += 0.001  # a step, without dividing by zero
+        last += 0.001  # the ramp becomes a step, without a division by zero
     ramp = (torch.arange(config.head_dim // 2, dtype=torch.float64, device="cpu") - first) / (last - first)
     return 1 - ramp.clamp(0, 1)
 
 
 @functools.lru_cache(maxsize=64)
 def _on_device(config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, float]:
+    """Return :func:`frequencies` on a device."""
     radians, factor = frequencies(config)
     return radians.to(device), factor

@@ -1,7 +1,7 @@
-"""Sampling: a token from logits, in tensors on their device. Nothing here waits for the device.
+"""Sampling of a token from logits, in PyTorch on the logits' device. Nothing here waits for the device.
 
-The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state: any device draws the
-same ones, and so do kernels of our own that make many tokens in a launch (``codegen/kernels/sampling.cuh``).
+The random numbers are a function of seed, position and token (:func:`gumbel`), not of a generator's state. Every device
+therefore draws the same ones, and so do the kernels that generate many tokens per launch (``codegen/kernels/sampling.cuh``).
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from onelaunch.errors import ArgumentError, UnknownKeyword
 from onelaunch.wording import shown
 
 LARGEST_SEED = 2**63 - 1
+"""Largest seed: the largest signed 64-bit integer."""
 
 LARGEST = torch.finfo(torch.float32).max
-"""Largest temperature and penalty: kernels take them in float32."""
+"""Largest temperature and penalty, since kernels take them in float32."""
 
 USUAL_TOP_K = 50
-"""Value of ``top_k`` where a model's file asks for sampling without giving one: the default of ``transformers``."""
+"""Value of ``top_k`` if a model's ``generation_config.json`` samples without giving one: the default of ``transformers``."""
 
 COLDEST = 1e-30
-"""Temperature below which nothing changes: 1 over it is still finite in float32, and only the likeliest token is left."""
+"""Temperature to which smaller ones are raised. It leaves only the likeliest token, and its reciprocal is finite in float32."""
 
 Word = TypeVar("Word", int, torch.Tensor)
-"""Unsigned 32-bit word: a number on the host, or integers of a tensor on a device."""
+"""Unsigned 32-bit word: an integer on the host, or an int64 tensor of such integers on a device."""
 
 
 class Choices(TypedDict, total=False):
-    """Fields of :class:`Sampling`, as functions take them."""
+    """Fields of :class:`Sampling`, as keyword arguments of generating functions."""
 
     temperature: float
     top_k: int
@@ -48,30 +49,30 @@ class Choices(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules by which a token is drawn: penalty, temperature, top-k, top-p and min-p, in this order, as in ``transformers``.
+    """Sampling parameters: penalty, temperature, top-k, top-p and min-p, applied in this order, as in ``transformers``.
 
     Raises:
-        ArgumentError: naming the field, what it is and what it has to be.
+        ArgumentError: a field is wrong; the message names it, its value and what it must be.
     """
 
     temperature: float = 0.0
-    """Divisor of the logits; 0 takes the largest logit, and nothing but ``repetition_penalty`` matters then."""
+    """Divisor of the logits. With 0, the largest logit is taken, and only ``repetition_penalty`` still has an effect."""
     top_k: int = 0
-    """Number of the largest logits to keep, with all that equal the last of them; 0 keeps all."""
+    """Number of largest logits to keep, plus all that equal the smallest of these; 0 keeps all."""
     top_p: float = 1.0
-    """Probability to keep: the fewest of the likeliest tokens whose probabilities add up to it."""
+    """Total probability to keep: sampling is restricted to the smallest set of likeliest tokens that reaches it."""
     min_p: float = 0.0
-    """Least probability to keep, as a multiple of the largest one."""
+    """Smallest probability to keep, as a fraction of the largest one."""
     repetition_penalty: float = 1.0
-    """Divisor of the positive logits of tokens that occur in prompt or text so far, and factor of their negative ones."""
+    """Penalty on tokens that occurred before: it divides their positive logits and multiplies their negative ones."""
     seed: int = 0
     """Seed of the noise; the same seed draws the same tokens."""
 
     def __post_init__(self) -> None:
-        for name in Choices.__annotations__:  # numbers of other classes, such as NumPy's, become Python's
+        for name in Choices.__annotations__:  # converts numbers of other classes, such as NumPy's, to Python's
             if not isinstance(value := getattr(self, name), bool) and isinstance(value, numbers.Real):
                 whole = isinstance(value, numbers.Integral)
-                with contextlib.suppress(OverflowError):  # what no float holds is refused below
+                with contextlib.suppress(OverflowError):  # a number beyond the range of float is refused below
                     object.__setattr__(self, name, int(value) if whole else float(value))
         for name, low, high in (("temperature", 0.0, LARGEST), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
             value = getattr(self, name)
@@ -95,20 +96,20 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Flag of sampling that takes the largest of the logits as they are, without a penalty."""
+        """Flag of sampling that takes the largest of the unchanged logits: greedy, without a penalty."""
         return self.greedy and self.repetition_penalty == 1
 
     def words(self, vocabulary: int) -> list[int]:
-        """Return the rules as seven signed 32-bit words for a kernel.
+        """Return the parameters as seven signed 32-bit words for a kernel.
 
-        Numbers are float32. Top-k is 0 where it leaves out none of ``vocabulary`` tokens. In place of min-p stands how far a
-        logit over the temperature may be below the largest.
+        Real numbers are stored as float32. Top-k is 0 if it excludes none of ``vocabulary`` tokens. Min-p is stored as
+        ``-log(min_p)``: the largest distance between a logit divided by the temperature and the largest such logit.
         """
-        coldest = 0.0 if self.greedy else max(self.temperature, COLDEST)
+        temperature = 0.0 if self.greedy else max(self.temperature, COLDEST)
         top_k = self.top_k if self.top_k < vocabulary else 0
         farthest = -math.log(self.min_p) if self.min_p > 0 else math.inf
         packed = struct.pack(
-            "<fIfffII", coldest, top_k, self.top_p, abs(farthest), self.repetition_penalty, self.seed & WORD, self.seed >> 32
+            "<fIfffII", temperature, top_k, self.top_p, abs(farthest), self.repetition_penalty, self.seed & WORD, self.seed >> 32
         )
         return list(struct.unpack("<7i", packed))
 
@@ -118,10 +119,10 @@ def sampling_of(choices: Mapping[str, Any], others: Iterable[str] = ()) -> Sampl
 
     Args:
         choices: Fields of :class:`Sampling` by name.
-        others: Names of the function's other arguments, which a wrong name may have meant.
+        others: Names of the function's other arguments, for the suggestion in the error message.
 
     Raises:
-        UnknownKeyword: a name is none of these fields.
+        UnknownKeyword: a name is not a field of :class:`Sampling`.
         ArgumentError: a value is wrong; the message names it.
     """
     if unknown := [name for name in choices if name not in Choices.__annotations__]:
@@ -130,7 +131,7 @@ def sampling_of(choices: Mapping[str, Any], others: Iterable[str] = ()) -> Sampl
 
 
 def recommended(generation: Mapping[str, Any]) -> Choices:
-    """Return how a ``generation_config.json`` says to draw tokens; without ``do_sample``, only its penalty counts."""
+    """Return the sampling parameters of a ``generation_config.json``; without ``do_sample``, only its penalty counts."""
     drawn = bool(generation.get("do_sample"))
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if drawn else ("repetition_penalty",)
     found: Any = {"temperature": 1.0, "top_k": USUAL_TOP_K} if drawn else {}
@@ -141,9 +142,9 @@ class Sampler:
     """Sampler of one request's tokens.
 
     Args:
-        sampling: Rules by which tokens are drawn.
-        prompt: Tokens so far, ``[T]`` int64, on the device of the logits to come.
-        vocabulary: Number of tokens that there are.
+        sampling: Sampling parameters.
+        prompt: Tokens of the prompt, ``[T]`` int64, on the device of the logits to come.
+        vocabulary: Number of tokens in the vocabulary.
 
     Attributes:
         seen: Flags of the tokens that occurred so far, ``[V]`` bool; ``None`` without a penalty.
@@ -158,13 +159,13 @@ class Sampler:
 
     @functools.cached_property
     def choices(self) -> torch.Tensor | None:
-        """Words of :meth:`Sampling.words` on the device, int32; ``None`` where the largest of the plain logits is taken."""
+        """Words of :meth:`Sampling.words` on the device, int32; ``None`` if the largest of the unchanged logits is taken."""
         if self.sampling.plain:
             return None
         return torch.tensor(self.sampling.words(self._vocabulary), dtype=torch.int32, device=self._device)
 
     def __call__(self, logits: torch.Tensor, position: Word) -> torch.Tensor:
-        """Draw the token ``[1]`` int64 at ``position`` from the logits ``[V]`` float32 before it, and count it as seen."""
+        """Return the token ``[1]`` int64 drawn for ``position`` from its logits ``[V]`` float32, and mark it as seen."""
         if self.seen is not None:
             logits = penalise(logits, self.seen, self.sampling.repetition_penalty)
         if not self.sampling.greedy:
@@ -181,7 +182,7 @@ def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.
 
 
 def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return logits ``[V]`` over the temperature, ``-inf`` where top-k, top-p or min-p leave a token out.
+    """Return logits ``[V]`` divided by the temperature, with ``-inf`` for tokens that top-k, top-p or min-p exclude.
 
     The likeliest token always stays. The largest logit is subtracted first, so that none overflows at a low temperature.
     """
@@ -190,11 +191,11 @@ def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -math.inf)
     if sampling.top_p < 1:
         ordered, tokens = logits.sort(descending=True, stable=True)
-        chances = ordered.softmax(0)
-        before = chances.cumsum(0) - chances
-        out = before >= sampling.top_p
-        out[:1].zero_()
-        logits = logits.masked_fill(torch.empty_like(out).scatter_(0, tokens, out), -math.inf)
+        probabilities = ordered.softmax(0)
+        before = probabilities.cumsum(0) - probabilities
+        excluded = before >= sampling.top_p
+        excluded[:1].zero_()  # keeps the likeliest token, also for top_p = 0
+        logits = logits.masked_fill(torch.empty_like(excluded).scatter_(0, tokens, excluded), -math.inf)
     if sampling.min_p > 0:
         logits = logits.masked_fill(logits < logits.max() + math.log(sampling.min_p), -math.inf)
     return logits
@@ -203,15 +204,18 @@ def warp(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 # Noise
 
 WORD = 0xFFFFFFFF
+"""Mask of a 32-bit word."""
+
 GOLDEN = 0x9E3779B9
+"""2^32 divided by the golden ratio: the increment from the first hash key to the second."""
 
 
 def gumbel(seed: int, position: Word, vocabulary: int, device: torch.device | str) -> torch.Tensor:
-    """Return noise ``[V]`` float32 of Gumbel's distribution: the largest of logits plus noise is a draw from their softmax.
+    """Return Gumbel noise ``[V]`` float32: the argmax of logits plus noise is a sample from their softmax.
 
-    ``-log(-log1p(-v))`` of ``v = (h + 0.5) / 2^32``, kept below 1, where ``h = mix(mix(token + a) ^ b)`` in words of 32 bits, and
-    ``a`` and ``b`` come of seed and position (:func:`keys`). Source: Maddison et al. (2014); the constants of ``mix`` are
-    Wellons's (2018).
+    The noise is ``-log(-log1p(-v))`` with ``v = (h + 0.5) / 2^32``, kept below 1. The hash ``h = mix(mix(token + a) ^ b)`` is
+    computed in 32-bit words; ``a`` and ``b`` depend on seed and position (:func:`keys`). Source: Maddison et al. (2014); the
+    constants of ``mix`` are from Wellons (2018).
     """
     a, b = keys(seed, position)
     words = _mix(_mix(torch.arange(vocabulary, device=device) + a & WORD) ^ b)
@@ -220,14 +224,14 @@ def gumbel(seed: int, position: Word, vocabulary: int, device: torch.device | st
 
 
 def keys(seed: int, position: Word) -> tuple[Word, Word]:
-    """Return two words for a position, mixed from the halves of the seed and the position."""
+    """Return the two hash keys of a position, made from it and the two halves of the seed."""
     first = _mix(_mix(seed & WORD) ^ (seed >> 32))
     second = _mix(first + GOLDEN & WORD)
     return _mix(position ^ first), _mix(position + second & WORD)
 
 
 def _mix(word: Word) -> Word:
-    """Apply a permutation of 32-bit words that leaves no pattern; words in tensors lie in int64."""
+    """Return the hash of a 32-bit word, a permutation of all words; tensors hold their words in int64."""
     word = word ^ word >> 16
     word = word * 0x7FEB352D & WORD
     word = word ^ word >> 15
@@ -236,4 +240,5 @@ def _mix(word: Word) -> Word:
 
 
 def _is_number(value: object) -> bool:
+    """Return whether a value is an integer or a float; a ``bool`` is neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

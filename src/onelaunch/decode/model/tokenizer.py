@@ -1,4 +1,4 @@
-"""Tokenizers, chat templates, and text that is handed out while its tokens still come."""
+"""Tokenizers, chat templates, and incremental decoding of tokens to text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from onelaunch.errors import ArgumentError, CheckpointError, TokenizerMissing
 from onelaunch.wording import in_a_line, shown
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Character that stands in decoded text for one whose bytes are not all there."""
+"""Character by which decoded text replaces an incomplete byte sequence."""
 
 TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja")
-"""Files that hold chat templates: one, or several by name, of which the one named ``default`` is meant."""
+"""Files that hold chat templates. If there are several by name, the one named ``default`` is used."""
 
 TOKENIZER_FILES = (
     *TEMPLATE_FILES, "added_tokens.json", "config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "vocab.json",
@@ -25,14 +25,15 @@ TOKENIZER_FILES = (
 FIXED = (
     "add_generation_prompt", "conversation", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "truncation",
 )  # fmt: skip
-"""Choices of transformers' ``apply_chat_template`` that are not the caller's: the result is a prompt of one text."""
+"""Options of transformers' ``apply_chat_template`` that callers may not set, since the result must be one string."""
 
 
 @contextmanager
 def checkpoint_at_fault(said: str) -> Iterator[None]:
-    """Raise :class:`CheckpointError` with ``said`` and the reason where other packages fail over a model's files.
+    """Raise :class:`CheckpointError` with ``said`` and the reason if another package fails on a model's files.
 
-    They raise nothing narrower than ``Exception``; what panics in Rust, such as a tokenizer, derives from ``BaseException``.
+    Those packages raise nothing narrower than ``Exception``. A panic in Rust code, such as a tokenizer, derives from
+    ``BaseException``.
     """
     try:
         yield
@@ -66,14 +67,14 @@ class TextCodec:
         check_size(path, TOKENIZER_BYTES)
         with checkpoint_at_fault(f"{path} cannot be read"):
             self._tokenizer = Tokenizer.from_file(str(path))
-            self._tokenizer.no_truncation()  # which training leaves behind
+            self._tokenizer.no_truncation()  # tokenizer.json may still hold the truncation used in training
             self._tokenizer.no_padding()
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, with those that the tokenizer puts around it, unless it is :class:`Templated`.
+        """Return the tokens of a text, with the tokenizer's special tokens around it unless it is :class:`Templated`.
 
         Raises:
-            ArgumentError: the text cannot be encoded in UTF-8, as with bytes that were none.
+            ArgumentError: the text cannot be encoded in UTF-8; it holds surrogates, as for input bytes that were not UTF-8.
             CheckpointError: the tokenizer fails.
         """
         try:
@@ -86,7 +87,7 @@ class TextCodec:
             return tuple(self._tokenizer.encode(text, add_special_tokens=not isinstance(text, Templated)).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; special ones, such as the end of a text, have none.
+        """Return the text of tokens; special tokens, such as end tokens, are skipped.
 
         Raises:
             CheckpointError: the tokenizer fails.
@@ -99,10 +100,10 @@ class TextCodec:
 
         Args:
             messages: Messages, each with ``role`` and ``content``.
-            **choices: Variables of the template, such as ``enable_thinking=False`` of Qwen3.
+            **choices: Variables of the template, such as ``enable_thinking=False`` for Qwen3.
 
         Raises:
-            ArgumentError: there are no messages, they are none, or a choice is not the caller's.
+            ArgumentError: ``messages`` is empty or malformed, or an option is one that callers may not set.
             TokenizerMissing: the package ``transformers`` is not installed.
             CheckpointError: the model has no chat template, or one that fails or refuses the messages; or its files are wrong.
         """
@@ -115,7 +116,7 @@ class TextCodec:
         except ImportError:
             raise TokenizerMissing("chat templates need the package transformers, which is not installed") from None
         with checkpoint_at_fault(f"the tokenizer of {self.folder} cannot be read"):
-            # Code that a folder brings is refused without a question, and nothing is fetched.
+            # Code in the folder is refused without asking the user, and nothing is downloaded.
             tokenizer = AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False, local_files_only=True)
         if not tokenizer.chat_template:
             raise CheckpointError(f"{self.folder} has no chat template; pass the prompt as text")
@@ -126,7 +127,7 @@ class TextCodec:
         return Templated(found)
 
     def _check_templates(self) -> None:
-        """Raise unless the files that transformers is about to read are the folder's own, and their templates are text."""
+        """Raise unless the files that transformers reads are entries of the folder, and their chat templates are strings."""
         for name in TOKENIZER_FILES:
             entry(self.folder, name)
         described, alone = (entry(self.folder, name) for name in TEMPLATE_FILES)
@@ -149,26 +150,26 @@ class TextCodec:
 
 
 def _check_messages(messages: object) -> None:
-    """Raise :class:`ArgumentError` unless these are messages of a conversation."""
-    right = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages, (str, bytes))
-    if not right or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):  # pyrefly: ignore
+    """Raise :class:`ArgumentError` unless ``messages`` is a nonempty sequence of mappings with a role."""
+    valid = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages, (str, bytes))
+    if not valid or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):  # pyrefly: ignore
         want = "mappings with role and content, at least one, such as [{'role': 'user', 'content': 'Hello'}]"
         raise ArgumentError(f"messages is {shown(messages)}; it must be {want}.")
 
 
 class Templated(str):
-    """Prompt to which a chat template has given all its special tokens: none is put around it again."""
+    """Prompt from a chat template. It has all its special tokens, so the tokenizer adds none."""
 
     __slots__ = ()
 
 
 class Detokenizer:
-    """Decoder of tokens as they come: a character is handed out once its last byte is there."""
+    """Incremental decoder of tokens: a character is returned once its last byte is known."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._tokens: list[int] = []
-        # Decoding starts at a token of known text, since some tokenizers drop the space before the first token.
+        # Decoding restarts at a token whose text was already returned: some tokenizers drop the space before the first token.
         self._start, self._known = 0, 0
 
     def push(self, token: int) -> str:
@@ -181,18 +182,19 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the text that is left; characters that were never finished become replacement characters."""
+        """Return the remaining text; incomplete characters become replacement characters."""
         text = self._new()
         self._start = self._known = len(self._tokens)
         return text
 
     def _new(self) -> str:
+        """Return the text of the tokens whose text was not returned yet."""
         known = self._codec.decode(self._tokens[self._start : self._known])
         return self._codec.decode(self._tokens[self._start :])[len(known) :]
 
 
 class StopStrings:
-    """Filter that holds text back while it may still become a stop string, and ends it where one is complete."""
+    """Filter that withholds text while it may be the start of a stop string, and cuts the text at a complete one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -201,7 +203,7 @@ class StopStrings:
         """Stop string that ended the text; ``None`` before."""
 
     def push(self, text: str) -> str:
-        """Add text and return what can be handed out now: nothing from the stop string that begins first onward."""
+        """Add text and return the part that can be released: nothing from the earliest stop string onward."""
         if self.found is not None:
             return ""
         self._held += text
@@ -214,11 +216,11 @@ class StopStrings:
         return out
 
     def finish(self) -> str:
-        """Return what was held back for a stop string that did not come."""
+        """Return the withheld text, if no stop string was completed."""
         out, self._held = self._held if self.found is None else "", ""
         return out
 
     def _overlap(self, stop: str) -> int:
-        """Return how many characters at the end of the held text begin ``stop``."""
+        """Return the number of characters at the end of the withheld text that begin ``stop``."""
         longest = min(len(stop) - 1, len(self._held))
         return next((length for length in range(longest, 0, -1) if self._held.endswith(stop[:length])), 0)

@@ -1,4 +1,4 @@
-"""Weights of a model: the tensors of a checkpoint, checked against the configuration, each read once."""
+"""Weights of a model: the tensors of a checkpoint, checked against its configuration and read once each."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Names of the file of a checkpoint in one piece, and of the index of one in several."""
+"""File of a checkpoint that is not sharded, and index file of a sharded one."""
 
 SUFFIX = ".safetensors"
-"""Suffix of every file of weights. Other formats, such as pickles, are never opened."""
+"""Suffix that every weight file must have. Other formats, such as pickles, are never opened."""
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-"""Dtypes of plain weights; tensors of other dtypes are quantized."""
+"""Dtypes of unquantized weights, by their safetensors names."""
 
 LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-"""Beginning of the name that a layer's tensor has in a checkpoint."""
+"""Pattern of the start of a layer's tensor names in a checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class LayerWeights(Bundle):
     """
 
     input_layernorm: torch.Tensor
-    """Factors of the norm before attention, ``[H]``."""
+    """Factors of the RMS norm before attention, ``[H]``."""
     q_proj: torch.Tensor
     """Projection to queries, ``[Q, H]``."""
     k_proj: torch.Tensor
@@ -56,11 +56,11 @@ class LayerWeights(Bundle):
     o_proj: torch.Tensor
     """Projection of attention's output, ``[H, Q]``."""
     q_norm: torch.Tensor
-    """Factors of the norm of each query head, ``[D]``."""
+    """Factors of the RMS norm of each query head, ``[D]``."""
     k_norm: torch.Tensor
-    """Factors of the norm of each key head, ``[D]``."""
+    """Factors of the RMS norm of each key head, ``[D]``."""
     post_attention_layernorm: torch.Tensor
-    """Factors of the norm before the MLP, ``[H]``."""
+    """Factors of the RMS norm before the MLP, ``[H]``."""
     gate_proj: torch.Tensor
     """Projection to the MLP's gate, ``[I, H]``."""
     up_proj: torch.Tensor
@@ -68,7 +68,7 @@ class LayerWeights(Bundle):
     down_proj: torch.Tensor
     """Projection of the MLP's output, ``[H, I]``."""
     q_bias: torch.Tensor | None = None
-    """Bias of the queries, ``[Q]``; biases are there only with ``attention_bias``."""
+    """Bias of the queries, ``[Q]``; only models with ``attention_bias`` have biases."""
     k_bias: torch.Tensor | None = None
     """Bias of the keys, ``[K]``."""
     v_bias: torch.Tensor | None = None
@@ -86,9 +86,9 @@ class Weights(Bundle):
     """Embedding, one row for each token, ``[V, H]``."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    """Factors of the norm before the LM head, ``[H]``."""
+    """Factors of the RMS norm before the LM head, ``[H]``."""
     untied_head: torch.Tensor | None = None
-    """LM head, ``[V, H]``; ``None`` where it is the embedding's matrix."""
+    """LM head, ``[V, H]``; ``None`` if it is tied to the embedding."""
 
     def __post_init__(self) -> None:
         count = instance("config", self.config, ModelConfig).num_hidden_layers
@@ -98,7 +98,7 @@ class Weights(Bundle):
 
     @property
     def lm_head(self) -> torch.Tensor:
-        """Matrix of the LM head, ``[V, H]``: its own or the embedding's."""
+        """Matrix of the LM head, ``[V, H]``: the embedding if they are tied."""
         return self.embed_tokens if self.untied_head is None else self.untied_head
 
     @property
@@ -106,11 +106,11 @@ class Weights(Bundle):
         return self.embed_tokens.device
 
     def check(self) -> None:
-        """Raise unless every tensor is as the configuration says, and contiguous, as kernels read it.
+        """Raise unless every tensor has the shape and dtype of the configuration and is contiguous, as the kernels assume.
 
         Raises:
             ArgumentError: a tensor is missing, or not contiguous.
-            ShapeError, DTypeError, DeviceError: naming the tensor, what it is and what it has to be.
+            ShapeError, DTypeError, DeviceError: a tensor is wrong; the message names it, its value and what it must be.
         """
         tensors = self.tensors()
         for name, _, shape in parts(self.config):
@@ -123,20 +123,20 @@ class Weights(Bundle):
                 raise ArgumentError(f"{what} is not contiguous; use weights.map(torch.Tensor.contiguous).")
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor once, by its name here, such as ``layers.0.q_proj``."""
+        """Return every tensor once, by the name of its field, such as ``layers.0.q_proj``."""
         own = super().tensors()
         for number, layer in enumerate(self.layers):
             own |= {f"layers.{number}.{name}": tensor for name, tensor in layer.tensors().items()}
         return own
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return these weights with ``function`` applied to each tensor; an LM head that is tied stays so."""
+        """Return these weights with ``function`` applied to each tensor; a tied LM head stays tied."""
         tensors = from_tensors(self.config, {name: function(tensor) for name, tensor in self.tensors().items()})
         return replace(self, **{each.name: getattr(tensors, each.name) for each in fields(tensors)})
 
 
 def parts(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield for every tensor of a model its name here, its name in a checkpoint, and its shape."""
+    """Yield the field name, the checkpoint name and the shape of every tensor of a model."""
     H, Q, K = config.hidden_size, config.query_size, config.key_value_size
     I, D, V = config.intermediate_size, config.head_dim, config.vocab_size
     yield "embed_tokens", "model.embed_tokens.weight", (V, H)
@@ -159,7 +159,7 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def from_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Weights:
-    """Return the weights that consist of named tensors, as :meth:`Weights.tensors` names them."""
+    """Return the weights made of named tensors; the names are those of :meth:`Weights.tensors`."""
     names = [field.name for field in fields(LayerWeights)]
     layers = [
         LayerWeights(**{name: tensors[key] for name in names if (key := f"layers.{number}.{name}") in tensors})
@@ -169,7 +169,8 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> We
 
 
 def elements(config: ModelConfig, *, matrices_only: bool = False) -> int:
-    """Return how many numbers a model's weights hold, or its matrices alone; the time does not depend on the number of layers."""
+    """Return the number of elements of a model's weights, or of its matrices alone."""
+    # One layer stands for all, so that the time does not depend on a number of layers that an untrusted file gives.
     shapes = [(name, shape) for name, _, shape in parts(replace(config, num_hidden_layers=1))]
     return sum(
         math.prod(shape) * (config.num_hidden_layers if name.startswith("layers.") else 1)
@@ -179,30 +180,32 @@ def elements(config: ModelConfig, *, matrices_only: bool = False) -> int:
 
 
 def check_header(folder: str | Path, config: ModelConfig) -> None:
-    """Raise unless a folder's files hold the tensors of a configuration: :func:`load_weights` without reading a tensor.
+    """Raise unless a folder's files hold the tensors of a configuration. Only the files' headers are read.
 
     Raises:
-        CheckpointError: as :func:`load_weights`.
+        CheckpointError: The same errors as those of :func:`load_weights`.
     """
     with ExitStack() as opened:
         _open_checked(folder_path("folder", folder), config, torch.device("cpu"), opened)
 
 
 def load_weights(folder: str | Path, config: ModelConfig, device: torch.device | str = "cpu") -> Weights:
-    """Read the weights of a Hugging Face folder: ``model.safetensors``, or the files that ``model.safetensors.index.json`` names.
+    """Read the weights of a Hugging Face folder.
+
+    They are in ``model.safetensors``, or in the shards that ``model.safetensors.index.json`` names.
 
     Every name, shape and dtype is checked by the files' headers before anything is read or allocated, so that a configuration
-    of absurd size is refused at once. Then each tensor is read once, straight to the device, in ``config.dtype``.
+    of absurd size is refused at once. Then each tensor is read once, directly to the device, in ``config.dtype``.
 
     Args:
         folder: Folder of the checkpoint. Its index may name files of this folder only.
-        config: Configuration that the tensors must fit.
-        device: Device to read them to.
+        config: Configuration that the tensors must match.
+        device: Device on which the tensors are placed.
 
     Raises:
         ArgumentError: an argument is of the wrong type.
-        CheckpointError: a file is missing, truncated, no safetensors file or not in the folder; a tensor is missing, quantized or
-            of another shape; or there is a tensor for which the configuration has no place. The message names file and tensor.
+        CheckpointError: a file is missing, truncated, no safetensors file or not in the folder; a tensor is missing, quantized
+            or of another shape; or the files hold a tensor that the configuration lacks. The message names file and tensor.
     """
     folder, where = folder_path("folder", folder), device_of("device", device)
     instance("config", config, ModelConfig)
@@ -213,27 +216,27 @@ def load_weights(folder: str | Path, config: ModelConfig, device: torch.device |
 
 
 def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opened: ExitStack) -> dict[str, Any]:
-    """Open a folder's files, check the headers, and return the open file of each wanted tensor by its name in the checkpoint."""
+    """Open a folder's files, check their headers, and return the open file of each tensor by its checkpoint name."""
     single = entry(folder, SINGLE)
     if single.is_file():
         files = {single: opened.enter_context(_opened(single, device))}
-        homes, missing = dict.fromkeys(files[single].keys(), single), f"{single} has no tensor"
+        file_of, missing = dict.fromkeys(files[single].keys(), single), f"{single} has no tensor"
     else:
-        homes, missing = _indexed(folder), f"{folder / INDEX} names no file for"
+        file_of, missing = _indexed(folder), f"{folder / INDEX} names no file for"
         files = {}
-    _check_layers(folder, config, homes)
+    _check_layers(folder, config, file_of)
     wanted = list(parts(config))
     for _, file_name, _ in wanted:
-        if file_name not in homes:
+        if file_name not in file_of:
             raise CheckpointError(f"{missing} {file_name!r}")
-    for path in dict.fromkeys(homes[file_name] for _, file_name, _ in wanted):
+    for path in dict.fromkeys(file_of[file_name] for _, file_name, _ in wanted):
         if path not in files:
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing, which {INDEX} names")
             files[path] = opened.enter_context(_opened(path, device))
     held = {path: frozenset(file.keys()) for path, file in files.items()}
     for _, file_name, shape in wanted:
-        path = homes[file_name]
+        path = file_of[file_name]
         if file_name not in held[path]:
             raise CheckpointError(f"{path} has no tensor {file_name!r}")
         found = files[path].get_slice(file_name)
@@ -243,11 +246,11 @@ def _open_checked(folder: Path, config: ModelConfig, device: torch.device, opene
         if found.get_dtype() not in FLOATS:
             raise CheckpointError(f"{file_name} of {path} is {found.get_dtype()}; weights must be one of {listing(FLOATS)}")
     _check_rest(config, held, {file_name for _, file_name, _ in wanted})
-    return {file_name: files[homes[file_name]] for _, file_name, _ in wanted}
+    return {file_name: files[file_of[file_name]] for _, file_name, _ in wanted}
 
 
 def _check_layers(folder: Path, config: ModelConfig, names: Iterable[str]) -> None:
-    """Raise where the configuration has more layers than a checkpoint has tensors of, before anything loops over them."""
+    """Raise if the configuration has more layers than the checkpoint, before anything loops over an absurd number of them."""
     there = {int(found[1]) for name in names if (found := LAYER.match(name))}
     if config.num_hidden_layers > len(there):
         raise CheckpointError(
@@ -257,8 +260,8 @@ def _check_layers(folder: Path, config: ModelConfig, names: Iterable[str]) -> No
 
 
 def _check_rest(config: ModelConfig, held: Mapping[Path, frozenset[str]], wanted: set[str]) -> None:
-    """Raise where a file has tensors of the model for which the configuration has no place: the text would be another model's."""
-    free = {"lm_head.weight"} if config.tie_word_embeddings else set()  # some write a tied head too
+    """Raise if a file has tensors that the configuration lacks: such a model would compute something else."""
+    free = {"lm_head.weight"} if config.tie_word_embeddings else set()  # some checkpoints store a tied head as well
     for path, names in held.items():
         rest = sorted(name for name in names - wanted - free if name.startswith("model.") or name == "lm_head.bias")
         if rest := [name for name in rest if not name.endswith("rotary_emb.inv_freq")]:
@@ -267,9 +270,9 @@ def _check_rest(config: ModelConfig, held: Mapping[Path, frozenset[str]], wanted
 
 
 def random_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
-    """Draw weights so that activations stay of unit scale; the same seed gives the same values on a device.
+    """Return random weights that keep activations at unit scale; the same seed gives the same values on a device.
 
-    Matrices have variance 1 / inputs, the factors of norms lie around 1, biases around 0.
+    Matrices have variance 1 / inputs. The factors of norms are drawn around 1, and biases around 0.
 
     Raises:
         ArgumentError: an argument is of the wrong type.
@@ -288,7 +291,7 @@ def random_weights(config: ModelConfig, seed: int = 0, device: torch.device | st
 
 
 def _indexed(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor by a folder's index, every one of them an entry of the folder."""
+    """Return the file of each tensor by a folder's index, each checked to be an entry of the folder."""
     index = entry(folder, INDEX)
     if not index.is_file():
         pickled = next((each.name for each in folder.glob("*.bin") if each.name.startswith("pytorch_model")), "")
@@ -310,7 +313,7 @@ def _indexed(folder: Path) -> dict[str, Path]:
 
 
 def _opened(path: Path, device: torch.device) -> Any:
-    """Open a file and read its header; return a context, which closes the file."""
+    """Open a file, read its header, and return a context manager that closes the file."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:

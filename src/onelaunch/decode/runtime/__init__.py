@@ -1,1 +1,1 @@
-"""Execution of requests: engines, sessions, CUDA graphs, device memory, and the loading of kernels."""
+"""Execution of requests: engines, sessions, CUDA graphs, device memory, plan proofs, and loading of kernels."""

@@ -1,4 +1,8 @@
-"""Engines: a request in, its tokens out. PyTorch's works everywhere; a variant of ``decode_step`` may bring its own."""
+"""Engines, which run requests and yield their tokens.
+
+:class:`TorchEngine` works on every device. A variant of ``decode_step`` may register an engine of its own, as the megakernel's
+variants do with :class:`KernelEngine`. :func:`make_engine` chooses.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +34,17 @@ from onelaunch.operation import Query
 if TYPE_CHECKING:
     from onelaunch.decode.runtime.session import Session
 
-BATCH = 16
-"""Tokens of one launch. The host then has to act every few milliseconds."""
+TOKENS_PER_LAUNCH = 16
+"""Tokens generated per launch. The host then has to act only every few milliseconds."""
 
 TYPICAL_POSITION = 256
-"""Position at which the variant is chosen that decides which engine runs a request."""
+"""Position for which the dispatcher chooses the variant whose engine runs a model's requests."""
 
 
 class TorchEngine:
-    """Engine of prefill by PyTorch, then ``decode_step`` token by token; the device is one step ahead of the host.
+    """Engine that prefills with PyTorch, then calls ``decode_step`` token by token; the device runs one step ahead of the host.
 
-    A short prompt goes through ``decode_step`` too; how short, the variant says
+    A short prompt is read by ``decode_step`` too. The variant gives the longest such prompt
     (:func:`onelaunch.decode.step.capabilities.prompt_steps`).
 
     Args:
@@ -54,12 +58,13 @@ class TorchEngine:
 
     @property
     def config(self) -> ModelConfig:
+        """Configuration of the model."""
         return self.weights.config
 
-    @torch.inference_mode(mode=False)  # what is kept for the next request must be of use to it too
+    @torch.inference_mode(mode=False)  # cached tensors must be usable outside of inference mode too
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
-        """See :class:`onelaunch.decode.Engine`."""
+        """Yield the tokens of a request as :class:`onelaunch.decode.Engine` specifies."""
         device = self.weights.device
         prompt = torch.tensor(request.prompt, device=device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
@@ -72,13 +77,13 @@ class TorchEngine:
                 logits, _, _ = decode_step(token, self.weights, cache, variant=self.variant)
                 cache = cache.with_length(cache.length + 1)
                 token, step = sampler(logits, cache.length), self._last_step()
-            (known,) = pending.wait()
-            yield known
-            if known in request.ends:
+            (token_on_host,) = pending.wait()
+            yield token_on_host
+            if token_on_host in request.ends:
                 return
 
     def _read(self, prompt: torch.Tensor) -> tuple[torch.Tensor, KVCache]:
-        """Return logits ``[V]`` after a prompt ``[T]``, and its cache."""
+        """Read a prompt ``[T]``, and return the logits ``[V]`` after it and its cache."""
         with room_for(f"a cache of {len(prompt)} positions", self.weights.device):
             cache = KVCache.empty(self.config, len(prompt), self.weights.device)
         if len(prompt) > self._prompt_steps():
@@ -91,29 +96,30 @@ class TorchEngine:
         return logits, cache
 
     def _prompt_steps(self) -> int:
-        """Return the longest prompt that single steps read sooner than PyTorch reads it at once."""
+        """Return the longest prompt, in tokens, that single steps read sooner than PyTorch's prefill."""
         chosen = dispatch.pick(self.variant, typical_query(self.config, self.weights.device))
         return capabilities.prompt_steps(chosen, self.config)
 
     def _grown(self, cache: KVCache, positions: int) -> KVCache:
+        """Return a cache with room for ``positions`` positions and the same contents."""
         with room_for(f"a cache of {positions} positions", self.weights.device):
             return cache.grown(self.config, positions)
 
     def _last_step(self) -> Pending | None:
-        """Return the pending state of the last step, which raises its error; ``None`` where steps have none."""
+        """Return the pending state of the last step, which raises the step's error; ``None`` if steps leave none."""
         return None
 
 
 class KernelEngine(TorchEngine):
-    """Engine of a rung: the prompt as :class:`TorchEngine` reads it, then many tokens per launch of the kernel.
+    """Engine of the megakernel: it reads the prompt like :class:`TorchEngine`, then generates many tokens per launch.
 
-    A rung of a launch per phase takes the largest logit only; other sampling goes step by step there.
+    A plan with a launch per phase (``graph``) can only take the largest logit. With other sampling it runs step by step.
     """
 
-    @torch.inference_mode(mode=False)  # what is kept for the next request must be of use to it too
+    @torch.inference_mode(mode=False)  # cached tensors must be usable outside of inference mode too
     @torch.no_grad()
     def run(self, request: Request) -> Generator[int, None, None]:
-        """See :class:`onelaunch.decode.Engine`."""
+        """Yield the tokens of a request as :class:`onelaunch.decode.Engine` specifies."""
         if RUNGS[self.variant].separate and not request.sampling.plain:
             yield from super().run(request)
             return
@@ -121,26 +127,28 @@ class KernelEngine(TorchEngine):
         prompt = torch.tensor(request.prompt, device=device)
         sampler = Sampler(request.sampling, prompt, self.config.vocab_size)
         by_steps = len(prompt) <= self._prompt_steps()
-        # No other request may clear an error of these steps before its copy is on its way.
+        # The lock keeps other requests from clearing an error of these steps before its copy to the host is enqueued.
         with session.lock if by_steps else contextlib.nullcontext():
             logits, cache = self._read(prompt)
             sequence, made = session.sequence(cache, sampler(logits, cache.length), sampler), 1
-            batches = deque([Pending(device, sequence.token, logits, session if by_steps else None)])
-        while batches:
-            while len(batches) < 2 and made < request.max_new_tokens:  # the device works on one while the host yields another
-                count = min(BATCH, request.max_new_tokens - made)
+            launches = deque([Pending(device, sequence.token, logits, session if by_steps else None)])
+        while launches:
+            # The device runs one launch while the host yields the tokens of another.
+            while len(launches) < 2 and made < request.max_new_tokens:
+                count = min(TOKENS_PER_LAUNCH, request.max_new_tokens - made)
                 sequence.cache = self._grown(sequence.cache, sequence.cache.length + count)
                 with sequence:
                     sequence.step(count)
-                    batches.append(sequence.copy_tokens())
+                    launches.append(sequence.copy_tokens())
                 made += count
-            for known in batches.popleft().wait():
-                yield known
-                if known in request.ends:
+            for token in launches.popleft().wait():
+                yield token
+                if token in request.ends:
                     return
 
     def _session(self) -> Session:
-        from onelaunch.decode.runtime.kernels import session_for  # with NumPy, which only those need who run kernels
+        """Return the session of this engine's variant and weights."""
+        from onelaunch.decode.runtime.kernels import session_for  # imports NumPy, which only running kernels needs
 
         return session_for(self.weights, self.variant)
 
@@ -149,19 +157,20 @@ class KernelEngine(TorchEngine):
 
 
 def typical_query(config: ModelConfig, device: torch.device) -> Query:
-    """Return the query of the step that decides which engine runs a model's requests."""
+    """Return the query by which the dispatcher chooses the variant whose engine runs a model's requests."""
     return key_of(config, min(TYPICAL_POSITION, config.max_position_embeddings - 1), str(device))
 
 
 def engine_bytes(config: ModelConfig, device: torch.device, variant: str = AUTO) -> int:
-    """Return the most bytes that the engine of a variant takes on the device in addition to the weights."""
+    """Return the most bytes that a variant's engine takes on the device in addition to the weights."""
     return capabilities.engine_bytes(dispatch.pick(variant, typical_query(config, device)), config)
 
 
 def engine_that_fits(config: ModelConfig, device: torch.device, room: int) -> str:
-    """Return ``"auto"`` if its engine takes at most ``room`` bytes beside the weights, else the next variant whose engine does.
+    """Return ``"auto"`` if its engine needs at most ``room`` bytes in addition to the weights, else the next variant that fits.
 
-    Then a :class:`~onelaunch.errors.FallbackNotice` says so. Where none fits it is ``"auto"`` again, for its error.
+    A :class:`~onelaunch.errors.FallbackNotice` reports the second case. If no variant fits, the result is ``"auto"``, so that
+    the caller's error is about the preferred variant.
     """
     need, query = engine_bytes(config, device), typical_query(config, device)
     if need <= room:
@@ -171,21 +180,21 @@ def engine_that_fits(config: ModelConfig, device: torch.device, room: int) -> st
         variant = decode_step.variants[name]
         able = name != chosen and variant.why_not(query) is None and variant.capabilities.automatic
         if able and engine_bytes(config, device, name) <= room:
-            said = (
+            reason = (
                 f"{chosen} keeps the weights a second time, {need / 1e9:.1f} GB, and there is room for {max(room, 0) / 1e9:.1f}"
             )
-            warnings.warn(f"{said}; {name} runs instead.", FallbackNotice, stacklevel=3)
+            warnings.warn(f"{reason}; {name} runs instead.", FallbackNotice, stacklevel=3)
             return name
     return AUTO
 
 
 def make_engine(weights: Weights, variant: str = AUTO) -> Engine:
-    """Return the engine of a variant of ``decode_step``: the one that the variant brings, else PyTorch's.
+    """Return the engine of a variant of ``decode_step``: the one that the variant registers, else :class:`TorchEngine`.
 
     On a GPU, a :class:`~onelaunch.errors.FallbackNotice` says why the engine that ``"auto"`` would prefer cannot run there.
 
     Raises:
-        UnknownVariant, VariantUnsupported: as :func:`decode_step`.
+        UnknownVariant, VariantUnsupported: there is no such variant, or it cannot run this model on this device.
     """
     query = typical_query(weights.config, weights.device)
     chosen = dispatch.pick(variant, query)

@@ -1,4 +1,4 @@
-"""CUDA graphs: how a step is captured, and the cache of captured steps."""
+"""CUDA graphs: the capture of a step, and a cache of captured steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Result = TypeVar("Result")
 
 
 class GraphCache(Generic[Captured]):
-    """Cache of captured steps that drops the least recently used one. Its owner holds a lock around each use.
+    """Cache of captured steps that drops the least recently used one.
+
+    It is not thread-safe: the owner holds a lock around each use.
 
     Args:
         capacity: Number of captured steps to keep.
@@ -23,20 +25,20 @@ class GraphCache(Generic[Captured]):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._steps: OrderedDict[Hashable, Captured] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._steps)
 
     def get(self, key: Hashable, make: Callable[[], Captured]) -> Captured:
-        """Return what was captured for ``key``; capture it with ``make`` if it is not here."""
-        kept = self._kept
-        if key not in kept:
-            kept[key] = make()
-            while len(kept) > self.capacity:
-                kept.popitem(last=False)
-        kept.move_to_end(key)
-        return kept[key]
+        """Return the step captured for ``key``; if there is none, capture it with ``make``."""
+        steps = self._steps
+        if key not in steps:
+            steps[key] = make()
+            while len(steps) > self.capacity:
+                steps.popitem(last=False)
+        steps.move_to_end(key)
+        return steps[key]
 
 
 def capture_on_new_stream(
@@ -47,8 +49,8 @@ def capture_on_new_stream(
     Args:
         step: Function to capture.
         device: Device of its work.
-        warm_up: Flag to call the function once before, on the stream of the capture, so that compiling and the allocation of
-            workspaces are not captured.
+        warm_up: Flag to call the function once before the capture, on the same stream, so that compilation and the allocation
+            of workspaces are not captured.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""Loading of the decode kernels: compiled for a plan, loaded on a device, and made into a session with its buffers."""
+"""Compilation and loading of the decode kernels, and the sessions that own a loaded kernel and its buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from onelaunch.launch.launch import CudaKernel, CudaLaunch, Mma
 
 
 def kernels_of(plan: Plan, tuning: Tuning | None = None) -> dict[Phase | None, CudaKernel]:
-    """Return the kernels of a plan: one for the first phase of each operation, or one for all, by ``None``."""
+    """Return the kernels of a plan by phase. The key is ``None`` for a plan of one kernel.
+
+    A plan with a launch per phase has a kernel for each operation, under the first phase with that operation.
+    """
     tuning = tuning or Tuning()
     phases: tuple[Phase | None, ...] = tuple({phase.op: phase for phase in plan.phases()}.values()) if plan.separate else (None,)
     return {
@@ -32,15 +35,15 @@ def kernels_of(plan: Plan, tuning: Tuning | None = None) -> dict[Phase | None, C
 
 
 class StepKernel:
-    """Kernel of a plan, compiled and loaded; for a plan of a launch per phase, one kernel for each phase.
+    """Compiled and loaded kernel of a plan; for a plan with a launch per phase, one kernel for each operation.
 
     Args:
-        plan: Plan, checked for the device.
+        plan: Plan that was checked for the device.
         tuning: Settings of the ring of weight chunks.
         device: NVIDIA GPU.
 
     Raises:
-        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.cuda.load`.
+        CompilerMissing, CompileError, DriverError: the kernel cannot be compiled or loaded, see :func:`onelaunch.cuda.load`.
     """
 
     def __init__(self, plan: Plan, tuning: Tuning, device: torch.device) -> None:
@@ -48,17 +51,17 @@ class StepKernel:
         self._device = device
         self._kernels = {phase and phase.op: kernel for phase, kernel in kernels_of(plan, tuning).items()}
         for kernel in self._kernels.values():
-            kernel.on(device)  # loaded before anything is captured in a graph
+            kernel.on(device)  # loads the kernel now, before a graph that contains it is captured
         self._sampling_proved = False
 
     def launch(self, arguments: list[torch.Tensor | None], capacity: int, count: int, position: int) -> None:
-        """Enqueue the launches of some tokens on the current stream.
+        """Enqueue the launches of ``count`` tokens on the current stream.
 
         Args:
             arguments: Tensors as :meth:`onelaunch.decode.runtime.memory.Memory.arguments` returns them.
             capacity: Capacity of the cache, in positions.
-            count: Number of tokens; 1 for a plan of a launch per phase.
-            position: Position of the first token, or -1 for the one where the last launch ended.
+            count: Number of tokens; 1 for a plan with a launch per phase.
+            position: Position of the first token, or -1 to continue where the last launch ended.
         """
         if not self.plan.separate:
             grid = (self.plan.ctas, 1, 1)
@@ -76,49 +79,52 @@ class StepKernel:
             self._sampling_proved = True
 
 
-def make_session(weights: Weights, rung: str, tuning: Tuning | None = None) -> Session:
-    """Return a new session of a model: weights repacked, kernel compiled and loaded, buffers allocated.
+def make_session(weights: Weights, level: str, tuning: Tuning | None = None) -> Session:
+    """Repack a model's weights, compile and load the kernel, allocate its buffers, and return the session that owns them.
 
     Args:
         weights: Weights on an NVIDIA GPU.
-        rung: Name from :data:`onelaunch.decode.plan.rungs.RUNGS`.
+        level: Optimization level, a name from :data:`onelaunch.decode.plan.rungs.RUNGS`.
         tuning: Settings of the ring of weight chunks.
 
     Raises:
         PlanError: the plan cannot run on this device.
-        DeviceMemoryError: there is no room for the weights a second time.
-        CompilerMissing, CompileError, DriverError: as :func:`onelaunch.cuda.load`.
+        DeviceMemoryError: the device has no memory left for a second copy of the weights or for the buffers.
+        CompilerMissing, CompileError, DriverError: the kernel cannot be compiled or loaded, see :func:`onelaunch.cuda.load`.
     """
     tuning, device = tuning or Tuning(), weights.device
-    plan = checked_plan(weights.config, rung, processors(device), tuning)
+    plan = checked_plan(weights.config, level, processors(device), tuning)
     constants = _constants(weights, plan)
-    with room_for("what the CTAs of a launch tell each other", device):
-        memory = Memory(plan, constants, weights.config.max_position_embeddings, stamps=tuning.stamps)
+    with room_for("the buffers through which CTAs exchange data", device):
+        memory = Memory(plan, constants, weights.config.max_position_embeddings, markers=tuning.stamps)
     return Session(StepKernel(plan, tuning, device), memory)
 
 
 @torch.inference_mode(mode=False)
 @torch.no_grad()
-def session_for(weights: Weights, rung: str) -> Session:
-    """Return the session of a rung for a model, kept as long as the weights exist. Weights written to since are repacked."""
+def session_for(weights: Weights, level: str) -> Session:
+    """Return the cached session of an optimization level for a model.
+
+    It is kept as long as the weights exist. Weights that were written to since the last call are repacked.
+    """
     with MODELS.making:
         sessions = MODELS.kernels(weights).sessions
-        if rung not in sessions:
-            sessions[rung] = make_session(weights, rung)
-        return sessions[rung]
+        if level not in sessions:
+            sessions[level] = make_session(weights, level)
+        return sessions[level]
 
 
 def _constants(weights: Weights, plan: Plan) -> Constants:
-    """Return the repacked weights of a plan; plans that cut a model's matrices alike share them."""
+    """Return the repacked weights of a plan. Plans that divide the matrices among CTAs in the same way share them."""
     key = (
         plan.ctas,
         plan.blocks,
         *(phase.shares[cta].units for phase in plan.phases() for cta in range(plan.ctas) if phase.op in PRODUCTS),
     )
-    kept = MODELS.kernels(weights).constants
-    if key not in kept:
-        with room_for("the weights in the order of their use", weights.device):
-            # Another object of the same tensors: what is kept for a model must not keep the model itself alive.
+    cached = MODELS.kernels(weights).constants
+    if key not in cached:
+        with room_for("a second copy of the weights, in the order in which CTAs stream them", weights.device):
+            # A new object with the same tensors: a cache entry that held the model itself would keep it alive.
             own, stream = weights.map(lambda tensor: tensor), pack(weights, plan)
-            kept[key] = plan, Constants.of(own, stream, weights.config.max_position_embeddings)
-    return kept[key][1]
+            cached[key] = plan, Constants.of(own, stream, weights.config.max_position_embeddings)
+    return cached[key][1]

@@ -1,4 +1,4 @@
-"""Device memory of the decode kernels: repacked weights, tables, and buffers for CTAs and launches to exchange data."""
+"""Device memory of the decode kernels: repacked weights, tables, and the buffers through which CTAs exchange data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ from onelaunch.decode.plan.packing import Stream, pack
 from onelaunch.decode.plan.phases import ROUNDS, Plan
 
 STATE_WORDS, ERROR = 4, 3
-"""Words of the kernel's state (position, tokens, barriers, error), and the index of the error."""
+"""Number of words of the kernel's state (position, tokens, barriers, error), and the index of the error word.
+
+The enumerations in ``codegen/kernels/step.cu`` have the same values.
+"""
 
 OUT_OF_RANGE = 2
-"""Error of a sum out of the range of its words; every other error is a wait that was given up."""
+"""Error code of a fixed-point sum that left its range. The only other code means that a wait timed out."""
 
 COUNTER_WORDS = 32
-"""Words between two counters, so that each has 128 bytes to itself."""
+"""Distance between two counters in 32-bit words, so that each counter has 128 bytes to itself."""
 
 
 def norms_of(weights: Weights) -> torch.Tensor:
-    """Return the factors of all norms: per layer those before attention and MLP, of queries and of keys; then the last."""
+    """Return the factors of all RMS norms in one row.
+
+    Each layer has those before attention, before the MLP, of queries, and of keys; the norm before the LM head comes last.
+    """
     parts = [
         part
         for layer in weights.layers
@@ -35,18 +41,21 @@ def norms_of(weights: Weights) -> torch.Tensor:
 
 
 def rotations_of(weights: Weights, positions: int) -> torch.Tensor:
-    """Return cosines, then sines, of each position's angles, ``[positions, D]`` float32."""
+    """Return the RoPE table, ``[positions, D]`` float32: cosines, then sines, of each position's angles."""
     return torch.cat(rotation(weights.config, torch.arange(positions, device=weights.device), torch.float32), -1).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """Tensors that depend on the model, on how a plan cuts its matrices, and on the context, and not on a sequence."""
+    """Read-only tensors of a model, for one division of its matrices among CTAs. All sequences share them."""
 
     weights: Weights
     stream: Stream
+    """Repacked weights: one contiguous stream per CTA."""
     norms: torch.Tensor
+    """Factors of all RMS norms, see :func:`norms_of`."""
     rotations: torch.Tensor
+    """RoPE table, see :func:`rotations_of`."""
 
     @classmethod
     def of(cls, weights: Weights, stream: Stream, context: int) -> Constants:
@@ -54,33 +63,45 @@ class Constants:
         return cls(weights, stream, norms_of(weights), rotations_of(weights, context))
 
     def renew(self, plan: Plan) -> None:
-        """Make them again from what the weights hold now, at the same addresses."""
+        """Rewrite the tensors in place from the current weights; CUDA graphs may hold their addresses."""
         pack(self.weights, plan, self.stream)
         self.norms.copy_(norms_of(self.weights))
 
 
 class Memory:
-    """Buffers of one plan, which hold one sequence at a time."""
+    """Buffers of one plan. They hold the state of one sequence at a time.
 
-    def __init__(self, plan: Plan, constants: Constants, context: int, *, stamps: bool = False) -> None:
+    Args:
+        plan: Plan whose kernel uses the buffers.
+        constants: Repacked weights and tables.
+        context: Largest number of positions of a sequence.
+        markers: Flag to add room for profile markers to :attr:`state`.
+    """
+
+    def __init__(self, plan: Plan, constants: Constants, context: int, *, markers: bool = False) -> None:
         device = constants.weights.device
         arrivals = arrivals_table(plan)
         self.plan, self.constants, self.context = plan, constants, context
         self.shares = torch.tensor(shares_table(plan), dtype=torch.int32, device=device)
+        """Work assignment of each CTA in each phase, first and last unit."""
         self.arrivals = torch.tensor(arrivals or [0], dtype=torch.int32, device=device)
+        """Number of CTAs that increment each counter per use."""
         self.tokens = torch.zeros(context + 1, dtype=torch.int32, device=device)
-        """Tokens by position; the kernel reads the one at its position and writes the next."""
+        """Tokens by position; the kernel reads the token at its position and writes the next one."""
         self.words = torch.zeros(word_offsets(plan)["end"], dtype=torch.float32, device=device)
+        """Float32 words through which CTAs exchange vectors; some plans use them as flag-in-data words."""
         self.best = torch.zeros(3 * plan.ctas, dtype=torch.int64, device=device)
-        """Candidates of each CTA: two sets that alternate, and the sampled ones."""
-        self.tallies = torch.zeros(ROUNDS * BINS, dtype=torch.int64, device=device)
+        """Best token candidate of each CTA: two sets that alternate from token to token, then the set for sampled tokens."""
+        self.histograms = torch.zeros(ROUNDS * BINS, dtype=torch.int64, device=device)
+        """Histogram of each radix-select pass, ``[ROUNDS][BINS]``; zero between tokens."""
         self.counters = torch.zeros(COUNTER_WORDS * (1 + len(arrivals)), dtype=torch.int32, device=device)
-        """Counters of grid barriers, then those of key heads."""
-        self.state = torch.zeros(STATE_WORDS + stamps * plan.ctas * marker_words(plan), dtype=torch.int32, device=device)
+        """Counter of the grid barrier, then the semaphores of key heads."""
+        self.state = torch.zeros(STATE_WORDS + markers * plan.ctas * marker_words(plan), dtype=torch.int32, device=device)
+        """State of the kernel: position, tokens so far, grid barriers so far, error; then profile markers, if there are any."""
 
     def reset(self) -> None:
-        """Clear the buffers after an error, since some count on over launches."""
-        for tensor in (self.words, self.best, self.tallies, self.counters, self.state):
+        """Clear the buffers after an error, since counters and tags continue from launch to launch."""
+        for tensor in (self.words, self.best, self.histograms, self.counters, self.state):
             tensor.zero_()
 
     def arguments(
@@ -89,16 +110,16 @@ class Memory:
         """Return the tensors in the order of the kernel's arguments.
 
         Args:
-            cache: Cache with room for the tokens that are made.
-            logits: Logits to write, ``[V]`` float32.
-            token: First token, ``[1]`` int64; ``None`` for the one that :attr:`tokens` has at the position.
-            sampler: Rules for new tokens, with the tokens seen so far, to which the launch adds its own; ``None`` takes the
+            cache: Cache with room for the tokens that the launch generates.
+            logits: Output for the last token's logits, ``[V]`` float32.
+            token: First token, ``[1]`` int64; ``None`` for the token that :attr:`tokens` has at the position.
+            sampler: Sampling parameters and the tokens seen so far, to which the launch adds its own; ``None`` takes the
                 largest logit.
         """
         constants = self.constants
-        chosen = (None, None) if sampler is None else (sampler.choices, sampler.seen)
+        sampling = (None, None) if sampler is None else (sampler.choices, sampler.seen)
         return [
             constants.stream.data, constants.stream.starts, self.shares, self.arrivals, constants.weights.embed_tokens,
             constants.norms, constants.rotations, cache.keys, cache.values, token, self.tokens, self.words, self.best,
-            self.counters, self.state, logits, *chosen, self.tallies,
+            self.counters, self.state, logits, *sampling, self.histograms,
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Registry of what the runtime makes once for a model: repacked weights, sessions and captured steps."""
+"""Registry of the objects that the runtime makes once per model: repacked weights, sessions, and captured steps."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from onelaunch.decode.runtime.session import Session, StreamOrder
 Captured = TypeVar("Captured")
 
 GRAPHS = 16
-"""Captured steps of PyTorch kept for a model: one for each window of positions, and for each cache that sequences use."""
+"""Captured PyTorch steps to keep for a model: one for each attention window and each cache that sequences use."""
 
 
 class PreparedKernels:
-    """Everything that the kernels of a model need on its device.
+    """Repacked weights and sessions of a model's kernels on its device.
 
-    Once the weights are written to, it is made again at the same addresses, since CUDA graphs hold them.
+    After a write to the weights they are repacked in place, since CUDA graphs hold the addresses.
 
     Args:
-        weights: Weights, as their configuration says and contiguous.
+        weights: Weights whose shapes and dtypes match their configuration; all must be contiguous.
 
     Attributes:
-        constants: Plan and repacked weights, for each way to cut the matrices.
-        sessions: Session of each rung.
+        constants: Plan and repacked weights, by the key of a division of the matrices among CTAs.
+        sessions: Session of each optimization level, by its name.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError, DeviceError: kernels would misread the weights.
+        ArgumentError, ShapeError, DTypeError, DeviceError: the weights do not match, and the kernels would misread them.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -52,19 +52,19 @@ class PreparedKernels:
         self._written = writes
 
     def _writes(self) -> int:
-        """Return how often PyTorch wrote to the tensors in place."""
+        """Return how often PyTorch wrote to the tensors in place: the sum of their version counters."""
         return sum([tensor._version for tensor in self._tensors if not tensor.is_inference()])  # noqa: SLF001
 
 
 class CapturedSteps(Generic[Captured]):
-    """Steps in PyTorch that are captured for a model. Sequences share their memory.
+    """PyTorch steps that were captured for a model. All sequences share their memory.
 
     Args:
         device: Device of the weights.
 
     Attributes:
         lock: Lock held from the search for a step until its replay is enqueued.
-        order: Order of the streams that replay.
+        order: Stream order of the replays.
         graphs: Captured steps.
     """
 
@@ -75,11 +75,11 @@ class CapturedSteps(Generic[Captured]):
 
 
 class Models:
-    """Registry of what is kept for models, by their weights and for as long as these exist.
+    """Registry of prepared kernels and captured steps. The key is a model's weights; an entry exists as long as they do.
 
     Attributes:
-        making: Re-entrant lock held while something is made for a model's kernels. Without it, two threads that start at once
-            would repack the weights twice.
+        making: Re-entrant lock held while kernels are prepared. Without it, two threads that start at once would repack the
+            weights twice.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Models:
         self._captured: WeakKeyDictionary[Weights, CapturedSteps[Any]] = WeakKeyDictionary()
 
     def kernels(self, weights: Weights) -> PreparedKernels:
-        """Return what the kernels of a model need, made from what the weights hold now. The caller holds :attr:`making`."""
+        """Return a model's prepared kernels, repacked if the weights changed. The caller holds :attr:`making`."""
         found = self._kernels.get(weights)
         if found is None:
             found = self._kernels[weights] = PreparedKernels(weights)
@@ -101,7 +101,7 @@ class Models:
         return self._captured.setdefault(weights, CapturedSteps(weights.device)) if found is None else found
 
     def discard(self, weights: Weights) -> None:
-        """Drop everything that is kept for a model."""
+        """Drop a model's entries."""
         with self.making:
             self._kernels.pop(weights, None)
             self._captured.pop(weights, None)

@@ -1,4 +1,4 @@
-"""Proofs of plans for a device: that a plan is sound is checked before its kernel runs, and kept in the cache folder."""
+"""Proofs that a plan is sound on a device. They run before its kernel does, and the cache folder records their success."""
 
 from __future__ import annotations
 
@@ -18,82 +18,97 @@ from onelaunch.decode.plan.rungs import RUNGS, plan_for
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 
 REGISTERS = 168
-"""Most registers of a thread: nine warps share the registers of an SM's four partitions."""
+"""Most registers per thread.
+
+Nine warps are distributed over the four partitions of an SM, so that one partition hosts three: 16,384 / 96 threads, rounded
+down to a multiple of eight.
+"""
 
 SAMPLED = (ROUNDS, 0, ROUNDS)
-"""Radix-select passes of the tokens in a row whose sampling is checked; how many a token takes depends on its logits."""
+"""Numbers of radix-select passes of the consecutive tokens in the sampling check.
+
+A token's number depends on its logits, so the most and the fewest are checked one after the other.
+"""
 
 PLANNED = tuple(name for name in SIZES if name != "max_position_embeddings")
-"""Fields of a configuration that plans depend on."""
+"""Fields of a configuration on which plans depend."""
 
 IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(onelaunch\.decode[\w.]*|\.)", re.MULTILINE)
-"""Pattern of an import of a module of decoding."""
+"""Pattern of an import of a module of this package."""
 
 
-def checked_plan(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> Plan:
-    """Return the plan of a rung for a device with ``ctas`` SMs.
+def checked_plan(config: ModelConfig, level: str, ctas: int, tuning: Tuning) -> Plan:
+    """Return the plan of an optimization level for a device with ``ctas`` SMs, after it was proved sound.
 
     Raises:
-        PlanError: the plan is not sound there.
+        PlanError: the plan is not sound on such a device.
     """
-    _check(_planned(config), rung, ctas, tuning)
-    return plan_for(config, rung, ctas)
+    _check(_planned(config), level, ctas, tuning)
+    return plan_for(config, level, ctas)
 
 
-def check_sampling(config: ModelConfig, rung: str, ctas: int) -> None:
-    """Raise :class:`~onelaunch.errors.PlanError` unless a rung's plan is sound for sampled tokens.
+def check_sampling(config: ModelConfig, level: str, ctas: int) -> None:
+    """Raise :class:`~onelaunch.errors.PlanError` unless a level's plan is sound for sampled tokens.
 
-    It takes as long as the check of greedy tokens, so it runs when the first token is sampled.
+    The check takes as long as that of greedy tokens, so it runs only when the first token is sampled.
     """
-    _check_sampling(_planned(config), rung, ctas)
+    _check_sampling(_planned(config), level, ctas)
 
 
 def room_of(plan: Plan, tuning: Tuning, ctas: int) -> Room:
-    """Return what a plan's launch needs, on a device with ``ctas`` SMs."""
+    """Return the resources that a plan's launch needs, and those of a device with ``ctas`` SMs."""
     return Room(THREADS, REGISTERS, layout_of(plan, tuning).bytes, ctas)
 
 
 def _planned(config: ModelConfig) -> ModelConfig:
-    """Return a configuration that equals all others with the same plans."""
+    """Return a configuration reduced to the fields on which plans depend, so that models with the same plans share a proof."""
     return ModelConfig(**{name: getattr(config, name) for name in PLANNED})
 
 
 @functools.lru_cache(maxsize=64)
-def _check(config: ModelConfig, rung: str, ctas: int, tuning: Tuning) -> None:
+def _check(config: ModelConfig, level: str, ctas: int, tuning: Tuning) -> None:
+    """Prove the plan of greedy tokens.
+
+    The number of KV splits in use depends on the position. The proof therefore follows consecutive tokens with few and with
+    many splits, in both orders.
+    """
+
     def proof() -> None:
-        plan, short = plan_for(config, rung, ctas), plan_for(config, rung, ctas, 1)
+        plan, short = plan_for(config, level, ctas), plan_for(config, level, ctas, 1)
         plans = (plan,) * 4 if plan.splits == 1 else (short, plan, plan, short)
         if plan.joined > 1:
-            between = plan_for(config, rung, ctas, plan.splits)
+            between = plan_for(config, level, ctas, plan.splits)
             plans = (short, between, plan, between, between, short)
         check(*plans, room=room_of(plan, tuning, ctas))
 
-    _prove((config, rung, RUNGS[rung], ctas, tuning, HOPPER_SHARED_BYTES), proof)
+    _prove((config, level, RUNGS[level], ctas, tuning, HOPPER_SHARED_BYTES), proof)
 
 
 @functools.lru_cache(maxsize=64)
-def _check_sampling(config: ModelConfig, rung: str, ctas: int) -> None:
-    def proof() -> None:
-        check(*(plan_for(config, rung, ctas, rounds=rounds) for rounds in SAMPLED))
+def _check_sampling(config: ModelConfig, level: str, ctas: int) -> None:
+    """Prove the plan of sampled tokens."""
 
-    _prove((config, rung, RUNGS[rung], ctas, SAMPLED), proof)
+    def proof() -> None:
+        check(*(plan_for(config, level, ctas, rounds=rounds) for rounds in SAMPLED))
+
+    _prove((config, level, RUNGS[level], ctas, SAMPLED), proof)
 
 
 def _prove(subject: tuple[object, ...], proof: Callable[[], None]) -> None:
-    """Run a proof, unless one of the same subject by the same code is in the cache folder. A proof takes a second."""
+    """Run a proof, unless the cache folder records one of the same subject by the same code. A proof takes about a second."""
     key = hashlib.sha256(repr((sorted(proof_sources().items()), subject)).encode()).hexdigest()[:32]
-    proved = folders.cache_folder() / "plans" / key
-    if folders.kept(proved) is not None:
+    record = folders.cache_folder() / "plans" / key
+    if folders.kept(record) is not None:
         return
     proof()
-    folders.keep(proved, b"")
+    folders.keep(record, b"")
 
 
 def proof_sources() -> dict[str, str]:
-    """Return the source of each module of decoding that a proof depends on, by module name.
+    """Return the source of each module of this package on which a proof depends, by module name.
 
-    The list is followed from this module's own imports, so that a module that moves or a new helper cannot be left out. An import
-    of a package brings all of its modules.
+    The modules are found by following imports from this module, so that a module that moves or a new helper cannot be left out.
+    An import of a package counts as an import of all its modules.
     """
     sources: dict[str, str] = {}
     waiting = {__name__}

@@ -1,8 +1,8 @@
-"""A decode session: device memory that requests and streams share, and the errors that launches leave in it.
+"""Decode session: the owner of a kernel's device memory, which requests and CUDA streams share.
 
-All launches of a loaded kernel write to one set of buffers. The session decides which sequence the buffers belong to, orders
-the work of several streams, and raises the error of a launch once a copy of its state has arrived on the host. No launch waits
-for the device: only :meth:`Pending.wait` does, and the functions that say so.
+All launches of a loaded kernel use one set of buffers. The session records which sequence the buffers belong to, orders the
+work of several streams, and raises the error of a launch once a copy of the kernel's state has arrived on the host. Enqueuing a
+launch never waits for the device. Only :meth:`Pending.wait` does, and the functions whose docstrings say so.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # in typing from Python 3.11 on
 
 GRAPHS = 4
-"""Captured steps kept by a session, one for each cache that sequences use."""
+"""Captured steps that a session keeps, one for each cache that sequences use."""
 
 
 class Kernel(Protocol):
-    """A plan's kernel, loaded on a device."""
+    """Kernel of a plan, loaded on a device."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """Plan of the kernel."""
+        ...
 
     def launch(self, arguments: list[torch.Tensor | None], capacity: int, count: int, position: int) -> None:
-        """Enqueue the launches of ``count`` tokens from ``position`` on, or, for -1, from where the last launch ended."""
+        """Enqueue the launches of ``count`` tokens from ``position`` on; -1 continues where the last launch ended."""
         ...
 
     def prove_sampling(self) -> None:
@@ -45,7 +47,7 @@ class Kernel(Protocol):
 
 
 class StreamOrder:
-    """Order of the work that several streams do in the same device memory.
+    """Order of the work of several CUDA streams on the same device memory.
 
     Args:
         device: Device of the memory.
@@ -56,10 +58,10 @@ class StreamOrder:
         self._last: torch.cuda.Stream | None = None
 
     def join(self) -> None:
-        """Make later work on the current stream wait for the work on the stream that joined before.
+        """Make later work on the current stream wait for the work of the stream that joined before.
 
-        The caller holds a lock until its work is enqueued. Nothing happens while the current stream is captured: whoever replays
-        the graph decides where it runs.
+        The caller holds a lock until its work is enqueued. Nothing happens while the current stream is captured into a graph,
+        since the graph may be replayed on another stream.
         """
         if self._device.type != "cuda":
             return
@@ -73,21 +75,22 @@ class StreamOrder:
 
 
 class Pending:
-    """Copies on their way to the host, with the errors that they show once they are there.
+    """Deferred copies to the host, with the errors that they reveal when they arrive.
 
-    The copies hold what the work enqueued on the current stream so far produces, and nothing of what is enqueued later.
+    The copies are enqueued on the current stream. They hold the results of the work enqueued before, and of nothing enqueued
+    later.
 
     Args:
-        device: Device that the copies come from.
+        device: Device of the tensors.
         tokens: Tokens to copy.
-        logits: Logits ``[V]`` to test for NaN and infinity. Any token drawn from such logits would be arbitrary, and might be an
+        logits: Logits ``[V]`` to test for NaN and infinity. A token drawn from such logits would be arbitrary, and might be an
             end token.
         session: Session whose error word is copied too.
-        step: Pending state of the step that made the logits; its error comes first.
+        step: Pending state of the step that computed the logits; its error takes precedence.
 
     Attributes:
-        tokens: Copy of the tokens on the host, pinned where the device is a GPU. Work enqueued after this object was made may
-            read it; the host may after :meth:`wait`.
+        tokens: Copy of the tokens on the host, pinned if the device is a GPU. Device work enqueued after the construction of
+            this object may read it. The host may read it after :meth:`wait`.
     """
 
     __slots__ = ("_event", "_plan", "_probe", "_session", "_state", "_step", "tokens")
@@ -100,12 +103,14 @@ class Pending:
         session: Session | None = None,
         step: Pending | None = None,
     ) -> None:
-        probe = None if logits is None else logits.sum()  # one kernel; not finite if any logit is not
+        probe = (
+            None if logits is None else logits.sum()
+        )  # a finite probe in one kernel: the sum is not finite if any logit is not
         self.tokens = None if tokens is None else _to_host(tokens)
         self._state = None if session is None else _to_host(session.memory.state)
         self._probe = None if probe is None else _to_host(probe)
-        # A session keeps its last step's pending state: a reference back would keep both, and the buffers, until Python collects
-        # garbage.
+        # A session holds its last step's pending state. A strong reference back would be a cycle, which keeps both and the
+        # buffers alive until Python's garbage collection.
         self._session = None if session is None else weakref.ref(session)
         self._plan = "" if session is None else session.kernel.plan.rung
         self._step = step
@@ -122,8 +127,8 @@ class Pending:
         """Wait for the copies and return the tokens.
 
         Raises:
-            DecodeStalled: a launch gave up waiting.
-            DecodeOverflow: a sum left the range of its words.
+            DecodeStalled: a wait within a launch timed out.
+            DecodeOverflow: a fixed-point sum left its range.
             LogitsNotFinite: a logit is NaN or infinite.
         """
         if self._event is not None:
@@ -140,27 +145,27 @@ class Pending:
 
 
 def _failure(error: int, plan: str) -> DecodeOverflow | DecodeStalled:
-    """Return the exception of an error word of the kernel's state."""
+    """Return the exception for an error word of the kernel's state."""
     return DecodeOverflow(plan) if error == OUT_OF_RANGE else DecodeStalled(plan)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host that is enqueued on the current stream."""
+    """Enqueue a copy to the host on the current stream, and return the host tensor."""
     pinned = tensor.device.type == "cuda"
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned).copy_(tensor, non_blocking=True)
 
 
 class Session:
-    """Owner of a kernel's device memory: it orders streams, gives sequences their turns and keeps deferred errors.
+    """Owner of a kernel's device memory: it orders streams, binds sequences to the buffers, and holds deferred errors.
 
     Args:
         kernel: Loaded kernel.
-        memory: Its buffers.
+        memory: Buffers of the kernel.
 
     Attributes:
-        lock: Re-entrant lock of the buffers. Hold it over several steps whose error no other sequence may clear.
-        active: Identity of the sequence whose state the buffers hold, which does not keep its cache alive; ``None`` if they hold
-            nobody's, such as after :meth:`step`.
+        lock: Re-entrant lock of the buffers. Hold it over several steps if no other sequence may clear their error in between.
+        active: Identity of the sequence whose state the buffers hold; it does not keep that sequence's cache alive. ``None`` if
+            they hold no sequence's state, such as after :meth:`step`.
         last_step: Pending state of the last :meth:`step`; ``None`` before one and after an error.
     """
 
@@ -175,10 +180,14 @@ class Session:
         self._graphs: GraphCache[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = GraphCache(GRAPHS)
 
     def step(self, token: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Return logits ``[V]`` float32 after a token ``[1]`` int64 at position ``cache.length``, whose cache row is written.
+        """Enqueue one step and return its logits ``[V]`` float32; the token's cache row at ``cache.length`` is written.
 
-        The buffers are no sequence's afterwards. Nothing here waits for the device: the error of a step is raised by
-        :attr:`last_step`, or by the first later step that finds it on the host.
+        Afterwards the buffers belong to no sequence. Nothing here waits for the device. The error of a step is raised by
+        :attr:`last_step`, or by the first later step that finds its copy on the host.
+
+        Args:
+            token: Token at position ``cache.length``, ``[1]`` int64.
+            cache: Cache of the positions before, with room for one more.
 
         Raises:
             DecodeStalled, DecodeOverflow: an earlier step failed.
@@ -200,11 +209,11 @@ class Session:
             return logits
 
     def sequence(self, cache: KVCache, token: torch.Tensor, sampler: Sampler | None = None) -> Sequence:
-        """Return the state of a sequence that takes turns at this session's buffers; see :class:`Sequence`."""
+        """Return a new sequence that shares this session's buffers; the arguments are those of :class:`Sequence`."""
         return Sequence(self, cache, token, sampler)
 
     def barriers(self, token: torch.Tensor, cache: KVCache) -> int:
-        """Return how many grid barriers a :meth:`step` passed, by the counter that each CTA increments; wait for the step.
+        """Run a :meth:`step`, wait for it, and return its number of grid barriers, by the counter that each CTA increments.
 
         Raises:
             DecodeStalled, DecodeOverflow: the step, or an earlier one, failed.
@@ -213,11 +222,11 @@ class Session:
             before = int(self.memory.counters[0])
             self.step(token, cache)
             self.check()
-            increments = (int(self.memory.counters[0]) - before) % 2**32  # the counter runs on over launches, and wraps
+            increments = (int(self.memory.counters[0]) - before) % 2**32  # the counter is not reset between launches, and wraps
             return -(-increments // self.kernel.plan.ctas)
 
     def check(self) -> None:
-        """Wait for the device and raise the error that it has.
+        """Wait for the device and raise the error in its state, if there is one.
 
         Raises:
             DecodeStalled, DecodeOverflow: a launch failed.
@@ -227,14 +236,14 @@ class Session:
             raise _failure(error, self.kernel.plan.rung)
 
     def reset(self) -> None:
-        """Reset the buffers after the error of a launch, so that the next launch starts anew."""
+        """Clear the buffers after the error of a launch, so that the next launch starts from a consistent state."""
         with self.lock:
             self.order.join()
             self.memory.reset()
             self.active = self.last_step = None
 
     def bind(self, position: int, token: torch.Tensor, identity: object = None) -> None:
-        """Write a position and the token ``[1]`` there to the buffers, which belong to the sequence of that identity from now on.
+        """Bind the buffers to a sequence: write its position and the token ``[1]`` at that position.
 
         The caller holds :attr:`lock` and has joined :attr:`order`, as for :meth:`launch`.
         """
@@ -243,12 +252,13 @@ class Session:
         self.active = identity
 
     def launch(self, cache: KVCache, count: int, sampler: Sampler | None) -> torch.Tensor:
-        """Enqueue ``count`` tokens of the sequence that is bound and return the last one's logits ``[V]`` float32.
+        """Enqueue ``count`` tokens of the bound sequence and return the last one's logits ``[V]`` float32.
 
-        The tokens are in ``memory.tokens``, by position. A plan of a launch per phase takes the largest logit only.
+        The tokens are written to ``memory.tokens``, by position. A plan with a launch per phase can only take the largest
+        logit.
 
         Raises:
-            ArgumentError: the plan cannot sample as asked.
+            ArgumentError: the plan cannot sample with these parameters.
         """
         if sampler is not None:
             if self.kernel.plan.separate and not sampler.sampling.plain:
@@ -266,7 +276,7 @@ class Session:
         return logits
 
     def captured(self, cache: KVCache) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Capture a step that goes on from where the one before ended; return the graph and its logits."""
+        """Capture a step that continues where the previous one ended; return the graph and its logits."""
         logits = self._logits()
 
         def step() -> torch.Tensor:
@@ -276,13 +286,15 @@ class Session:
         return capture_on_new_stream(step, self.device)
 
     def _logits(self) -> torch.Tensor:
+        """Return memory for the logits of a step, ``[V]`` float32."""
         return torch.empty(self._vocabulary, dtype=torch.float32, device=self.device)
 
 
 class Sequence:
-    """Decoding state of one request between its launches. A ``with`` block is one turn at the session's buffers.
+    """Decoding state of one request between its launches.
 
-    Within the block the buffers are this sequence's, and no other thread enqueues work on them::
+    Sequences take turns at the session's buffers, one ``with`` block each. Within the block the buffers hold this sequence's
+    state, and no other thread enqueues work on them::
 
         with sequence:
             sequence.step(16)
@@ -290,14 +302,14 @@ class Sequence:
         tokens = pending.wait()
 
     Args:
-        session: Session that the sequence takes turns at.
+        session: Session that owns the buffers.
         cache: Keys and values of all positions before ``token``.
         token: Newest token ``[1]``, at position ``cache.length``.
-        sampler: Rules for the next tokens, with the tokens seen so far; ``None`` takes the largest logit.
+        sampler: Sampling parameters and the tokens seen so far; ``None`` takes the largest logit.
 
     Attributes:
         cache: Cache of the positions so far. Assign a larger one before a turn that needs it.
-        token: Newest token, on the device or in pinned memory of the host.
+        token: Newest token, on the device or in pinned host memory.
     """
 
     __slots__ = ("_count", "_identity", "_logits", "_sampler", "_session", "cache", "token")
@@ -313,7 +325,7 @@ class Sequence:
         session.lock.acquire()
         try:
             session.order.join()
-            if session.active is not self._identity:  # the first turn, or another sequence had one in between
+            if session.active is not self._identity:  # first turn, or another sequence used the buffers since
                 session.bind(self.cache.length, self.token, self._identity)
         except BaseException:
             session.lock.release()
@@ -324,10 +336,10 @@ class Sequence:
         self._session.lock.release()
 
     def step(self, count: int) -> torch.Tensor:
-        """Enqueue ``count`` tokens, for which the cache has room, and return the last one's logits ``[V]`` float32.
+        """Enqueue ``count`` tokens, for which the cache must have room, and return the last one's logits ``[V]`` float32.
 
         Raises:
-            ArgumentError: the plan cannot sample as asked.
+            ArgumentError: the plan cannot sample with these parameters.
         """
         self._logits = self._session.launch(self.cache, count, self._sampler)
         self.cache = self.cache.with_length(self.cache.length + count)
@@ -344,5 +356,5 @@ class Sequence:
         session, end = self._session, self.cache.length + 1
         pending = Pending(session.device, session.memory.tokens[end - self._count : end], self._logits, session)
         if pending.tokens is not None:
-            self.token = pending.tokens[-1:]  # may still be on its way; what reads it is enqueued behind the copy
+            self.token = pending.tokens[-1:]  # the copy may be pending, but all readers are enqueued after it
         return pending

@@ -1,1 +1,1 @@
-"""The operation ``decode_step``: contract, oracle, cost and variants."""
+"""Operation ``decode_step``: its contract, oracle, cost and variants."""

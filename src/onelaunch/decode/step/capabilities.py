@@ -23,6 +23,7 @@ from onelaunch.decode.step.contract import DecodeCall
 from onelaunch.operation import Variant
 
 InARow: TypeAlias = Callable[[DecodeCall, int], tuple[torch.Tensor, torch.Tensor]]
+"""Function from a call and a number of greedy tokens ``N`` to the tokens ``[N]`` and the last logits ``[V]``."""
 
 
 def engine(variant: Variant) -> Callable[[Weights], Engine] | None:

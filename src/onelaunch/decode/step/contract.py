@@ -1,4 +1,4 @@
-"""The operation ``decode_step``: what it computes, takes and refuses."""
+"""Contract of the operation ``decode_step``: the arguments that it takes, the calls that it refuses, and the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onelaunch.errors import ArgumentError, ContextExceeded, ShapeError, ValueRa
 from onelaunch.operation import Query, Shapes, operation
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Logits, and the new rows of keys and of values."""
+"""Logits ``[V]``, then the new rows of keys and of values, ``[L, K, D]`` each."""
 
 DIMENSIONS = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "position")
 
@@ -24,13 +24,15 @@ class DecodeCall(NamedTuple):
     """Checked arguments of :func:`decode_step`."""
 
     token: torch.Tensor
-    """``[1]`` int64, on the device."""
+    """Token to process, ``[1]`` int64, on the device."""
     weights: Weights
     cache: KVCache
-    """Of ``position`` positions, with room for one more."""
+    """Cache of ``position`` filled positions, with room for at least one more."""
     key: Query
+    """Dispatch key of the call."""
 
     def query(self) -> Query:
+        """Return the dispatch key of the call."""
         return self.key
 
     @property
@@ -39,16 +41,19 @@ class DecodeCall(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Of the token, from 0."""
+        """Position of the token, from 0."""
         return self.cache.length
 
     def results(self, logits: torch.Tensor) -> Results:
-        """What a variant returns once it has written the cache's row at ``position``."""
+        """Return a variant's results, given its logits ``[V]``, once it has written the cache's row at ``position``."""
         return logits, self.cache.keys[:, :, self.position], self.cache.values[:, :, self.position]
 
 
 def key_of(config: ModelConfig, position: int, device: str) -> Query:
-    """The dispatch key of a step; flags: ``tied`` if the head is the embedding's matrix, ``bias`` if projections add one."""
+    """Return the dispatch key of a step.
+
+    Its flags are ``tied``, if the LM head is the embedding's matrix, and ``bias``, if the projections of attention add a bias.
+    """
     sizes = (
         config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
         config.num_key_value_heads, config.head_dim, config.vocab_size, position,
@@ -58,7 +63,7 @@ def key_of(config: ModelConfig, position: int, device: str) -> Query:
 
 
 def bind(token: torch.Tensor, weights: Weights, cache: KVCache) -> DecodeCall:
-    """The checked call; raises as :func:`decode_step` says."""
+    """Return the checked call; the errors are those that :func:`decode_step` lists."""
     for name, value, kind in (("weights", weights, Weights), ("cache", cache, KVCache)):
         if not isinstance(value, kind):
             raise ArgumentError(f"{name} is {type(value).__name__}; it must be {class_name(kind)}.")
@@ -94,33 +99,37 @@ def bind(token: torch.Tensor, weights: Weights, cache: KVCache) -> DecodeCall:
     bind=bind,
     options={"tied": True, "bias": False, "rope_theta": 1_000_000.0},
     defaults={"cuda": ("streaming", "captured", "eager"), "cpu": ("eager",)},
-    # Ten operations a layer, each of which rounds; but the residual stream adds layers up, so that six are as good a bound
-    # as all: in bfloat16, plain PyTorch was up to 3.4e-2 off after 28 layers, where the cap is 4.0e-2.
+    # A layer has ten operations, and each of them rounds. The residual stream adds the layers up, so the error grows more
+    # slowly than their number: the cap that follows from 64 stages is 4.0e-2, and plain PyTorch in bfloat16 was up to 3.4e-2
+    # off after 28 layers.
     stages=64,
 )
 def decode_step(token: torch.Tensor, weights: Weights, cache: KVCache, *, variant: str = "auto") -> Results:
-    """One token through a model: logits for the next, and the token's keys and values appended to the cache.
+    """Run one token through a model: return the logits for the next token, and append the token's keys and values to the cache.
 
-    Every layer adds attention (queries and keys normalised per head, rotary positions, shared key heads), then a SwiGLU MLP, each
-    of the normalised residual stream; the head multiplies its norm with every row of a matrix.
+    Every layer adds attention to the residual stream, then a SwiGLU MLP; each of them reads the RMS-normalised stream.
+    Attention normalises queries and keys per head, rotates them by their positions (RoPE), and shares key heads among query
+    heads (GQA). The LM head multiplies the normalised stream by its matrix.
 
     Args:
-        token: ``[1]`` int64, the token at position ``cache.length``.
-        weights: in ``weights.config.dtype`` (bfloat16, float16 or float32), on the device of ``token``.
-        cache: of the positions before. Its row at ``cache.length`` is written; ``cache.with_length(cache.length + 1)`` is the
-            cache of the next step. Filled rows are only read, and what further room holds never matters.
-        variant: a name from ``decode_step.variants``, or ``"auto"`` for the fastest measured one.
+        token: Token at position ``cache.length``, ``[1]`` int64.
+        weights: Weights in ``weights.config.dtype`` (bfloat16, float16 or float32), on the device of ``token``.
+        cache: Cache of the positions before. Its row at ``cache.length`` is written; ``cache.with_length(cache.length + 1)`` is
+            the cache of the next step. Filled rows are only read, and the contents of later rows never matter.
+        variant: Name from ``decode_step.variants``, or ``"auto"`` for the fastest measured variant.
 
     Returns:
-        logits ``[V]`` float32, and the new rows of keys and values ``[L, K, D]``, as views of the cache.
+        Logits ``[V]`` float32, and the new rows of keys and values, ``[L, K, D]`` each, as views of the cache.
 
     Raises:
         ContextExceeded: the cache is as long as the model's context.
-        ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
-        ValueRangeError: the token is no row of the embedding (seen on a CPU only, see :mod:`onelaunch.checks`).
-        VariantUnsupported: the named variant cannot run this call; says why and which can.
+        ShapeError, DTypeError, DeviceError, ArgumentError: an argument is wrong; the message names it, its value and what it
+            must be.
+        ValueRangeError: the token is no row of the embedding (checked on a CPU only, see :mod:`onelaunch.checks`).
+        VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 
-    Source: the Qwen3 technical report (2025); the ladder of launches and barriers is the write-up's on a decode megakernel.
+    Source: the Qwen3 technical report (2025). The ablation over launches and grid barriers follows a write-up on a decode
+    megakernel.
     """
     with torch.no_grad():
         return dispatch.run(decode_step, bind(token, weights, cache), variant)

@@ -1,4 +1,4 @@
-"""Cost of ``decode_step``: the floating-point operations and the bytes that no variant can do without."""
+"""Cost of ``decode_step``: the floating-point operations and the memory traffic that every variant needs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from onelaunch.operation import Case, Cost, Direction, Variant
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     """Return the least cost of a step.
 
-    Its bytes are every weight but the rows of an untied embedding that are not looked up, the cached rows, the new ones and
-    logits. Activations stay on the chip. A variant adds nothing: its launches hand on vectors, a thousandth of the weights.
+    The bytes are those of every weight, of the cached rows, of the new rows and of the logits. Of an untied embedding, only the
+    row that is looked up counts. Activations count as staying on chip. A variant adds no bytes: the vectors that its launches
+    exchange through memory are a thousandth of the weights.
     """
     del direction  # there is no backward pass
     config, position = config_of(case), case.sizes["position"]

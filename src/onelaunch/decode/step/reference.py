@@ -1,4 +1,4 @@
-"""The oracle of ``decode_step``, and the models and caches that it is judged on."""
+"""Oracle of ``decode_step``, and the models and caches on which variants are judged."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from onelaunch.decode.step.contract import Results, decode_step, key_of
 from onelaunch.operation import Case, Query, Reading
 
 CONTEXT = 40_960
-"""Positions of the models of cases, or one more than a case's position: the context of the family."""
+"""Context, in positions, of the models that cases describe: that of the Qwen3 family. A later position extends it."""
 
 
 @decode_step.oracle
 def reference(token: torch.Tensor, weights: Weights, cache: KVCache) -> Results:
-    """The model in plain PyTorch, in the dtype of the weights: float64 for float64."""
+    """Run the model in plain PyTorch, in the dtype of the weights; as the oracle it gets float64 weights."""
     hidden = forward(weights, token, cache)
     return logits_of(weights, hidden)[0], cache.keys[:, :, cache.length], cache.values[:, :, cache.length]
 
 
 @decode_step.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case. Nothing here has gradients; a query that wants them finds no variant."""
+    """Return the dispatch key of a case. No variant supports a query that asks for gradients."""
     return key_of(config_of(case), case.sizes["position"], device)._replace(grad=grad)
 
 
 @decode_step.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Random weights, and a cache of keys and values of unit scale; its room holds numbers as large."""
+    """Return random weights, and a cache of unit scale.
+
+    Unfilled rows of the cache hold numbers of the same scale, so that a variant which reads them fails.
+    """
     config, position = config_of(case), case.sizes["position"]
     seed = int(torch.randint(2**31, (1,), generator=generator, device=device))
     shape = (config.num_hidden_layers, config.num_key_value_heads, rounded(position + 1, config), config.head_dim)
@@ -42,7 +45,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 
 def config_of(case: Case) -> ModelConfig:
-    """The model that a case describes."""
+    """Return the configuration of the model that a case describes."""
     layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, position = (
         case.sizes[name] for name in decode_step.dimensions
     )

@@ -1,1 +1,1 @@
-"""Helpers of kernels of all kinds: memory layout, packed sequences, activations."""
+"""Helpers that kernels of several operations share: memory layout, packed sequences, activations."""

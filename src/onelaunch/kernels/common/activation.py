@@ -1,4 +1,8 @@
-"""Activations that kernels apply to numbers in registers, in float32."""
+"""Elementwise activations for Triton kernels, in float32 registers.
+
+Each function takes a tile of any shape and returns a tile of the same shape. ``exp`` is computed with ``exp2``, the hardware's
+base.
+"""
 
 import triton
 import triton.language as tl
@@ -8,27 +12,30 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def decay_of(log_decay):
-    """exp, in the base that the hardware has."""
+    """Return exp(log_decay) in float32."""
     return tl.exp2(log_decay.to(tl.float32) * LOG2E)
 
 
 @triton.jit
 def sigmoid(gate):
-    """1 / (1 + exp(-gate)) of float32 as a squared reciprocal root: a division would be eight instructions instead of two."""
+    """Return 1 / (1 + exp(-gate)) for a float32 gate.
+
+    It is computed as a squared reciprocal square root, two instructions; a division would be eight.
+    """
     root = tl.math.rsqrt(1.0 + tl.exp2(gate * -LOG2E))
     return root * root
 
 
 @triton.jit
 def silu(gate):
-    """gate * sigmoid(gate), float32."""
+    """Return gate * sigmoid(gate) in float32."""
     gate = gate.to(tl.float32)
     return gate * sigmoid(gate)
 
 
 @triton.jit
 def silu_slope(gate):
-    """The derivative of silu, float32."""
+    """Return the derivative of silu at ``gate`` in float32."""
     gate = gate.to(tl.float32)
-    open_part = sigmoid(gate)
-    return open_part * (1.0 + gate * (1.0 - open_part))
+    sigma = sigmoid(gate)
+    return sigma * (1.0 + gate * (1.0 - sigma))

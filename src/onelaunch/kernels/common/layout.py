@@ -1,4 +1,4 @@
-"""Memory layout as kernels take it."""
+"""Sizes and memory layout of kernel arguments, computed on the host."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return how many pieces of ``size`` cover ``count``; Triton's own function takes microseconds on the host."""
+    """Return ``count / size`` rounded up. Triton's own ``cdiv`` takes microseconds on the host."""
     return -(-count // size)
 
 
 def power_of_2(count: int) -> int:
-    """Return the least power of 2 that is at least ``count``, which is at least 1; also of a tracer's size."""
+    """Return the least power of 2 that is at least ``count``, which must be at least 1. A tracer's symbolic size is allowed."""
     return 1 << (int(count) - 1).bit_length()
 
 
 def inner_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, copied only if neighbouring channels are not neighbours in memory."""
+    """Return the tensor, copied only if the stride of its last dimension is not 1."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Sequences of a batch: where they begin, and with what state."""
+"""Packed or batched sequences of a call: their offsets and initial states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, initial: torch.Tensor | None, offsets: torch.Tensor | None) -> Sequences:
-        """Make them from tensors of any strides."""
+        """Return the sequences of tensors with any strides."""
         return cls(None if initial is None else initial.contiguous(), None if offsets is None else offsets.contiguous())
 
     def count(self, batch: int) -> int:
@@ -23,5 +23,5 @@ class Sequences(NamedTuple):
         return batch if self.offsets is None else self.offsets.shape[0] - 1
 
     def bisection_steps(self) -> int:
-        """Return how many halvings find a sequence among all."""
+        """Return the number of bisection steps that find the sequence of a token among all offsets."""
         return 0 if self.offsets is None else self.count(1).bit_length()

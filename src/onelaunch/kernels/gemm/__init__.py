@@ -1,1 +1,1 @@
-"""Matrix products: device functions and choices of tiles that kernels of several operations share."""
+"""Parts of portable Triton matrix products that several operations share: device functions and tile choices."""

@@ -1,6 +1,7 @@
-"""Choices that the portable matrix products of several operations share: tiles for few rows, and matrix instructions.
+"""Tile choices that the portable matrix products of several operations share: tiles for few rows, and matrix instructions.
 
-Weights are the left operand there, as in :mod:`onelaunch.kernels.gemm.tiles`: the columns of a tile are its rows of weights.
+The weights are the left operand of these products, as in :mod:`onelaunch.kernels.gemm.tiles`. So the columns of a tile of the
+result are rows of the weights, the M dimension of the matrix instruction.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from onelaunch.kernels.common.layout import cdiv
 from onelaunch.launch.launch import Mma
 
 WGMMA_ROWS = 64
-"""Rows of the left operand that WGMMA needs; with fewer, products are those of single warps."""
+"""Rows of the left operand that WGMMA needs. With fewer, Triton uses ``mma.sync``."""
 
 FEW_ROWS = 32
-"""Number of rows up to which loading the weights takes the time."""
+"""Number of rows up to which the time is that of loading the weights."""
 
 LEAST_COLUMNS = 32
-"""Fewest columns of a tile: fewer would leave warps without a part of a product."""
+"""Fewest columns of a tile. With fewer, some warps would have no part of a product."""
 
 
 def mma_of(columns: int) -> Mma:
-    """Return the matrix instructions that products of a tile with so many columns must become; not for float32."""
+    """Return the matrix instruction that a tile with this number of columns must compile to. Not for float32 products."""
     return Mma.SMALL if columns < WGMMA_ROWS else Mma.WIDEST
 
 
 def columns_for(rows: int, columns: int, tile_rows: int, tile_columns: int, count: int) -> int:
-    """Return the columns of a tile: ``tile_columns``, or fewer where rows are few and SMs would have no tile.
+    """Return the columns of a tile: ``tile_columns``, or fewer if there are few rows and some SMs would have no tile.
 
     Args:
         rows: Rows of the result.

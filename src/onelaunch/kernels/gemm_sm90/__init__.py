@@ -1,1 +1,1 @@
-"""One matrix product for Hopper GPUs (sm_90a): a scheduler, a main loop and an epilogue, put together for each configuration."""
+"""Matrix product for Hopper GPUs (sm_90a) in CUDA C++: one kernel of a tile scheduler, a main loop and an epilogue."""

@@ -1,4 +1,7 @@
-"""Configurations of the Hopper matrix product: tiles, schedule and types, their shared memory, and the time of a k-block."""
+"""Configurations of the Hopper matrix product: tile sizes, schedule, types, shared memory, and the time of a k-block.
+
+``kernel.py`` turns a :class:`GemmConfig` into macros; ``tile.cuh`` computes the same sizes from them.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,40 @@ from onelaunch.device.architectures import HOPPER_SHARED_BYTES, HOPPER_SMS
 from onelaunch.kernels.tma import ROW_BYTES
 
 Schedule: TypeAlias = Literal["stream_k", "persistent", "split_k_cluster", "static_persistent"]
-"""Which CTA computes which k-blocks of which tiles; ``scheduler.cuh`` describes them."""
+"""Name of a tile scheduler, which assigns k-blocks and tiles to CTAs; ``scheduler.cuh`` describes them."""
 
 Multicast: TypeAlias = Literal["nothing", "a", "b"]
-"""Operand that the two CTAs of a cluster have in common, of which each loads a half into both."""
+"""Operand that the two CTAs of a cluster have in common; each CTA loads one half of it into both by TMA multicast."""
 
-SIDE_ROWS: Final = 64
-"""Rows of operand A that a consumer warpgroup multiplies."""
+WARPGROUP_ROWS: Final = 64
+"""Rows of operand A that a consumer warpgroup multiplies: the M dimension of WGMMA."""
 
 WIDEST: Final = 256
-"""Rows of operand B in the widest tile: a WGMMA has so many columns at most."""
+"""Most rows of operand B in a tile: the largest N dimension of WGMMA."""
 
 SHARED_BYTES = HOPPER_SHARED_BYTES - 1024
-"""Dynamic shared memory of a CTA, less what aligning the stages to 1024 bytes may cost."""
+"""Bytes of dynamic shared memory of a CTA that buffers may fill; aligning the stages to 1024 bytes may cost the rest."""
 
 MAX_STAGES = 20
-"""Most stages of any configuration."""
+"""Most stages of the ring in any configuration."""
 
 BARRIER_BYTES = 32 * MAX_STAGES + 64
-"""Shared memory for four mbarriers of each stage, and for tiles taken from a counter."""
+"""Bytes of shared memory for four mbarriers per stage, and for the two slots of tiles taken from a counter."""
 
 TABLE_BYTES = 256 * 256
-"""Shared memory for the values of NVFP4 codes and the block scales between them; see ``nvfp4.cuh``."""
+"""Bytes of shared memory for the NVFP4 look-up table and the block scales in its gaps; see ``nvfp4.cuh``."""
 
 TMA_BYTES = 96e3
 """Bytes per microsecond that an SM of an H200 loads into shared memory by TMA, with all SMs busy."""
 
 WGMMA_FLOPS = 8e8 / HOPPER_SMS
-"""FLOPs per microsecond of an SM of an H200 on 16-bit operands, with all SMs busy. Both were fitted to runs of ``swiglu``."""
+"""FLOPs per microsecond of an SM of an H200 on 16-bit operands, with all SMs busy.
+
+This and :data:`TMA_BYTES` were fitted to runs of ``swiglu``.
+"""
 
 DRAM_BYTES = 4.1e6 / HOPPER_SMS
-"""Bytes per microsecond that an SM of an H200 reads from memory, with all SMs busy, fitted likewise."""
+"""Bytes per microsecond that an SM of an H200 reads from HBM, with all SMs busy; fitted to runs of ``swiglu`` as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +55,16 @@ class GemmConfig:
     """One configuration of the kernel.
 
     Attributes:
-        a_rows: Rows of operand A in a tile, 64 for each consumer warpgroup that has rows of its own.
-        b_rows: Rows of operand B in a tile: the width of its WGMMAs, a multiple of 8.
-        store_bytes: Shared memory in which the epilogue prepares its TMA stores.
-        schedule: The scheduler.
-        element: dtype of operand B, and of A unless it is NVFP4.
-        result: dtype of what the epilogue stores, float16 or bfloat16.
-        split: Consumer warpgroups that share rows of A and take turns with k-blocks.
-        nvfp4: Whether A consists of NVFP4 codes, decoded into registers.
-        chunks: Pieces of 128 bytes of each row of B in a k-block; more than one beside NVFP4 only.
-        narrow: Width of the WGMMAs of tiles with few columns; 0 if there are none.
+        a_rows: Rows of operand A in a tile, a multiple of 64; every 64 rows have ``split`` consumer warpgroups.
+        b_rows: Rows of operand B in a tile: the N dimension of its WGMMAs, a multiple of 8.
+        store_bytes: Bytes of shared memory in which the epilogue prepares its TMA stores.
+        schedule: Name of the tile scheduler.
+        element: dtype of operand B, and of A unless A is NVFP4.
+        result: dtype of the results that the epilogue stores, float16 or bfloat16.
+        split: Number of consumer warpgroups that share rows of A; each takes every ``split``-th k-block.
+        nvfp4: Flag that A consists of NVFP4 codes, which are dequantized into registers.
+        chunks: Number of 128-byte pieces of each row of B in a k-block; more than one for NVFP4 only.
+        narrow: Columns of the WGMMAs for tiles with few columns; 0 if there are none.
         multicast: Operand that the CTAs of a cluster share.
         max_stages: Most stages of the ring.
     """
@@ -78,50 +84,50 @@ class GemmConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: consumer warpgroups, and one with the producer warp and three that convert block scales."""
-        return 128 * (1 + self.a_rows // SIDE_ROWS * self.split)
+        """Number of threads of a CTA: the consumer warpgroups, and one with the producer warp and three converter warps."""
+        return 128 * (1 + self.a_rows // WARPGROUP_ROWS * self.split)
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster."""
+        """Number of CTAs of a cluster."""
         return 2 if self.schedule == "split_k_cluster" or self.multicast != "nothing" else 1
 
     @property
     def a_row_bytes(self) -> Literal[32, 64, 128]:
-        """Bytes of a row of operand A in a k-block, and the width of its swizzle."""
+        """Number of bytes of a row of operand A in a k-block, which is also the width of its swizzle."""
         if not self.nvfp4:
             return ROW_BYTES
         return 32 if self.chunks == 1 else 64 if self.chunks == 2 else 128
 
     @property
     def k_block(self) -> int:
-        """Channels of a k-block."""
+        """Number of channels of a k-block, the K extent of a stage."""
         return self.chunks * ROW_BYTES // self.element.itemsize
 
     def stage_bytes(self, width: int | None = None) -> int:
-        """Return the shared memory of a stage, of both operands; or the bytes loaded for WGMMAs of ``width`` columns."""
+        """Return the bytes of a stage, for both operands; or the bytes loaded into it for WGMMAs of ``width`` columns."""
         return self.a_rows * self.a_row_bytes + self.chunks * (width or self.b_rows) * ROW_BYTES
 
     @property
     def rest_bytes(self) -> int:
-        """Shared memory beside the stages: results, sums of split warpgroups, mbarriers, and the table of NVFP4 codes."""
+        """Bytes of shared memory besides the stages: results, sums of split warpgroups, mbarriers and the NVFP4 table."""
         sums = (self.split - 1) * self.a_rows * 2 * self.b_rows // 2 * 4
         return self.store_bytes + sums + BARRIER_BYTES + (TABLE_BYTES if self.nvfp4 else 0)
 
     @property
     def stages(self) -> int:
-        """Stages of the ring: as many as shared memory has room for, in multiples of ``split``."""
+        """Number of stages of the ring: as many as fit into shared memory, rounded down to a multiple of ``split``."""
         most = self.max_stages
-        if self.nvfp4:  # the 16-bit block scales of all stages lie between the table's rows
+        if self.nvfp4:  # the 16-bit block scales of all stages lie in the gaps between the table's rows
             most = TABLE_BYTES // 2 // (2 * self.a_rows * 4 * self.chunks)
         return min((SHARED_BYTES - self.rest_bytes) // self.stage_bytes(), most, self.max_stages) // self.split * self.split
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA."""
+        """Number of bytes of dynamic shared memory of a CTA."""
         return 1024 + self.stages * self.stage_bytes() + self.rest_bytes
 
     def k_block_microseconds(self, width: int | None = None) -> float:
-        """Return the least time of a k-block with WGMMAs of ``width`` columns: that of its loads or of its products."""
+        """Return the roofline time of a k-block in microseconds, of its TMA loads or its WGMMAs of ``width`` columns."""
         products = 2 * self.a_rows * (width or self.b_rows) * self.k_block / (WGMMA_FLOPS * (2 // self.element.itemsize))
         return max(self.stage_bytes(width) / TMA_BYTES, products)

@@ -1,19 +1,39 @@
-// One persistent matrix product for Hopper GPUs: D = A B^T with float32 accumulators, followed by an epilogue in registers.
+// Matrix product D = A B^T for Hopper GPUs (sm_90a): warp-specialized, persistent, float32 accumulators, fused epilogue.
 //
-// Computes:   per tile, D [A_ROWS, B_ROWS] = A [A_ROWS, K] B [B_ROWS, K]^T, both operands K-major; then what EPILOGUE makes of D.
-//             A is the operand whose rows are multiplied 64 at a time, B the one whose rows are the width of a WGMMA.
-// Parts:      tile.cuh       sizes of a tile, its pipeline and its shared memory
-//             scheduler.cuh  which CTA computes which k-blocks of which tiles (SCHEDULE)
-//             mainloop.cuh   TMA producer, ring of stages, WGMMA consumers; nvfp4.cuh decodes A in registers
-//             reduction.cuh  partial sums of warpgroups, of CTAs through memory, of CTAs through distributed shared memory
-//             OPERANDS       kernel parameters, coordinates of a tile, its TMA loads (operands/*.cuh)
-//             EPILOGUE       results of a tile (epilogue/*.cuh)
-// Grid:       at most one CTA per SM; along x. Clusters of two CTAs for SPLIT_K_CLUSTER and MULTICAST.
-// Warps:      A_ROWS / 64 * SPLIT consumer warpgroups, a producer warp, and three warps that convert block scales (NVFP4 only).
-// Registers:  B_ROWS / 2 accumulators per consumer thread. setmaxnreg moves registers from the producer's warpgroup to consumers.
-// Memory:     operands are read where they lie, by TMA; results leave by TMA stores.
-// Launches:   overlap (programmatic dependent launch): CTAs set themselves up while the launch before ends, then wait for it.
-// Source:     warp-specialized persistent kernels after CUTLASS 3; stream-K after Osama et al. (2023).
+// Computes:   for each tile, D [A_ROWS, B_ROWS] = A [A_ROWS, K] B [B_ROWS, K]^T; both operands are K-major. EPILOGUE turns D
+//             into results. A supplies the M dimension of WGMMA (64 rows for each consumer warpgroup), B its N dimension.
+// Files:      tile.cuh       tile sizes, the layout of shared memory, named barriers
+//             scheduler.cuh  assignment of k-blocks and tiles to CTAs (SCHEDULE)
+//             mainloop.cuh   TMA producer, mbarrier ring of STAGES stages, WGMMA consumers
+//             nvfp4.cuh      dequantization of an NVFP4 operand A into registers
+//             reduction.cuh  split-K: sums of warpgroups, stream-K fix-up, exchange through distributed shared memory
+//             OPERANDS       kernel parameters, tile coordinates, TMA loads (operands/*.cuh)
+//             EPILOGUE       results of a tile, stored by TMA (epilogue/*.cuh)
+// Grid:       one-dimensional, 1 CTA per SM at most; __launch_bounds__(THREADS, 1). Clusters of 2 CTAs for SPLIT_K_CLUSTER and
+//             for MULTICAST.
+// Warps:      A_ROWS / 64 * SPLIT consumer warpgroups (2 to 4), then one warpgroup with the producer warp and three warps that
+//             convert block scales (NVFP4 only; idle otherwise).
+// Registers:  B_ROWS / 2 float32 accumulators per consumer thread. setmaxnreg moves registers from the producer's warpgroup to
+//             the consumers.
+// Shared:     STAGES * STAGE_BYTES of operands, STORE_BYTES of results, sums of SPLIT warpgroups, 64 KiB of dequantization
+//             tables for NVFP4, mbarriers. SharedMemory in tile.cuh has the offsets.
+// Memory:     TMA reads operands where they lie, once per tile (with MULTICAST, once per cluster). TMA stores write the
+//             results. Stream-K also writes and reads float32 partial sums of tiles that CTAs share.
+// Protocol:   stage ring    full[s]: TMA completes the bytes of a stage; consumers wait. empty[s]: one lane of each consumer
+//                           warp arrives when its WGMMAs have read the stage; the producer waits. NVFP4 adds scales_full[s]
+//                           (cp.async has copied the block scales) and scales_converted[s] (converter warps have written the
+//                           factors).
+//             tile counter  PERSISTENT: tile_full / tile_empty guard two slots through which the producer tells the other warps
+//                           which tile it has taken.
+//             CTAs          STREAM_K: a release store to a flag per unit after its partial sums; the owner of the tile acquires
+//                           it. SPLIT_K_CLUSTER: cluster barriers around the exchange. MULTICAST: empty[s] counts both CTAs'
+//                           warps.
+// Launches:   programmatic dependent launch. The CTA sets itself up while the previous launch ends. Then every warp that reads
+//             or writes global memory executes griddepcontrol.wait first. The one exception is operand A with `early`: the
+//             caller promises that no earlier launch writes it.
+// Numerics:   WGMMA accumulates in float32. Every sum has a fixed order, so that a configuration gives the same bits each time.
+// Source:     warp-specialized persistent kernels after CUTLASS 3; stream-K after Osama et al. (2023). Measurements:
+//             docs/notebook/swiglu.md.
 #include "hopper.cuh"
 #include "wgmma.cuh"
 #include "tile.cuh"
@@ -26,47 +46,49 @@
 #include "reduction.cuh"
 #include EPILOGUE
 
-// Compute a work item with WGMMAs of WIDTH columns, and store the tile's results if they are complete here; place() is the tile.
-template <int WIDTH, typename Place>
+// Compute one work item in a consumer warpgroup, with WGMMAs of WIDTH columns. If this warpgroup ends up with the tile's total,
+// run the epilogue on it. tile_of_item() returns the tile's coordinates.
+template <int WIDTH, typename TileOfItem>
 __device__ __forceinline__ void compute(
-    const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, PipelineState& state, int side,
-    int split, const Epilogue& epilogue, Place place) {
+    const Arguments& a, const Scheduler& scheduler, const SharedMemory& smem, WorkItem item, PipelineState& state, int m_block,
+    int split, const Epilogue& epilogue, TileOfItem tile_of_item) {
   float d[WIDTH / 2];
-  multiply<WIDTH>(d, smem, item.last - item.first, state, side, split);
-  if (reduce(d, a, scheduler, smem, item, split)) epilogue.template store<WIDTH>(d, a, smem, place(), side);
+  multiply<WIDTH>(d, smem, item.last - item.first, state, m_block, split);
+  if (reduce(d, a, scheduler, smem, item, split)) epilogue.template store<WIDTH>(d, a, smem, tile_of_item(), m_block);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
   const Arguments a = ARGUMENTS;
   const SharedMemory smem(shared_address(dynamic_shared));
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;  // known to be uniform
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;  // the shuffle makes them uniform
   const Scheduler scheduler = scheduler_of(a);
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
     prefetch_tensormaps(a, warp);
-    for (int s = warp; s < STAGES; s += THREADS / 32) {  // 64 cycles each, so all warps take part
-      mbarrier_init(smem.full + 8 * s, 1);
+    // An mbarrier.init takes 64 cycles, and those of diverged lanes run one after the other. So one lane per warp takes part.
+    for (int s = warp; s < STAGES; s += THREADS / 32) {
+      mbarrier_init(smem.full + 8 * s, 1);  // the producer's arrive.expect_tx
       mbarrier_init(smem.empty + 8 * s, EMPTY_ARRIVALS);
       if (NVFP4) {
-        mbarrier_init(smem.scaled + 8 * s, 32);  // by the lanes that copy
-        mbarrier_init(smem.converted + 8 * s, CONVERTERS);
+        mbarrier_init(smem.scales_full + 8 * s, 32);  // every lane of the producer warp copies with cp.async
+        mbarrier_init(smem.scales_converted + 8 * s, CONVERTER_WARPS);
       }
     }
-    if ((SCHEDULE == PERSISTENT || SCHEDULE == SPLIT_K_CLUSTER) && warp < 2) {  // the latter does not use them
-      mbarrier_init(smem.told + 8 * warp, 1);
-      mbarrier_init(smem.heard + 8 * warp, 4 * WARPGROUPS + CONVERTERS);
+    if ((SCHEDULE == PERSISTENT || SCHEDULE == SPLIT_K_CLUSTER) && warp < 2) {  // SPLIT_K_CLUSTER does not use them
+      mbarrier_init(smem.tile_full + 8 * warp, 1);
+      mbarrier_init(smem.tile_empty + 8 * warp, 4 * WARPGROUPS + CONVERTER_WARPS);
     }
     fence_mbarrier_init();
   }
   if constexpr (MULTICAST)
-    cluster_sync();  // the other CTA arrives at these barriers, too
+    cluster_sync();  // the other CTA's loads and warps arrive at these mbarriers as well
   else
     __syncthreads();
 
   if (warpgroup == WARPGROUPS) {
-    setmaxnreg_dec<PRODUCER_REGISTERS>();  // first, for the consumers wait for these registers
+    setmaxnreg_dec<PRODUCER_REGISTERS>();  // before anything else: the consumers' setmaxnreg.inc waits for these registers
     produce(a, scheduler, smem, warp, lane);
-    if constexpr (SCHEDULE == SPLIT_K_CLUSTER) {  // the barriers of exchange_halves
+    if constexpr (SCHEDULE == SPLIT_K_CLUSTER) {  // a cluster barrier counts all threads: join the two of exchange_halves
       __syncwarp();
       cluster_sync_relaxed();
       cluster_sync();
@@ -79,22 +101,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_sm90(PARAMETERS) {
 #endif
     griddepcontrol_wait();
     const Epilogue epilogue(a);
-    const int side = SCHEDULE == STATIC_PERSISTENT ? warpgroup : warpgroup % SIDES, split = warpgroup / SIDES;
+    const int m_block = SCHEDULE == STATIC_PERSISTENT ? warpgroup : warpgroup % M_BLOCKS, split = warpgroup / M_BLOCKS;
     PipelineState state;
     scheduler.consume(smem, lane, [&](WorkItem item) INLINE {
       if constexpr (TILE_HAS_WIDTH) {
         const Tile tile = tile_at(scheduler, item.tile);
-        auto place = [&]() INLINE { return tile; };
+        auto tile_of_item = [&]() INLINE { return tile; };
         if (NARROW < B_ROWS && tile.width() <= NARROW)
-          compute<NARROW>(a, scheduler, smem, item, state, side, split, epilogue, place);
+          compute<NARROW>(a, scheduler, smem, item, state, m_block, split, epilogue, tile_of_item);
         else
-          compute<B_ROWS>(a, scheduler, smem, item, state, side, split, epilogue, place);
-      } else {  // the place is computed after the main loop, which needs the registers
-        auto place = [&]() INLINE { return tile_at(scheduler, item.tile); };
-        compute<B_ROWS>(a, scheduler, smem, item, state, side, split, epilogue, place);
+          compute<B_ROWS>(a, scheduler, smem, item, state, m_block, split, epilogue, tile_of_item);
+      } else {  // the coordinates are computed after the main loop, which needs the registers
+        auto tile_of_item = [&]() INLINE { return tile_at(scheduler, item.tile); };
+        compute<B_ROWS>(a, scheduler, smem, item, state, m_block, split, epilogue, tile_of_item);
       }
     });
-    if (threadIdx.x % 128 == 0) tma_store_wait_group_read<0>();  // shared memory must outlive the stores that read it
+    if (threadIdx.x % 128 == 0) tma_store_wait_group_read<0>();  // shared memory must outlive the TMA stores that read it
   }
-  if constexpr (MULTICAST) cluster_sync();  // and what the other CTA sends to it
+  if constexpr (MULTICAST) cluster_sync();  // shared memory must outlive the other CTA's multicast loads and arrivals
 }

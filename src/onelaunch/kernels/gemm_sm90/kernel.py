@@ -1,4 +1,4 @@
-"""The Hopper matrix product as a kernel: its source in a configuration, and the tensor maps of its operands."""
+"""Compilable source of the Hopper matrix product for one configuration, and the tensor maps of its operands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from onelaunch.launch.launch import CudaKernel, Mma
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2}
 SCHEDULES: dict[Schedule, int] = {"stream_k": 0, "persistent": 1, "split_k_cluster": 2, "static_persistent": 3}
 MULTICASTS: dict[Multicast, int] = {"nothing": 0, "a": 1, "b": 2}
-"""Numbers that ``tile.cuh`` gives to these."""
+"""Values of the enumeration in ``tile.cuh``, as for :data:`ELEMENTS` and :data:`SCHEDULES`."""
 
-PARTS = ("tile.cuh", "scheduler.cuh", "mainloop.cuh", "reduction.cuh")
+HEADERS = ("tile.cuh", "scheduler.cuh", "mainloop.cuh", "reduction.cuh")
+"""Headers that every configuration includes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Gemm:
-    """The kernel in one configuration."""
+    """Matrix product kernel and the configuration that it was made for."""
 
     config: GemmConfig
     kernel: CudaKernel
@@ -36,20 +37,20 @@ def gemm_of(
     headers: tuple[tuple[str, str], ...] = (),
     **defines: int,
 ) -> Gemm:
-    """Return the kernel with the operands and the epilogue of this name; callers cache it.
+    """Return the kernel with the operands and the epilogue of this name. It is not cached; callers do that.
 
     Args:
-        config: Configuration.
-        epilogue: Name of files in ``operands/`` and ``epilogue/``.
-        kinds: Kinds of the parameters that the operands' file declares.
-        headers: Generated files that it includes.
-        defines: Macros beside those of the configuration.
+        config: Configuration of the kernel.
+        epilogue: Name of the files in ``operands/`` and ``epilogue/``, without ``.cuh``.
+        kinds: Kinds of the kernel parameters, in the order of ``PARAMETERS`` in the operands' file.
+        headers: Names and contents of generated headers.
+        defines: Values of further macros, by name.
     """
     here = "onelaunch.kernels.gemm_sm90"
     narrow = config.narrow or config.b_rows
     widths = (config.b_rows,) if narrow == config.b_rows else (config.b_rows, narrow)
-    own = (*PARTS, *(("nvfp4.cuh",) if config.nvfp4 else ()), f"operands/{epilogue}.cuh", f"epilogue/{epilogue}.cuh")
-    texts = (
+    own = (*HEADERS, *(("nvfp4.cuh",) if config.nvfp4 else ()), f"operands/{epilogue}.cuh", f"epilogue/{epilogue}.cuh")
+    sources = (
         cuda.include("hopper.cuh"),
         ("wgmma.cuh", wgmma_header(config.element, widths, registers=config.nvfp4)),
         *((name, cuda.read(here, name)) for name in own),
@@ -61,7 +62,7 @@ def gemm_of(
         "MULTICAST": MULTICASTS[config.multicast], "ELEMENT": ELEMENTS[config.element], "RESULT": ELEMENTS[config.result],
         "NVFP4": int(config.nvfp4), "OPERANDS": f'"operands/{epilogue}.cuh"', "EPILOGUE": f'"epilogue/{epilogue}.cuh"', **defines,
     }  # fmt: skip
-    source = cuda.Source("gemm.cu", cuda.read(here, "gemm.cu"), "gemm_sm90", texts, tuple(macros.items()))
+    source = cuda.Source("gemm.cu", cuda.read(here, "gemm.cu"), "gemm_sm90", sources, tuple(macros.items()))
     kernel = CudaKernel(
         source, kinds, threads=config.threads, shared_bytes=config.shared_bytes, cluster=config.cluster, overlap=True,
         mma=Mma.WIDEST,
@@ -70,6 +71,6 @@ def gemm_of(
 
 
 def matrix_map(matrix: torch.Tensor, rows: int, columns: int) -> bytes:
-    """Return the tensor map of a matrix ``[rows, columns]`` in boxes of so many rows and columns."""
+    """Return the tensor map of a matrix for boxes of ``rows`` by ``columns`` elements."""
     (height, width), size = matrix.shape, matrix.element_size()
     return tensor_map(matrix.dtype, address(matrix), (width, height), (matrix.stride(0) * size,), (columns, rows))

@@ -1,21 +1,27 @@
-// NVFP4 decoder: codes of operand A and their block scales, of 16 channels each, become 16-bit elements in registers, exactly.
+// NVFP4 dequantization: 4-bit codes of operand A times their block scales become 16-bit WGMMA fragments in registers, exactly.
 //
-// Codes:      a byte, which is two neighbouring channels, is looked up in a table in shared memory.
-// Scales:     e4m3, copied by the producer warp with cp.async and converted by three warps of their own, for each thread that
-//             decodes needs all scales of a row, as three others do. NaN stays NaN. K is a multiple of K_BLOCK.
-// Table:      256 rows of 256 bytes. A row repeats a pair once for every bank, so that lanes that look up at once do not
-//             conflict. That takes half of the row, so that its address is one byte of codes followed by one that tells the
-//             bank; scales lie in the other half.
+// Computes:   element = e2m1 code * e4m3 scale of its block of 16 channels. The product has at most 6 significant bits, so
+//             float16 and bfloat16 hold it exactly. Scales of whole tensors are applied by the epilogue. NaN scales stay NaN.
+// Codes:      a byte holds two neighbouring channels. It is looked up in a table in shared memory, which gives both elements.
+// Table:      256 rows of 256 bytes. Each row repeats the pair of one byte once for every bank (128 bytes), so that 32 lanes
+//             that look up different bytes at once do not conflict. The other 128 bytes of each row hold block scales. Thus the
+//             offset of an entry is a byte of codes followed by a byte that selects the bank, and one PRMT composes it.
+// Scales:     the producer warp copies a k-block's e4m3 scales with cp.async; three converter warps turn them into 16-bit
+//             factors. Otherwise each decoding thread would convert all scales of its rows, and four threads share a row.
+// Protocol:   scales_full[s], scales_converted[s] and empty[s]: see mainloop.cuh.
+// Requires:   K is a multiple of K_BLOCK, since nothing masks the codes and scales beyond the end.
 #pragma once
 #include "tile.cuh"
 
+// Select four bytes of a (0 to 3) and b (4 to 7); each hexadecimal digit of `bytes` names one.
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 bytes) {
   u32 r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(bytes));
   return r;
 }
 
-__device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
+// Multiply two pairs of 16-bit elements.
+__device__ __forceinline__ u32 multiply_x2(u32 a, u32 b) {
   u32 r;
   if (ELEMENT == BFLOAT16)
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -24,8 +30,8 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
   return r;
 }
 
-// Repeat one half of a word in both.
-__device__ __forceinline__ u32 repeat_half(u32 word, int half) {
+// Return a word whose two halves both are the given half of `word`.
+__device__ __forceinline__ u32 broadcast_half(u32 word, int half) {
   u32 r;
   if (half == 0)
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};\n}" : "=r"(r) : "r"(word));
@@ -34,7 +40,8 @@ __device__ __forceinline__ u32 repeat_half(u32 word, int half) {
   return r;
 }
 
-// Decode the two codes of a byte to a pair of elements.
+// Decode the two e2m1 codes of a byte to a pair of 16-bit elements, the lower code in the lower half. The PRMTs select the
+// upper and lower bytes of the elements 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 __device__ __forceinline__ u32 decode_pair(u32 byte) {
   u32 pair = 0;
 #pragma unroll
@@ -47,34 +54,37 @@ __device__ __forceinline__ u32 decode_pair(u32 byte) {
   return pair;
 }
 
-// Fill the table: 256 threads, a row each.
+// Fill the table: each of 256 threads writes the pairs of one row. A barrier of all readers must follow.
 __device__ __forceinline__ void fill_table(char* table, u32 thread) {
   if (thread >= 256) return;
   const u32 pair = decode_pair(thread);
 #pragma unroll
-  for (u32 piece = 0; piece < 8; ++piece)  // in another order by each lane, for their rows begin in the same bank
+  for (u32 piece = 0; piece < 8; ++piece)  // rows begin in the same bank, so each lane has an order of its own
     *reinterpret_cast<uint4*>(table + thread * 256 + (piece + thread) % 8 * 16) = make_uint4(pair, pair, pair, pair);
 }
 
-__device__ __forceinline__ u32 looked_up(const char* table, u32 word, u32 bytes, u32 bank) {
+// Look up the pair of one byte of `word`; `bytes` is the PRMT selector that composes the offset from that byte and `bank`.
+__device__ __forceinline__ u32 look_up_pair(const char* table, u32 word, u32 bytes, u32 bank) {
   return *reinterpret_cast<const u32*>(table + prmt(word, bank, bytes));
 }
 
-// Block scales of a k-block: ROW_SCALES of each row of A. The 16-bit factors that they become lie by pairs of chunks of B:
-// those of a row for two chunks side by side, then those of the next row. The e4m3 scales of a row come to where its last
-// factors will be.
-constexpr int ROW_SCALES = 4 * CHUNKS, FACTOR_BYTES = 2 * A_ROWS * ROW_SCALES, PIECE = CHUNKS == 1 ? 8 : 16;
-static_assert(STAGES * FACTOR_BYTES <= TABLE_BYTES / 2, "factors lie between the table's rows");
+// Block scales of a k-block: ROW_SCALES e4m3 scales of each row of A become as many 16-bit factors. Factors are grouped by
+// pairs of chunks (64 channels, 4 factors each): within a pair, row after row, FACTOR_VECTOR_BYTES per row. cp.async puts the
+// e4m3 scales of a row where its last factors will be written; the thread that converts a row reads all its scales first.
+constexpr int ROW_SCALES = 4 * CHUNKS, FACTOR_BYTES = 2 * A_ROWS * ROW_SCALES, FACTOR_VECTOR_BYTES = CHUNKS == 1 ? 8 : 16;
+static_assert(STAGES * FACTOR_BYTES <= TABLE_BYTES / 2, "the factors fit into the free halves of the table's rows");
 
-// Return the address of the factors of row r for a piece of one or two chunks.
+// Return the address of the factors of row r for the piece-th pair of chunks (or the only chunk).
 __device__ __forceinline__ u32 factors_at(u32 table, int stage, int r, int piece) {
-  const u32 offset = stage * FACTOR_BYTES + (piece * A_ROWS + r) * PIECE;
+  const u32 offset = stage * FACTOR_BYTES + (piece * A_ROWS + r) * FACTOR_VECTOR_BYTES;
   return table + offset + offset / 128 * 128 + 128;
 }
+// Return the address to which the e4m3 scales of row r are copied.
 __device__ __forceinline__ u32 scales_at(u32 table, int stage, int r) { return factors_at(table, stage, r, (CHUNKS - 1) / 2); }
 
-// Copy the e4m3 scales of a k-block by one warp. A lane's rows are all of one weight, whose ``blocks`` it brings. TMA would
-// need boxes of 16 bytes a row, and K in multiples of 256. 128 bytes go to the L2 cache at once.
+// Copy the e4m3 scales of a k-block with cp.async, by all lanes of the producer warp. A lane copies rows of one weight only,
+// whose scales `blocks` are. TMA would need boxes of 16 bytes per row, and K in multiples of 256. cp.async fetches 128 bytes
+// into L2.
 __device__ __forceinline__ void copy_scales(
     u32 table, int stage, const unsigned char* blocks, int column, int k_block, int N, int K, int lane) {
 #pragma unroll
@@ -97,14 +107,14 @@ __device__ __forceinline__ void convert(u32 four, u32& first, u32& second) {
       asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}"
           : "=f"(low), "=f"(high)
           : "r"(pairs[i]));
-      pairs[i] = prmt(__float_as_uint(low), __float_as_uint(high), 0x7632);  // the upper halves: exact
+      pairs[i] = prmt(__float_as_uint(low), __float_as_uint(high), 0x7632);  // the upper halves, exact
     }
   }
   first = pairs[0];
   second = pairs[1];
 }
 
-// Convert the scales of a k-block by ``threads`` threads, a row each.
+// Convert the scales of a k-block by `threads` threads, each a row at a time. scales_full[stage] must have completed.
 __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread, int threads) {
   for (int r = thread; r < A_ROWS; r += threads) {
     u32 words[CHUNKS], v[2 * CHUNKS];
@@ -122,26 +132,29 @@ __device__ __forceinline__ void convert_scales(u32 table, int stage, int thread,
   }
 }
 
-// Load 16 bytes of codes of row r of a stage: those of 32 channels.
+// Load 16 bytes, the codes of 32 channels, of row r of the stage at address `at`.
 __device__ __forceinline__ uint4 load_codes(u32 at, int r, int piece) {
-  constexpr int PITCH = 32 * CHUNKS, PIECES = 2 * CHUNKS;  // swizzled over the row
+  constexpr int PITCH = 32 * CHUNKS, PIECES = 2 * CHUNKS;  // the TMA swizzle spans one row
   return ld_shared_v4_u32((at + r * PITCH + r / (8 / PIECES) % PIECES * 16) ^ piece * 16);
 }
 
-// Decoder of what a thread needs of its rows r and r + 8 for the four WGMMAs of a chunk of 64 channels. It works in three
-// steps, for shared memory has latency: those of the next chunk are under way meanwhile.
+// Dequantizer of a thread's A fragments for the four WGMMAs of a chunk of 64 channels, from its rows r and r + 8.
+//
+// The steps are separate, because shared memory has latency: multiply() starts those of the next chunks meanwhile. Order for a
+// chunk c: load(c) needs full[stage]; look_up() follows it; load_factors(c) needs scales_converted[stage]; scale(w, c) is last.
 struct Decoder {
   const char* table;
-  u32 at;  // address of the stage
-  int stage, r;
-  u32 byte, bank;
-  uint4 codes[2][2];  // by row, by half of the channels
-  u32 pairs[2][8];    // by row, by eight channels
-  u32 factors[2][4];  // by row; of two chunks, if there are two
+  u32 at;             // address of the stage
+  int stage, r;       // stage; the first of the thread's two rows of A
+  u32 byte, bank;     // PRMT selector of this lane's byte of a word; this lane's bank, in bytes
+  uint4 codes[2][2];  // [row][half of the chunk]: 32 channels
+  u32 pairs[2][8];    // [row][group of 8 channels]: this lane's two channels of the group
+  u32 factors[2][4];  // [row][pair of factors]: those of two chunks, if CHUNKS > 1
 
   __device__ __forceinline__ Decoder(const char* table, u32 at, int stage, int r, int lane)
       : table(table), at(at), stage(stage), r(r), byte(0x5504 | lane % 4 << 4), bank(4 * lane) {}
 
+  // Load the codes of chunk c.
   __device__ __forceinline__ void load(int c) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -149,20 +162,22 @@ struct Decoder {
       for (int half = 0; half < 2; ++half) codes[i][half] = load_codes(at, r + 8 * i, 2 * c + half);
   }
 
-  // A WGMMA wants channels 2 t and 2 t + 1 of each eight from lane t of four, a byte of each word.
+  // Look up the codes that load() has loaded. WGMMA takes channels 2 t and 2 t + 1 of each group of 8 from lane t of four: byte
+  // t of each word.
   __device__ __forceinline__ void look_up() {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint4 four = codes[i][half];
-        pairs[i][4 * half] = looked_up(table, four.x, byte, bank);
-        pairs[i][4 * half + 1] = looked_up(table, four.y, byte, bank);
-        pairs[i][4 * half + 2] = looked_up(table, four.z, byte, bank);
-        pairs[i][4 * half + 3] = looked_up(table, four.w, byte, bank);
+        pairs[i][4 * half] = look_up_pair(table, four.x, byte, bank);
+        pairs[i][4 * half + 1] = look_up_pair(table, four.y, byte, bank);
+        pairs[i][4 * half + 2] = look_up_pair(table, four.z, byte, bank);
+        pairs[i][4 * half + 3] = look_up_pair(table, four.w, byte, bank);
       }
   }
 
+  // Load the factors of chunk c; for an even c, those of chunk c + 1 as well.
   __device__ __forceinline__ void load_factors(u32 table_at, int c) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -176,14 +191,15 @@ struct Decoder {
     }
   }
 
+  // Write the fragments of chunk c to w: four WGMMAs of 16 channels, which are one block each.
   __device__ __forceinline__ void scale(u32 (&w)[4][4], int c) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int block = 0; block < 4; ++block) {
-        const u32 by = repeat_half(factors[i][c % 2 * 2 + block / 2], block % 2);
-        w[block][i] = multiply_pairs(pairs[i][2 * block], by);
-        w[block][i + 2] = multiply_pairs(pairs[i][2 * block + 1], by);
+        const u32 factor = broadcast_half(factors[i][c % 2 * 2 + block / 2], block % 2);
+        w[block][i] = multiply_x2(pairs[i][2 * block], factor);
+        w[block][i + 2] = multiply_x2(pairs[i][2 * block + 1], factor);
       }
   }
 };

@@ -1,13 +1,17 @@
-// Which CTA computes which k-blocks of which tiles.
+// Tile scheduler: which CTA computes which k-blocks of which tiles (SCHEDULE).
 //
-// STREAM_K:          the k-blocks of all tiles are cut into one contiguous unit per CTA, of equal length in multiples of a
-//                    grain. The CTA that owns a tile's first k-block adds the partial sums of the others in a fixed order
-//                    (reduction.cuh). Units are handed out from the last to the first, so that no CTA waits for one that starts
-//                    later.
-// PERSISTENT:        CTAs take whole tiles from a counter in memory, which is zero before and after a launch.
-// SPLIT_K_CLUSTER:   the two CTAs of a cluster compute half of the k-blocks of one tile each, exchange the sums of half of its
-//                    columns of D through distributed shared memory, and finish the other half.
-// STATIC_PERSISTENT: CTAs, or clusters whose tiles have an operand in common (MULTICAST), take every gridDim-th tile.
+// STREAM_K:          the k-blocks of all tiles, in order, are cut into one contiguous work unit per CTA. Units are equally long
+//                    to within one granule; a granule is one k-block, or all k-blocks of a tile (then no tile is shared). The
+//                    CTA that owns a tile's first k-block adds the other CTAs' partial sums in the order of units (fix-up,
+//                    reduction.cuh). CTA 0 has the last unit: a CTA waits only for later units, which belong to CTAs with
+//                    smaller numbers and therefore started no later, so no CTA waits for one that has no SM yet.
+// PERSISTENT:        CTAs take whole tiles from a counter in global memory, which is zero before and after a launch.
+// SPLIT_K_CLUSTER:   the two CTAs of a cluster each compute one half of the k-blocks of one tile. They exchange sums through
+//                    distributed shared memory, and each finishes one half of the columns of D.
+// STATIC_PERSISTENT: a CTA, or with MULTICAST a cluster whose tiles have one operand in common, takes one tile per round of
+//                    gridDim.x / CLUSTER tiles.
+//
+// produce() runs in the producer warp and consume() in every consumer warp; both see the same items in the same order.
 #pragma once
 #include "tile.cuh"
 
@@ -15,41 +19,44 @@ struct WorkItem { int tile, first, last; };  // k-blocks [first, last) of a tile
 
 struct Coordinates { int row, column; };  // in tiles
 
-constexpr int SWATH = SCHEDULE == STATIC_PERSISTENT ? 16 : 8;  // tiles of rows whose neighbours share operands in the L2 cache
+constexpr int RASTER_GROUP = SCHEDULE == STATIC_PERSISTENT ? 16 : 8;  // tiles of rows that share operands in L2
 
-// Tiles of a cluster that multicasts an operand: side by side where they share the rows of A, else one above the other.
+// Shape of a cluster in tiles: two tiles of a row share their rows of A, two tiles of a column their rows of B.
 constexpr int CLUSTER_ROWS = MULTICAST == OPERAND_B ? 2 : 1, CLUSTER_COLUMNS = MULTICAST == OPERAND_A ? 2 : 1;
 
 struct Scheduler {
-  int k_blocks;          // of a tile
-  int row_tiles, tiles;  // of the result; with MULTICAST counted by clusters
-  int each, more, grain, unit;  // STREAM_K: grains of a unit, units that have one more, k-blocks of a grain, this CTA's unit
-  int stride, rounds;    // STATIC_PERSISTENT: CTAs or clusters, and tiles of each of them
+  int k_blocks;          // k-blocks of a tile
+  int row_tiles, tiles;  // tiles along the rows of the result, and in all; with MULTICAST, clusters of tiles
+  // STREAM_K: granules of a unit, number of units with one granule more, k-blocks of a granule, this CTA's unit
+  int unit_granules, longer_units, granule, unit;
+  int stride, rounds;    // STATIC_PERSISTENT: number of CTAs or clusters, and tiles of each of them
 
-  // Return the place of a tile of a result with so many tiles of columns. Neighbours in time are neighbours in a swath of rows.
+  // Return the coordinates of a tile in a result of `columns` tiles per row. Consecutive tiles go down the rows of a group of
+  // RASTER_GROUP rows first, so that CTAs that run at the same time share both operands in L2.
   __device__ __forceinline__ Coordinates coordinates(int tile, int columns) const {
-    const int swath = tile / (SWATH * columns), first = swath * SWATH;
-    const int rows = min(SWATH, row_tiles - first), at = tile - first * columns;
+    const int group = tile / (RASTER_GROUP * columns), first = group * RASTER_GROUP;
+    const int rows = min(RASTER_GROUP, row_tiles - first), at = tile - first * columns;
     const int rank = MULTICAST ? cluster_ctarank() : 0;
     return {(first + at % rows) * CLUSTER_ROWS + (CLUSTER_ROWS > 1 ? rank : 0),
             at / rows * CLUSTER_COLUMNS + (CLUSTER_COLUMNS > 1 ? rank : 0)};
   }
 
-  // STREAM_K: the first k-block of a unit, counted over all tiles, and the part of the tile at a k-block that a unit has.
-  __device__ __forceinline__ int begin(int unit) const { return (unit * each + min(unit, more)) * grain; }
+  // STREAM_K: return the first k-block of a unit, counted over all tiles.
+  __device__ __forceinline__ int begin(int unit) const { return (unit * unit_granules + min(unit, longer_units)) * granule; }
+  // STREAM_K: return the part of a unit, which ends before `end`, that lies in the tile of k-block `k_block`.
   __device__ __forceinline__ WorkItem item_at(int k_block, int end) const {
     const int tile = k_block / k_blocks, first = k_block - tile * k_blocks;
     return {tile, first, min(k_blocks, first + end - k_block)};
   }
 
-  // SPLIT_K_CLUSTER: the half of this CTA; of a single k-block the first CTA has none.
+  // SPLIT_K_CLUSTER: return this CTA's half of the k-blocks. If there is a single k-block, CTA 0 of the cluster has none.
   __device__ __forceinline__ WorkItem half() const {
     const int middle = k_blocks / 2;
     return cluster_ctarank() ? WorkItem{(int)(blockIdx.x / 2), middle, k_blocks} : WorkItem{(int)(blockIdx.x / 2), 0, middle};
   }
 
-  // STATIC_PERSISTENT: call body(item) with each tile. Tiles are rotated by three each round, else those of few columns could
-  //                    always fall to the same CTAs.
+  // STATIC_PERSISTENT: call body(item) with each tile of this CTA. The assignment is rotated by three tiles each round, because
+  //                    tiles of few columns, which are cheaper, could otherwise always fall to the same CTAs.
   template <typename Body>
   __device__ __forceinline__ void for_each_static(Body body) const {
     for (int round = 0; round < rounds; ++round) {
@@ -59,7 +66,8 @@ struct Scheduler {
     }
   }
 
-  // Call load(item, early) with every item of this CTA, in the producer warp; early is false for all but the first item.
+  // Call load(item, early) with every item of this CTA, in the producer warp. `early` is passed on with the first item and is
+  // false for all others. PERSISTENT needs griddepcontrol_wait() before, because earlier launches use the counters.
   template <typename Load>
   __device__ __forceinline__ void produce(const SharedMemory& smem, u32* counters, int lane, bool early, Load load) const {
     if constexpr (SCHEDULE == SPLIT_K_CLUSTER) {
@@ -71,18 +79,20 @@ struct Scheduler {
         at += item.last - item.first;
       }
     } else if constexpr (SCHEDULE == PERSISTENT) {
+      // The two slots let the producer take the next tile, and load it, while consumers still compute the one before.
       for (int turn = 0, tile = 0; tile < tiles; ++turn) {
         const int slot = turn & 1;
-        mbarrier_wait(smem.heard + 8 * slot, (turn / 2 & 1) ^ 1);
+        mbarrier_wait(smem.tile_empty + 8 * slot, (turn / 2 & 1) ^ 1);
         if (lane == 0) {
           tile = atomicAdd(counters, 1);
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem.next + 4 * slot), "r"(tile) : "memory");
-          mbarrier_arrive(smem.told + 8 * slot);
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem.tile_slots + 4 * slot), "r"(tile) : "memory");
+          mbarrier_arrive(smem.tile_full + 8 * slot);
         }
         tile = __shfl_sync(~0u, tile, 0);
         if (tile < tiles) load(WorkItem{tile, 0, k_blocks}, false);
       }
-      if (lane == 0 && atomicAdd(counters + 1, 1) == (int)gridDim.x - 1) {  // all others have taken their last
+      // The CTA that finishes last resets both counters for the next launch: all others have taken their last tile.
+      if (lane == 0 && atomicAdd(counters + 1, 1) == (int)gridDim.x - 1) {
         counters[0] = 0;
         counters[1] = 0;
       }
@@ -91,13 +101,14 @@ struct Scheduler {
     }
   }
 
-  // PERSISTENT: the tile that the producer took, as a consumer warp hears of it.
+  // PERSISTENT: wait for the producer to take a tile, return its number and release the slot; for every consumer and converter
+  // warp. A number of `tiles` or more means that there is no tile left.
   __device__ __forceinline__ int next_tile(const SharedMemory& smem, int turn, int lane) const {
     const int slot = turn & 1;
-    mbarrier_wait(smem.told + 8 * slot, turn / 2 & 1);
-    const int tile = ld_shared_u32(smem.next + 4 * slot);
+    mbarrier_wait(smem.tile_full + 8 * slot, turn / 2 & 1);
+    const int tile = ld_shared_u32(smem.tile_slots + 4 * slot);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem.heard + 8 * slot);
+    if (lane == 0) mbarrier_arrive(smem.tile_empty + 8 * slot);
     return tile;
   }
 
@@ -119,7 +130,8 @@ struct Scheduler {
     }
   }
 
-  // Call body(count) until the sum of counts is the number of k-blocks of this CTA, whatever tiles they belong to.
+  // Call body(count) until the counts add up to the number of k-blocks of this CTA. This is for the converter warps, to which
+  // it does not matter which tile a k-block belongs to.
   template <typename Body>
   __device__ __forceinline__ void for_each_count(const SharedMemory& smem, int lane, Body body) const {
     if constexpr (SCHEDULE == STREAM_K)

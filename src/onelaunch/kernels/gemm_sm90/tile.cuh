@@ -1,68 +1,80 @@
-// Sizes of a tile, of its pipeline and of its shared memory, for the configuration that the host defines (config.py).
+// Sizes of a tile, of its pipeline and of its shared memory. The host defines the configuration as macros (kernel.py).
+//
+// Macros:  A_ROWS, B_ROWS  rows of both operands in a tile
+//          STAGES          stages of the ring
+//          STORE_BYTES     bytes of shared memory in which the epilogue prepares TMA stores
+//          CHUNKS          128-byte pieces of each row of B in a k-block (more than 1 for NVFP4 only)
+//          SPLIT           consumer warpgroups that share rows of A and take every SPLIT-th k-block (split-K within a CTA)
+//          NARROW          width of the WGMMAs for tiles of few columns, B_ROWS if there are none
+//          NVFP4           1 if A consists of NVFP4 codes; ELEMENT is then the type that they are decoded to
+//          ELEMENT, RESULT, SCHEDULE, MULTICAST: the enumerations below
 #pragma once
 #include "hopper.cuh"
 
-#define INLINE __attribute__((always_inline))  // for lambdas
+#define INLINE __attribute__((always_inline))  // for lambdas, which __forceinline__ does not reach
 
 enum { BFLOAT16, FLOAT16, E4M3 };                                   // ELEMENT, RESULT
 enum { STREAM_K, PERSISTENT, SPLIT_K_CLUSTER, STATIC_PERSISTENT };  // SCHEDULE
 enum { NOTHING, OPERAND_A, OPERAND_B };                             // MULTICAST
 
-constexpr int K_BLOCK = ELEMENT == E4M3 ? 128 : 64 * CHUNKS;  // channels of a stage; CHUNKS: 128-byte pieces of each row of B
-constexpr int SIDES = A_ROWS / 64;                            // consumer warpgroups that multiply different rows of A
-constexpr int WARPGROUPS = SIDES * SPLIT;                     // SPLIT of them share rows of A and take turns with k-blocks
-constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
-constexpr int OWNERS = 128 * SIDES;                           // threads that hold the sums of a tile in the end
-constexpr int ACCUMULATORS = B_ROWS / 2;                      // of a consumer thread
-constexpr int PRODUCER_WARP = CONSUMERS / 32, CONVERTERS = NVFP4 ? 3 : 0;  // warps that convert block scales follow the producer
+constexpr int K_BLOCK = ELEMENT == E4M3 ? 128 : 64 * CHUNKS;  // channels of a k-block, which fills one stage
+constexpr int M_BLOCKS = A_ROWS / 64;                         // blocks of 64 rows of A, each for SPLIT consumer warpgroups
+constexpr int WARPGROUPS = M_BLOCKS * SPLIT;                  // consumer warpgroups
+constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;  // consumer threads; threads of the CTA
+constexpr int EPILOGUE_THREADS = 128 * M_BLOCKS;              // consumer threads that hold the tile's total after the reduction
+constexpr int ACCUMULATORS = B_ROWS / 2;                      // float32 accumulators of a consumer thread
+constexpr int PRODUCER_WARP = CONSUMERS / 32, CONVERTER_WARPS = NVFP4 ? 3 : 0;  // the converters follow the producer warp
 constexpr int PRODUCER_REGISTERS = WARPGROUPS > 2 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 4 ? 104 : WARPGROUPS == 3 ? 152 : 232;
 
 constexpr int A_BYTES = A_ROWS * (NVFP4 ? K_BLOCK / 2 : 128), B_BYTES = CHUNKS * B_ROWS * 128, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int TABLE_BYTES = NVFP4 ? 256 * 256 : 0;                    // values of NVFP4 codes and block scales: nvfp4.cuh
-constexpr int SPLIT_BYTES = (SPLIT - 1) * OWNERS * ACCUMULATORS * 4;  // sums that warpgroups hand to the one that finishes
+constexpr int TABLE_BYTES = NVFP4 ? 256 * 256 : 0;                              // look-up table and scale factors (nvfp4.cuh)
+constexpr int SPLIT_BYTES = (SPLIT - 1) * EPILOGUE_THREADS * ACCUMULATORS * 4;  // sums of all warpgroups but those with split 0
 
-constexpr int CLUSTER = MULTICAST || SCHEDULE == SPLIT_K_CLUSTER ? 2 : 1;
-constexpr int EMPTY_ARRIVALS = 4 * SIDES * (MULTICAST ? CLUSTER : 1);  // consumer warps that release a stage
+constexpr int CLUSTER = MULTICAST || SCHEDULE == SPLIT_K_CLUSTER ? 2 : 1;  // CTAs of a cluster
+// Arrivals that free a stage: one by each consumer warp that reads it, with MULTICAST those of both CTAs.
+constexpr int EMPTY_ARRIVALS = 4 * M_BLOCKS * (MULTICAST ? CLUSTER : 1);
 
-// Named barriers of the CTA. Those of the epilogue, one for each side, follow the ones that are in use.
-enum { OWNER_WARPGROUPS = 1, SUMS_WRITTEN, SUMS_READ, ALL_WARPGROUPS };
+// Named barriers of the CTA (0 is __syncthreads). The epilogue has one for each block of 64 rows, from EPILOGUE_BARRIER on.
+enum { EPILOGUE_WARPGROUPS = 1, SUMS_WRITTEN, SUMS_READ, ALL_WARPGROUPS };
 constexpr int EPILOGUE_BARRIER = SCHEDULE == STATIC_PERSISTENT ? 1 : 5;
 
-static_assert(A_ROWS % 64 == 0 && B_ROWS % 8 == 0 && B_ROWS <= 256, "the shape of a WGMMA");
-static_assert(NARROW % 8 == 0 && NARROW <= B_ROWS, "the shape of a narrow WGMMA");
-static_assert(2 <= WARPGROUPS && WARPGROUPS <= 4, "registers are handed over for these");
-static_assert(STAGES % SPLIT == 0, "a warpgroup must see every round of its stages: PipelineState");
-static_assert(SCHEDULE != SPLIT_K_CLUSTER || (B_ROWS % 16 == 0 && OWNERS * ACCUMULATORS * 2 <= STAGES * STAGE_BYTES),
-              "halves of whole eights are exchanged, in the room of the stages");
+static_assert(A_ROWS % 64 == 0 && B_ROWS % 8 == 0 && B_ROWS <= 256, "WGMMA multiplies 64 rows by 8 to 256 columns");
+static_assert(NARROW % 8 == 0 && NARROW <= B_ROWS, "a narrow WGMMA has a multiple of 8 columns, at most B_ROWS");
+static_assert(2 <= WARPGROUPS && WARPGROUPS <= 4, "setmaxnreg has register counts for 2, 3 and 4 consumer warpgroups only");
+static_assert(STAGES % SPLIT == 0, "a warpgroup must see every phase of its stages: see PipelineState");
+static_assert(SCHEDULE != SPLIT_K_CLUSTER || (B_ROWS % 16 == 0 && EPILOGUE_THREADS * ACCUMULATORS * 2 <= STAGES * STAGE_BYTES),
+              "a cluster exchanges halves of whole groups of 8 columns, through the memory of the stages");
 static_assert(SPLIT == 1 || SCHEDULE == STREAM_K || SCHEDULE == SPLIT_K_CLUSTER,
-              "the order of a sum must not depend on which tiles a CTA had before");
-static_assert(WARPGROUPS != 3 || B_ROWS <= 128, "three warpgroups have no registers for more accumulators");
-static_assert(NARROW == B_ROWS || SCHEDULE == STATIC_PERSISTENT, "reductions count on tiles of one width");
+              "the order of a sum must not depend on the tiles that a CTA computed before");
+static_assert(WARPGROUPS != 3 || B_ROWS <= 128, "three consumer warpgroups have no registers for more than 64 accumulators");
+static_assert(NARROW == B_ROWS || SCHEDULE == STATIC_PERSISTENT, "the reductions assume tiles of one width");
 
 extern __shared__ __align__(128) char dynamic_shared[];
 
-// Addresses in shared memory. The stages begin at a multiple of 1024 bytes, where the pattern of the 128-byte swizzle begins.
+// Byte addresses of a CTA's buffers in shared memory. The stages begin at a multiple of 1024 bytes, the period of the 128-byte
+// swizzle, which TMA and WGMMA compute from address bits.
 struct SharedMemory {
-  u32 table, stages, store, sums;             // store: results on their way out
-  u32 full, empty, scaled, converted;         // mbarriers of each stage
-  u32 told, heard, next;                      // two slots for tiles taken from the counter: their mbarriers, and the tiles
+  u32 table, stages, staging, split_sums;            // staging: results that TMA stores read
+  u32 full, empty, scales_full, scales_converted;    // mbarriers of 8 bytes, one of each kind per stage
+  u32 tile_full, tile_empty, tile_slots;             // PERSISTENT: mbarriers of two slots, and the tile numbers in them
   __device__ __forceinline__ explicit SharedMemory(u32 base) {
     table = base;
     stages = (base + TABLE_BYTES + 1023) & ~1023u;
-    store = stages + STAGES * STAGE_BYTES;
-    sums = store + STORE_BYTES;
-    full = sums + SPLIT_BYTES;
+    staging = stages + STAGES * STAGE_BYTES;
+    split_sums = staging + STORE_BYTES;
+    full = split_sums + SPLIT_BYTES;
     empty = full + 8 * STAGES;
-    scaled = empty + 8 * STAGES;
-    converted = scaled + 8 * STAGES;
-    told = converted + 8 * STAGES;
-    heard = told + 16;
-    next = heard + 16;
+    scales_full = empty + 8 * STAGES;
+    scales_converted = scales_full + 8 * STAGES;
+    tile_full = scales_converted + 8 * STAGES;
+    tile_empty = tile_full + 16;
+    tile_slots = tile_empty + 16;
   }
 };
 
-__device__ __forceinline__ u32 pack(float low, float high) {  // as two elements of the result
+// Round two float32 numbers to two neighbouring 16-bit elements of the result.
+__device__ __forceinline__ u32 pack(float low, float high) {
   u32 r;
   if (RESULT == BFLOAT16)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));

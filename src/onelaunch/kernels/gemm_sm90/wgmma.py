@@ -1,6 +1,7 @@
-"""WGMMA instructions for CUDA C++: the width is part of the instruction, with a register for every accumulator.
+"""Generated CUDA C++ wrappers of the WGMMA instruction.
 
-No template can count the operands of inline assembly, so the one function that a kernel of a given width needs is generated.
+The N dimension is part of the instruction's name, and each accumulator is an operand. No template can vary the number of
+operands of inline assembly, so the function for each width is generated.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m
 
 
 def wgmma_header(dtype: torch.dtype, widths: Iterable[int], *, registers: bool = False) -> str:
-    """Return a header with the function ``wgmma(d, a, b)`` for each width: ``d [64, width] += a b^T`` by four warps.
+    """Return a header with ``wgmma(d, a, b)`` for each width: a warpgroup adds ``a b^T`` to ``d [64, width]``.
 
     Args:
-        dtype: Type of both operands; 32 bytes of each row are multiplied.
-        widths: Rows of ``b``, multiples of 8 up to 256. A thread holds half as many accumulators.
-        registers: Whether ``a`` lies in 4 registers of each thread instead of shared memory, where ``b`` lies.
+        dtype: Type of both operands. One instruction multiplies 32 bytes of each row.
+        widths: Numbers of rows of ``b``, multiples of 8 up to 256. A thread holds half as many accumulators.
+        registers: Flag that ``a`` is in 4 registers of each thread; otherwise it is in shared memory, like ``b``.
     """
     functions = "\n".join(_wgmma(dtype, width, registers=registers) for width in widths)
     return f'#pragma once\n#include "hopper.cuh"\n\n{functions}'
@@ -27,19 +28,19 @@ def wgmma_header(dtype: torch.dtype, widths: Iterable[int], *, registers: bool =
 def _wgmma(dtype: torch.dtype, width: int, *, registers: bool) -> str:
     sums = width // 2
     depth = 32 // dtype.itemsize
-    held = ", ".join(f"%{at}" for at in range(sums))
+    accumulators = ", ".join(f"%{at}" for at in range(sums))
     outputs = ", ".join(f'"+f"(d[{at}])' for at in range(sums))
-    words = 4 if registers else 1
-    first = "{" + ", ".join(f"%{sums + at}" for at in range(words)) + "}" if registers else f"%{sums}"
-    inputs = ", ".join(f'"r"(a[{at}])' for at in range(words)) if registers else '"l"(a)'
-    second = sums + words
-    # transpose flags: both operands are K-major; float8 has no other layout, and a register operand no flag
-    order = "" if dtype.itemsize == 1 else ", 0" if registers else ", 0, 0"
+    a_registers = 4 if registers else 1
+    a_operand = "{" + ", ".join(f"%{sums + at}" for at in range(a_registers)) + "}" if registers else f"%{sums}"
+    inputs = ", ".join(f'"r"(a[{at}])' for at in range(a_registers)) if registers else '"l"(a)'
+    b_index = sums + a_registers
+    # Transpose flags: both operands are K-major. float8 has no other layout, and an operand in registers has no flag.
+    transpose = "" if dtype.itemsize == 1 else ", 0" if registers else ", 0, 0"
     name = f"wgmma.mma_async.sync.aligned.m64n{width}k{depth}.f32.{TYPES[dtype]}.{TYPES[dtype]}"
-    operand = "const u32 (&a)[4]" if registers else "u64 a"
-    return f"""__device__ __forceinline__ void wgmma(float (&d)[{sums}], {operand}, u64 b) {{
+    a_parameter = "const u32 (&a)[4]" if registers else "u64 a"
+    return f"""__device__ __forceinline__ void wgmma(float (&d)[{sums}], {a_parameter}, u64 b) {{
   asm volatile(
-      "{name} {{{held}}}, {first}, %{second}, 1, 1, 1{order};"
+      "{name} {{{accumulators}}}, {a_operand}, %{b_index}, 1, 1, 1{transpose};"
       : {outputs}
       : {inputs}, "l"(b));
 }}

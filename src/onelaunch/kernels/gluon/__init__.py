@@ -1,1 +1,1 @@
-"""Names of Gluon, the same for every Triton release."""
+"""Gluon under names that are the same for every supported Triton release."""

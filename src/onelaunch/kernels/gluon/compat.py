@@ -1,6 +1,6 @@
-"""Gluon as this package uses it: the one place that knows which name a Triton release gives to what, and what it leaves undone.
+"""Compatibility layer for Gluon: the names of the supported Triton releases, and a workaround for one of its gaps.
 
-Gluon is ``triton.experimental`` and renames between releases; kernels import from here, and nothing else imports Gluon.
+Gluon is ``triton.experimental`` and renames functions between releases. Kernels import it from here only.
 """
 
 from triton.experimental import gluon
@@ -15,23 +15,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Renamed in Triton 3.9."""
+"""TMA load into shared memory; Triton 3.9 renamed it."""
 
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""Renamed with it."""
+"""TMA store from shared memory; Triton 3.9 renamed it."""
 
 tma_store_wait = tma.store_wait
 
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""A barrier of all threads of a program; renamed in Triton 3.7."""
+"""Barrier of all threads of a CTA (``__syncthreads``); Triton 3.7 renamed it."""
 
 
 @gluon.jit
 def keep_barriers(bars):
-    """Up to here nothing else lies where these barriers do.
+    """Keep the shared memory of these mbarriers from being reused before this point.
 
-    Triton gives the room of barriers that are not used any more to others, such as words that warps exchange for a reduction;
-    PTX asks that they be invalidated first. On an H200 that several processes shared, such words came to hold what barriers hold.
+    Triton reuses the shared memory of mbarriers after their last use, for example for values that warps exchange in a reduction.
+    PTX requires that the mbarriers be invalidated first. On an H200 that several processes shared, such values were overwritten
+    with the contents of mbarriers.
     """
     for i in gl.static_range(len(bars)):
         bars[i]._keep_alive()  # noqa: SLF001

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from onelaunch.kernels.common.layout import cdiv
-from onelaunch.kernels.gemm_sm90.config import SIDE_ROWS, WIDEST, GemmConfig, Multicast
+from onelaunch.kernels.gemm_sm90.config import WARPGROUP_ROWS, WIDEST, GemmConfig, Multicast
 from onelaunch.kernels.tma import ROW_BYTES
 from onelaunch.operation import remembered
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, SegmentSpan
@@ -25,7 +25,7 @@ LARGEST = 3e38
 FEW = 64
 """Number of remaining columns of a segment up to which a narrower product is compiled."""
 
-STORE_BYTES = TILE_ROWS // SIDE_ROWS * 2 * PANEL * ROW_BYTES
+STORE_BYTES = TILE_ROWS // WARPGROUP_ROWS * 2 * PANEL * ROW_BYTES
 """Bytes of shared memory for results that are being stored: two panels per warpgroup."""
 
 MAX_STAGES = 8
@@ -35,7 +35,10 @@ END_MICROSECONDS = 2.0
 """Estimated time of a tile's epilogue with 256 columns, in microseconds, from that of the gate in ``swiglu``."""
 
 K_BLOCK_MICROSECONDS = 0.03
-"""Overhead of a k-block on top of its products or loads, in microseconds: fitted to single runs on an H200."""
+"""Overhead of a k-block on top of its products or loads, in microseconds: fitted to single runs on an H200.
+
+The runs had tiles of 128 and of 256 columns.
+"""
 
 
 def config_for(layout: Layout, columns: int, element: torch.dtype, multicast: Multicast) -> GemmConfig:

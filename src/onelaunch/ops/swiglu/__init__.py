@@ -1,4 +1,4 @@
-"""``swiglu``: silu(x w_gate^T) * (x w_up^T) in 16 bits, float8 and NVFP4."""
+"""Operation ``swiglu``: silu(x w_gate^T) * (x w_up^T) for plain, float8 and NVFP4 operands."""
 
 from onelaunch.ops.swiglu.contract import swiglu
 

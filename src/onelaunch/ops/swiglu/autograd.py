@@ -1,8 +1,8 @@
-"""Operators of ``swiglu``'s own kernels, and their gradients.
+"""Custom operators of ``swiglu``'s own kernels, and their gradients.
 
-``onelaunch::swiglu_forward`` runs the launches of a variant by its name. For a backward pass it keeps both products, without a
-launch more. That pass is the gate's gradients in one launch, and matrix products of PyTorch. ``onelaunch::swiglu_gate`` is the
-gate alone, for variants whose products are PyTorch's.
+``onelaunch::swiglu_forward`` runs the launches of a variant by its name. For a backward pass it also stores both products, which
+takes no further launch. The backward pass computes the gate's gradients in one launch and leaves the matrix products to PyTorch.
+``onelaunch::swiglu_gate`` is the gate alone, for variants that use PyTorch's matrix products.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from onelaunch.launch.operator import Operator
 from onelaunch.ops.swiglu.contract import SwigluCall
 from onelaunch.ops.swiglu.operands import Matrix, all_swizzled, with_scales_alike
 
-# The gate alone
+# Operator of the gate alone
 
 
 def run_gate(both: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """Return ``silu(gate) * up``; without ``up``, the gate and up are the halves of ``both [M, 2 N]``."""
+    """Return ``silu(gate) * up``. ``both`` is the gate ``[M, N]``, or without ``up`` both products ``[M, 2 N]``."""
     from onelaunch.ops.swiglu import launch
 
     gate, up = both.chunk(2, 1) if up is None else (both, up)
@@ -29,7 +29,7 @@ def run_gate(both: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
 
 
 def run_gate_backward(dh: torch.Tensor, both: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradients of gate and up, side by side ``[M, 2 N]``."""
+    """Return the gradients of gate and up side by side, ``[M, 2 N]``. ``both`` and ``up`` are those of :func:`run_gate`."""
     from onelaunch.ops.swiglu import launch
 
     gate, up = both.chunk(2, 1) if up is None else (both, up)
@@ -37,12 +37,12 @@ def run_gate_backward(dh: torch.Tensor, both: torch.Tensor, up: torch.Tensor | N
 
 
 def save_products(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Keep both products."""
+    """Save both products for the backward pass."""
     ctx.save_for_backward(*inputs)
 
 
 def gate_gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of both products: one matrix, or its halves."""
+    """Return the gradients of the two inputs: one matrix ``[M, 2 N]`` and None, or its halves."""
     both, up = ctx.saved_tensors
     found = backward(dh, both, up)
     return (found, None) if up is None else tuple(found.chunk(2, 1))
@@ -51,27 +51,30 @@ def gate_gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Ten
 gate_backward = Operator("swiglu_gate_backward", run_gate_backward)
 gate = Operator("swiglu_gate", run_gate, save=save_products, gradients=gate_gradients, backward=gate_backward)
 
-# Kernels that multiply
+# Operator of the kernels that multiply
 
 
 class Wanted(NamedTuple):
-    """Properties of a call that its launches depend on beside their operands."""
+    """Properties of a call that its launches depend on, in addition to the operands."""
 
     dtype: torch.dtype
     """Dtype of h."""
     swizzled: bool
     """Flag that block scales lie in the swizzled order."""
     keep: bool
-    """Flag that both products are wanted too."""
+    """Flag that both products must be stored as well, for a backward pass."""
     constant_weights: bool
-    """Flag that weights may be read beside the end of earlier launches."""
+    """Flag that weights may be read before earlier launches have ended."""
 
 
 Run: TypeAlias = Callable[[Matrix, Matrix, Matrix, Wanted], tuple[torch.Tensor, torch.Tensor | None]]
-"""Launches of a variant: from x, w_gate and w_up to ``h [M, N]``, and both products ``[M, 2 N]`` if they are to be kept."""
+"""Function that runs the launches of a variant.
+
+It takes x, w_gate, w_up and the wanted properties; it returns ``h [M, N]``, and both products ``[M, 2 N]`` or None.
+"""
 
 launches: Launches[Run] = Launches()
-"""Launches by the names of variants."""
+"""Functions of type :data:`Run` by the names of variants."""
 
 
 def run_forward(
@@ -90,9 +93,9 @@ def run_forward(
     constant_weights: bool,
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return h, and for a backward pass both products ``[M, 2 N]`` (no elements unless ``keep``), by the variant of this name.
+    """Return h and both products ``[M, 2 N]`` (no elements unless ``keep``), computed by the named variant.
 
-    ``w_gate`` holds the weights of both if ``w_up`` is not given. Blocks and scales are those of quantized operands.
+    ``w_gate`` holds both weights if ``w_up`` is not given. Blocks and scales belong to quantized operands.
     """
     rows, gate = Matrix(x, x_blocks, x_scale), Matrix(w_gate, gate_blocks, gate_scale)
     if w_up is None:
@@ -105,13 +108,13 @@ def run_forward(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Keep x, the weights and both products."""
+    """Save x, the weights and both products for the backward pass."""
     ctx.save_for_backward(*inputs[:3], output[1])
-    ctx.set_materialize_grads(False)  # nobody asks for gradients of the products
+    ctx.set_materialize_grads(False)  # products are not differentiable outputs
 
 
 def gradients(ctx: Any, backward: Any, dh: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of x and the weights; no other input takes any."""
+    """Return the gradients of x and the weights; the other inputs have none."""
     x, w_gate, w_up, products = ctx.saved_tensors
     both = backward(dh, products, None)  # [M, 2 N]
     wants_x, *wants_weights = ctx.needs_input_grad[:3]
@@ -131,9 +134,9 @@ forward = Operator("swiglu_forward", run_forward, save=save, gradients=gradients
 
 
 def compute(call: SwigluCall, variant: str) -> tuple[torch.Tensor]:
-    """Return h by the variant of this name, differentiable where the operands are plain."""
+    """Return h computed by the named variant; it is differentiable if the operands are plain tensors."""
     grad = call.query().grad
-    stacked = call.stacked if grad else None  # whose gradient is one product, and one tensor
+    stacked = call.stacked if grad else None  # the gradient of stacked weights is one product, one tensor
     operands = (call.x, call.w_gate, call.w_up) if stacked is None else (call.x, stacked)
     swizzled = all_swizzled(operands)
     parts = [Matrix.of(each, swizzled=swizzled) for each in operands] + [(None, None, None)] * (stacked is not None)

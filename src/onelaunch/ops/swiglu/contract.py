@@ -1,4 +1,7 @@
-"""The operation ``swiglu``: what it computes, takes and refuses. Its names for few bits stand in ``functions.py``."""
+"""Operation ``swiglu``: public function, argument checks and dispatch key.
+
+``functions.py`` has the entry points for quantized operands given as plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -22,59 +25,64 @@ FORMATS = {
     ("dense", "nvfp4"): "nvfp4_weights",
     ("nvfp4", "nvfp4"): "nvfp4",
 }
-"""What a call is, by the kinds of ``x`` and of the weights. All but ``dense`` are flags of the query."""
+"""Format of a call by the kinds of ``x`` and of the weights. All formats but ``dense`` are flags of the query."""
 
 RESULTS = {
     "fp8": (torch.bfloat16, torch.float16, torch.float32),
     "nvfp4": (torch.float16, torch.bfloat16, torch.float32),
 }
-"""Dtypes that results may have where ``x`` is quantized, the default first; elsewhere it is that of ``x``."""
+"""Result dtypes by format for a quantized ``x``, the default first. In other formats the result has the dtype of ``x``."""
 
 LOW = (torch.float16, torch.bfloat16)
+"""Dtypes of ``x`` with NVFP4 weights."""
 
 NAMES = ("x", "w_gate", "w_up")
+"""Names of the operands in error messages of :func:`swiglu`."""
 
 
 class Facts(NamedTuple):
-    """What is known of an operand without reading it. Hashable."""
+    """Properties of an operand that are known without reading its elements. Hashable."""
 
     name: str
-    """The caller's."""
+    """Name that the caller knows the operand by."""
     kind: str
-    """``dense``, ``fp8`` or ``nvfp4``."""
+    """Kind of the operand: ``dense``, ``fp8`` or ``nvfp4``."""
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = False
     flags: tuple[str, ...] = ()
-    """Of the query, as far as they follow from this operand."""
+    """Flags of the query that follow from this operand."""
 
 
 class SwigluCall(NamedTuple):
     """Checked arguments of :func:`swiglu`."""
 
     x: Operand
-    """``[M, K]``, any strides."""
+    """Rows ``[M, K]``, of any strides."""
     w_gate: Operand
-    """``[N, K]``; the first rows of ``stacked`` where there is one."""
+    """Weight of the gate, ``[N, K]``; the first N rows of ``stacked`` if that is given."""
     w_up: Operand
-    """``[N, K]``, of the same kind."""
+    """Weight of up, ``[N, K]``, of the same kind."""
     stacked: Operand | None
-    """``[2 N, K]`` where the caller keeps both in one, the gate's rows first: the query's flag ``stacked``."""
+    """Stacked weights ``[2 N, K]`` in one matrix, the gate's rows first, or None. It sets the query's flag ``stacked``."""
     key: Query
+    """Dispatch key."""
     constant_weights: bool = False
+    """Promise that nothing still running writes the weights."""
 
     def query(self) -> Query:
+        """Return the dispatch key."""
         return self.key
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """Dtype of the result."""
         return self.key.dtype
 
 
 def facts(name: str, operand: object) -> Facts:
-    """Of a tensor, or of a quantized one."""
+    """Return the properties of a plain or quantized operand; raise if it is of another type or its dtypes are wrong."""
     if isinstance(operand, Fp8Tensor):
         flags = ("row_scales",) * operand.per_row
         checks.dtype(name, operand.values, (torch.float8_e4m3fn,))
@@ -90,7 +98,7 @@ def facts(name: str, operand: object) -> Facts:
 
 
 def _wanted(operand: Bundle) -> bool:
-    """Whether anybody asks for gradients of a part of it."""
+    """Return whether any tensor of a quantized operand requires gradients."""
     return any(tensor.requires_grad for tensor in operand.tensors().values())
 
 
@@ -103,7 +111,7 @@ def bind(
     constant_weights: bool = False,
     names: tuple[str, str, str] = NAMES,
 ) -> SwigluCall:
-    """The checked call; raises as :func:`swiglu` says. ``names`` are the caller's for the three operands."""
+    """Check the arguments of :func:`swiglu` and return the call; ``names`` are the caller's names of the three operands."""
     if not isinstance(constant_weights, bool):
         raise ArgumentError(f"constant_weights is {type(constant_weights).__name__}; it must be True or False.")
     up = None if w_up is None else facts(names[2], w_up)
@@ -120,7 +128,7 @@ def bind(
 
 @remembered
 def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype | None, grad_enabled: bool) -> Query:
-    """All checks that need no values, and the dispatch key."""
+    """Run all checks that need no element values, and return the dispatch key."""
     if len(x.shape) < 2:
         raise ShapeError(x.name, got=x.shape, want="[..., K], a tensor of at least 2 dimensions")
     weights = (w_gate,) if w_up is None else (w_gate, w_up)
@@ -147,7 +155,7 @@ def key_of(x: Facts, w_gate: Facts, w_up: Facts | None, out_dtype: torch.dtype |
 
 
 def _form(x: Facts, weights: Sequence[Facts]) -> str:
-    """Which of the formats the operands make, or an error that says which there are."""
+    """Return the format of the operands; raise an error that lists the formats if they make none."""
     gate, *up = weights
     if up and up[0].kind != gate.kind:
         said = f"{up[0].name} is {_called(up[0].kind)} and {gate.name} {_called(gate.kind)}"
@@ -155,16 +163,17 @@ def _form(x: Facts, weights: Sequence[Facts]) -> str:
     if (x.kind, gate.kind) not in FORMATS:
         known = "; ".join(f"{_called(one)} with {_called(other)}" for one, other in FORMATS)
         said = f"{x.name} is {_called(x.kind)} and {gate.name} {_called(gate.kind)}"
-        raise ArgumentError(f"{said}; swiglu takes {x.name} with weights so: {known}.")
+        raise ArgumentError(f"{said}; swiglu takes these pairs of {x.name} and weights: {known}.")
     return FORMATS[x.kind, gate.kind]
 
 
 def _called(kind: str) -> str:
+    """Return the name of an operand kind for a message."""
     return {"dense": "a torch.Tensor", "fp8": "an Fp8Tensor", "nvfp4": "an NVFP4Tensor"}[kind]
 
 
 def _result_dtype(form: str, x: Facts, weights: Sequence[Facts], wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of the result, once those of the operands are right."""
+    """Check the dtypes of the operands and return that of the result."""
     if form in RESULTS:
         if wanted is not None and wanted not in RESULTS[form]:
             names = " or ".join(str(each).removeprefix("torch.") for each in RESULTS[form])
@@ -182,7 +191,7 @@ def _result_dtype(form: str, x: Facts, weights: Sequence[Facts], wanted: torch.d
 
 
 def _columns(x: Facts, weights: Sequence[Facts]) -> int:
-    """N, once the shapes and devices of the weights are right."""
+    """Check the shapes and devices of the weights and return N."""
     gate, stacked = weights[0], len(weights) == 1
     dimensions = "[2 N, K]" if stacked else "[N, K]"
     for weight in weights:
@@ -229,34 +238,37 @@ def swiglu(
     constant_weights: bool = False,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor:
-    """The gated half of a SwiGLU MLP: two matrix products of the same rows, one through SiLU as the other's gate.
+    """Compute the gated half of a SwiGLU MLP: two matrix products of the same rows, and SiLU of one as the gate of the other.
 
         h = silu(x w_gate^T) * (x w_up^T)
 
-    Differentiable in ``x`` and the weights where all three are plain tensors. Sums are in float32; what a 16-bit result cannot
-    hold becomes infinite. Variants whose products are PyTorch's round each to the dtype of the result before the gate (but not to
-    float16 where operands are quantized): there, a product of plain tensors beyond float16 is infinite, and its gate may be NaN.
+    The result is differentiable in ``x`` and the weights if all three are plain tensors. Sums are in float32. A value that a
+    16-bit result cannot hold becomes infinite. Variants that use PyTorch's matrix products round each product to the dtype of the
+    result before the gate, except to float16 with quantized operands. In these variants a product of plain float16 tensors that
+    float16 cannot hold is infinite, and the result may be NaN.
 
     Args:
-        x: ``[..., K]`` float16, bfloat16 or float32; or ``[M, K]`` as :class:`Fp8Tensor` or :class:`NVFP4Tensor`.
-        w_gate: ``[N, K]``, as checkpoints hold it, dtype of ``x``; an :class:`Fp8Tensor` beside an ``x`` of the kind; or an
-            :class:`NVFP4Tensor` beside an ``x`` of the kind or in 16 bits. ``[2 N, K]``, the gate's rows first, if ``w_up`` is
-            not given.
-        w_up: ``[N, K]``, of the kind and dtype of ``w_gate``. Default: the other half of ``w_gate``.
-        out_dtype: of the result where ``x`` is quantized: bfloat16 (default for float8), float16 (default for NVFP4), float32.
-            Elsewhere it is that of ``x``.
-        constant_weights: the caller's word that nothing which the GPU may still be doing when the call is made writes the
-            weights, as in inference: a launch may then read them beside the end of the one before it. Results are the same; if it
-            is not true, they are undefined.
-        variant: a name from ``swiglu.variants``, or ``"auto"`` for the fastest measured one.
+        x: Rows, shape ``[..., K]``, float16, bfloat16 or float32; or shape ``[M, K]`` as :class:`Fp8Tensor` or
+            :class:`NVFP4Tensor`.
+        w_gate: Weight of the gate, shape ``[N, K]``, as ``torch.nn.Linear`` holds it. It has the dtype of a plain ``x``, is an
+            :class:`Fp8Tensor` like ``x``, or is an :class:`NVFP4Tensor` with ``x`` in NVFP4 or 16 bits. Shape ``[2 N, K]``, the
+            gate's rows first, if ``w_up`` is not given.
+        w_up: Weight of up, shape ``[N, K]``, of the kind and dtype of ``w_gate``. Defaults to the second half of ``w_gate``.
+        out_dtype: Dtype of the result if ``x`` is quantized: bfloat16 (default for float8), float16 (default for NVFP4) or
+            float32. A plain ``x`` determines the dtype.
+        constant_weights: Promise of the caller that no work still running on the GPU writes the weights, as in inference. A
+            launch may then read them before the previous launch has ended. Results are the same; if the promise is broken, they
+            are undefined.
+        variant: Name from ``swiglu.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
-        ``h [..., N]``.
+        ``h``, shape ``[..., N]``.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
-        UnknownVariant: no variant of that name.
-        VariantUnsupported: the named variant cannot run this call; says why and which can.
+        ShapeError, DTypeError, DeviceError, ArgumentError: An argument does not fit. The message names it, its value and the
+            requirement.
+        UnknownVariant: There is no variant of that name.
+        VariantUnsupported: The named variant cannot run this call. The message gives the reason and the variants that can.
 
     Source: the write-up "dual GEMM with a SiLU-mul epilogue"; Shazeer, GLU Variants Improve Transformer (2020).
     """
@@ -265,7 +277,7 @@ def swiglu(
 
 
 def under_autocast(x: Operand, w_gate: Operand, w_up: Operand | None) -> tuple[Operand, Operand, Operand | None]:
-    """Under autocast, plain tensors in the autocast dtype."""
+    """Return the operands; under autocast, plain tensors are cast to the autocast dtype."""
     low = low_dtype(x)
     if low is None:
         return x, w_gate, w_up
@@ -273,7 +285,7 @@ def under_autocast(x: Operand, w_gate: Operand, w_up: Operand | None) -> tuple[O
 
 
 def run(x: Operand, call: SwigluCall, variant: str) -> torch.Tensor:
-    """The result of a checked call by a variant, in the shape that ``x`` came in."""
+    """Run a checked call by a variant; return the result with the leading dimensions of the caller's ``x``."""
     with without_autocast(torch.device(call.key.device)):
         (h,) = dispatch.run(swiglu, call, variant)
     return h.unflatten(0, x.shape[:-1]) if len(x.shape) > 2 else h
@@ -281,5 +293,5 @@ def run(x: Operand, call: SwigluCall, variant: str) -> torch.Tensor:
 
 @swiglu.shapes
 def result_shapes(call: SwigluCall) -> Shapes:
-    """Return ``h [M, N]``."""
+    """Return the shape of ``h``, ``[M, N]``."""
     return ((call.x.shape[0], call.w_gate.shape[0]),)

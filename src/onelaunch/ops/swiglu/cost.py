@@ -1,4 +1,4 @@
-"""What ``swiglu`` must compute and move, per variant."""
+"""Minimum FLOPs, memory traffic and launches of ``swiglu``, per variant."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from onelaunch.ops.swiglu.contract import swiglu
 from onelaunch.ops.swiglu.reference import format_of
 
 UNITS = {"fp8": "float8_e4m3fn", "nvfp4": "float4_e2m1fn_x2"}
-"""The dtypes whose units could multiply quantized operands, by format; elsewhere it is that of the case."""
+"""Dtype by format whose tensor-core peak bounds a quantized product; other formats use the case's dtype."""
 
 PRODUCTS = {"forward": 1, "forward_backward": 3}
-"""Pairs of matrix products of equal size: x W^T; backward also d W and d^T x."""
+"""Number of pairs of equally large matrix products by direction: x W^T; backward also d W and d^T x."""
 
 
 def matrix_bytes(kind: str, rows: int, inner: int, itemsize: int, per_row: bool) -> int:
-    """Of a matrix ``[rows, inner]`` as it lies in memory."""
+    """Return the bytes of a matrix ``[rows, inner]`` in memory, scales included."""
     if kind == "fp8":
         return rows * inner + 4 * (rows if per_row else 1)
     if kind == "nvfp4":
@@ -25,11 +25,13 @@ def matrix_bytes(kind: str, rows: int, inner: int, itemsize: int, per_row: bool)
 
 @swiglu.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """The least: x and both weights in, h out; backward x, the weights and dh in, three gradients out.
+    """Return the minimum cost of a case, or the cost of a variant.
 
-    A variant adds x again where its two products are launches of their own (no ``products`` in tag ``fuses``), and what launches
-    hand to each other through memory: products that the gate is not applied to in registers (tag ``hands``), and for its backward
-    pass both products, kept, and their gradients, which two products read. What plain PyTorch decodes is not counted.
+    The minimum traffic reads x and both weights and writes h; the backward pass reads x, the weights and dh and writes three
+    gradients. A variant reads x again if its two products are separate launches (no ``products`` in tag ``fuses``). It also
+    writes and reads intermediates in HBM: the products to which the gate is not applied in registers (tag ``hands``), and for its
+    backward pass both products and their gradients, which two matrix products read. Operands that plain PyTorch dequantizes are
+    not counted.
     """
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
     value, form = case.dtype.itemsize, format_of(case)
@@ -43,14 +45,14 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
     if variant is not None and "products" not in variant.tags.get("fuses", ()):
         moved += x
     handed = () if variant is None else variant.tags.get("hands", ())
-    moved += 2 * len(handed) * result  # out and in
+    moved += 2 * len(handed) * result  # written and read
     written = result + len(handed) * result
     if direction == "forward_backward":
-        moved += 2 * operands + result  # x and weights in again, their gradients out, dh in
+        moved += 2 * operands + result  # read x and weights again, write their gradients, read dh
         written += operands
         if variant is not None:
-            moved += (2 - len(handed)) * result  # kept products that the forward pass alone would not write
-            moved += 2 * result + 2 * result + 2 * 2 * result  # those in; their gradients out, and in for each product
+            moved += (2 - len(handed)) * result  # products that only a backward pass needs
+            moved += 2 * result + 2 * result + 2 * 2 * result  # read them; write their gradients, read those twice
             written += (2 - len(handed)) * result + 2 * result
     flops = PRODUCTS[direction] * 4 * rows * columns * inner
     return Cost(flops, moved, launch_count(variant, direction), UNITS.get(form), written)

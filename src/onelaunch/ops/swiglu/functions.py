@@ -1,4 +1,4 @@
-"""Names of ``swiglu`` for operands in few bits: plain tensors in, as kernels and checkpoints hold them."""
+"""Entry points of ``swiglu`` for quantized operands, given as the plain tensors that kernels and checkpoints hold."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ def swiglu_fp8(
     constant_weights: bool = False,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor:
-    """:func:`onelaunch.ops.swiglu` of float8 matrices and their scales.
+    """Compute :func:`onelaunch.ops.swiglu` of float8 matrices and their scales.
 
         h = silu((x x_scale) (w_gate gate_scale)^T) * ((x x_scale) (w_up up_scale)^T)
 
     Args:
-        x: ``[M, K]`` float8_e4m3fn, K a multiple of 16.
-        w_gate: ``[N, K]`` float8_e4m3fn, N a multiple of 16; ``[2 N, K]`` if ``w_up`` is ``None``.
-        w_up: ``[N, K]`` float8_e4m3fn, or ``None``.
-        x_scale: float32, of one element or ``[M, 1]``.
-        gate_scale: float32, of one element or ``[N, 1]``; ``[2 N, 1]`` for stacked weights.
-        up_scale: float32, of one element or ``[N, 1]``; needed together with ``w_up``.
-        out_dtype: bfloat16, float16 or float32.
-        constant_weights: as in :func:`onelaunch.ops.swiglu`.
-        variant: a name from ``swiglu.variants``, or ``"auto"``.
+        x: Rows, shape ``[M, K]``, float8_e4m3fn; K is a multiple of 16.
+        w_gate: Weight of the gate, shape ``[N, K]``, float8_e4m3fn; N is a multiple of 16. Shape ``[2 N, K]``, the gate's rows
+            first, if ``w_up`` is ``None``.
+        w_up: Weight of up, shape ``[N, K]``, float8_e4m3fn, or ``None``.
+        x_scale: Scale of x, float32, one element or shape ``[M, 1]``.
+        gate_scale: Scale of ``w_gate``, float32, one element or shape ``[N, 1]``; ``[2 N, 1]`` for stacked weights.
+        up_scale: Scale of ``w_up``, float32, one element or shape ``[N, 1]``; required together with ``w_up``.
+        out_dtype: Dtype of the result: bfloat16, float16 or float32.
+        constant_weights: Promise that nothing writes the weights, as for :func:`onelaunch.ops.swiglu`.
+        variant: Name from ``swiglu.variants``, or ``"auto"``.
 
     Returns:
-        ``h [M, N]``.
+        ``h``, shape ``[M, N]``, dtype ``out_dtype``.
 
     Raises:
-        OneLaunchError: as :func:`onelaunch.ops.swiglu`.
+        OneLaunchError: An argument does not fit, in the cases of :func:`onelaunch.ops.swiglu`.
     """
     Fp8Tensor.check("x", x, "x_scale", x_scale)
     Fp8Tensor.check("w_gate", w_gate, "gate_scale", gate_scale)
@@ -65,20 +66,20 @@ def swiglu_nvfp4(
     constant_weights: bool = False,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor:
-    """:func:`onelaunch.ops.swiglu` of 16-bit rows and NVFP4 weights.
+    """Compute :func:`onelaunch.ops.swiglu` of 16-bit rows and NVFP4 weights.
 
     Args:
-        x: ``[..., K]`` float16 or bfloat16.
-        w_gate: ``[N, K]``, or ``[2 N, K]`` without ``w_up``.
-        w_up: ``[N, K]``.
-        constant_weights: as in :func:`onelaunch.ops.swiglu`.
-        variant: a name from ``swiglu.variants``, or ``"auto"``.
+        x: Rows, shape ``[..., K]``, float16 or bfloat16.
+        w_gate: Weight of the gate, shape ``[N, K]``; shape ``[2 N, K]``, the gate's rows first, without ``w_up``.
+        w_up: Weight of up, shape ``[N, K]``, or ``None``.
+        constant_weights: Promise that nothing writes the weights, as for :func:`onelaunch.ops.swiglu`.
+        variant: Name from ``swiglu.variants``, or ``"auto"``.
 
     Returns:
-        ``h [..., N]`` in the dtype of ``x``.
+        ``h``, shape ``[..., N]``, dtype of ``x``.
 
     Raises:
-        OneLaunchError: as :func:`onelaunch.ops.swiglu`.
+        OneLaunchError: An argument does not fit, in the cases of :func:`onelaunch.ops.swiglu`.
     """
     for name, weight in (("w_gate", w_gate), ("w_up", w_up)):
         if weight is not None and not isinstance(weight, NVFP4Tensor):
@@ -102,27 +103,30 @@ def dual_gemm_nvfp4(
     out_dtype: torch.dtype = torch.float16,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor:
-    """``silu(a b1^T) * (a b2^T)`` with both sides in NVFP4: :func:`onelaunch.ops.swiglu` as the write-up states it.
+    """Compute ``silu(a b1^T) * (a b2^T)`` with all operands in NVFP4.
+
+    This is :func:`onelaunch.ops.swiglu` with the arguments of the write-up "dual GEMM with a SiLU-mul epilogue".
 
     Args:
-        a: ``[M, K / 2]`` uint8, two e2m1 codes a byte, the lower half first.
-        b1: ``[N, K / 2]`` uint8, the gate's.
-        b2: ``[N, K / 2]`` uint8.
-        sfa: ``[M, K / 16]`` float8_e4m3fn; of whole atoms of 128 x 4 if ``swizzled``.
-        sfb1: ``[N, K / 16]`` float8_e4m3fn, likewise.
-        sfb2: ``[N, K / 16]`` float8_e4m3fn, likewise.
-        swizzled: scales lie in the 128 x 4 order of cuBLAS.
-        a_global: float32 of one element. Default: 1.
-        b1_global: float32 of one element. Default: 1.
-        b2_global: float32 of one element. Default: 1.
-        out_dtype: float16, bfloat16 or float32.
-        variant: a name from ``swiglu.variants``, or ``"auto"``.
+        a: Codes of the rows, shape ``[M, K / 2]``, uint8; two e2m1 codes per byte, the first in the lower half.
+        b1: Codes of the gate's weight, shape ``[N, K / 2]``, uint8.
+        b2: Codes of the other weight, shape ``[N, K / 2]``, uint8.
+        sfa: Block scales of ``a``, shape ``[M, K / 16]``, float8_e4m3fn; rounded up to whole atoms of 128 x 4 if ``swizzled``.
+        sfb1: Block scales of ``b1``, shape ``[N, K / 16]``, float8_e4m3fn; rounded up like ``sfa``.
+        sfb2: Block scales of ``b2``, shape ``[N, K / 16]``, float8_e4m3fn; rounded up like ``sfa``.
+        swizzled: Flag that the scales are in the 128 x 4 order of cuBLAS.
+        a_global: Global scale of ``a``, float32, one element. Defaults to 1.
+        b1_global: Global scale of ``b1``, float32, one element. Defaults to 1.
+        b2_global: Global scale of ``b2``, float32, one element. Defaults to 1.
+        out_dtype: Dtype of the result: float16, bfloat16 or float32.
+        variant: Name from ``swiglu.variants``, or ``"auto"``.
 
     Returns:
-        ``[M, N]``.
+        Result, shape ``[M, N]``, dtype ``out_dtype``.
 
     Raises:
-        OneLaunchError: as :func:`onelaunch.ops.swiglu`, and naming codes or scales of the wrong shape or dtype.
+        OneLaunchError: An argument does not fit, in the cases of :func:`onelaunch.ops.swiglu`; or codes or scales have the wrong
+            shape or dtype.
     """
     parts = (
         ("a", a, "sfa", sfa, "a_global", a_global),

@@ -1,4 +1,7 @@
-"""Launches of the Hopper matrix product for ``swiglu``: the kernel, both weights as one tensor, and everything else of a call."""
+"""Launches of the Hopper matrix product for ``swiglu``: tensor maps, workspace, scales and the kernel's arguments.
+
+:func:`dual_gemm` is the entry. ``configure_hopper.py`` chooses the configuration that it is given.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +18,43 @@ from onelaunch.kernels.gemm_sm90.kernel import Gemm, gemm_of, matrix_map
 from onelaunch.kernels.tma import ROW_BYTES, address, addressable, tensor_map
 from onelaunch.launch.launch import CudaLaunch
 from onelaunch.launch.workspace import counters
-from onelaunch.ops.swiglu.configure_hopper import cut_of, reads_early, tile_columns
+from onelaunch.ops.swiglu.configure_hopper import partition_of, reads_early, tile_columns
 
-GROUP = 8
-"""Rows of a weight that follow each other in a tile, before as many of the other."""
+GROUP_ROWS = 8
+"""Rows of one weight that follow each other in operand A, before as many rows of the other weight."""
 
 FARTHEST = 1 << 40
-"""Bytes between two weights that TMA can step over."""
+"""Bound of the stride of a tensor map in bytes, and so of the distance between the weights."""
 
 MAP: cuda.Kind = "map"
 POINTER: cuda.Kind = "pointer"
 NUMBER: cuda.Kind = "i32"
-KINDS = (*[MAP] * 4, *[POINTER] * 7, *[NUMBER] * 10)
-"""Kinds of the parameters in ``operands/swiglu.cuh``."""
+PARAMETER_KINDS = (*[MAP] * 4, *[POINTER] * 7, *[NUMBER] * 10)
+"""Kinds of the kernel parameters, in the order of ``operands/swiglu.cuh``."""
 
 
-class Matrices(NamedTuple):
-    """Two matrices of one shape as one tensor of four dimensions: channels, 8 rows, this or the other, groups of rows."""
+class InterleavedWeights(NamedTuple):
+    """Two weights of one shape as one tensor of four dimensions: channels, 8 rows, weight, groups of 8 rows.
+
+    The weight at the lower address comes first.
+    """
 
     dtype: torch.dtype
+    """dtype of both weights."""
     address: int
+    """Address of the weight that comes first."""
     sizes: tuple[int, int, int, int]
+    """Number of elements along each dimension, innermost first."""
     strides: tuple[int, int, int]
-    flipped: bool
-    """Whether the first lies behind the second."""
+    """Strides in bytes of all dimensions but the innermost."""
+    up_first: bool
+    """Flag that the second weight (up) lies at a lower address than the first (the gate's)."""
     owners: tuple[torch.Tensor, ...]
-    """Keep the memory."""
+    """Tensors that own the memory; they must outlive the launch."""
 
 
-def together(first: torch.Tensor, second: torch.Tensor) -> Matrices:
-    """Return both where they lie, if one distance leads from each row of one to that of the other; else copies that do."""
+def interleaved(first: torch.Tensor, second: torch.Tensor) -> InterleavedWeights:
+    """Return both weights interleaved by strides alone; copy them first if TMA cannot address them so."""
     first, second = addressable(first), addressable(second)
     distance = address(second) - address(first)
     if first.stride(0) != second.stride(0) or distance % 16 or not 0 < abs(distance) < FARTHEST:
@@ -52,20 +62,20 @@ def together(first: torch.Tensor, second: torch.Tensor) -> Matrices:
         distance = address(second) - address(first)
     rows, channels = first.shape
     row = first.stride(0) * first.element_size()
-    return Matrices(
-        first.dtype, min(address(first), address(second)), (channels, GROUP, 2, rows // GROUP),
-        (row, abs(distance), GROUP * row), distance < 0, (first, second),
+    return InterleavedWeights(
+        first.dtype, min(address(first), address(second)), (channels, GROUP_ROWS, 2, rows // GROUP_ROWS),
+        (row, abs(distance), GROUP_ROWS * row), distance < 0, (first, second),
     )  # fmt: skip
 
 
-def in_words(blocks: torch.Tensor) -> torch.Tensor:
-    """Return block scales as threads read them, 16 at once: contiguous rows, from an address that is a multiple of 16."""
+def aligned_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """Return block scales contiguous and 16-byte aligned, because threads copy up to 16 bytes at once."""
     blocks = blocks.contiguous()
     return blocks.clone() if address(blocks) % 16 else blocks
 
 
-def map_of_x(matrix: torch.Tensor, config: GemmConfig) -> bytes:
-    """Return the map of x: 128 bytes of each row of a tile, or beside NVFP4 weights several such chunks, one after the other."""
+def x_map(matrix: torch.Tensor, config: GemmConfig) -> bytes:
+    """Return the tensor map of x: a box has 128 bytes of each row of a tile, or with NVFP4 weights several such chunks."""
     (rows, channels), size = matrix.shape, matrix.element_size()
     width, row = ROW_BYTES // size, matrix.stride(0) * size
     if config.nvfp4:
@@ -74,31 +84,34 @@ def map_of_x(matrix: torch.Tensor, config: GemmConfig) -> bytes:
     return matrix_map(matrix, min(config.b_rows, rows), width)
 
 
-SENT_COLUMNS = 32
-"""Columns of a result that a warpgroup stores."""
+STORE_COLUMNS = 32
+"""Columns of a result that one warpgroup stores; ``epilogue/swiglu.cuh`` relies on it."""
 
 
-def sent_rows(finished: int) -> int:
-    """Return the rows of a result that are stored at once, where a CTA finishes so many rows of a tile."""
+def store_rows(finished: int) -> int:
+    """Return the rows of one TMA store, for a CTA that finishes ``finished`` rows of a tile: ``STORE_ROWS`` of the epilogue."""
     return next((rows for rows in (64, 32) if finished % rows == 0), finished)
 
 
-def map_of_result(result: torch.Tensor, matrices: int, rows: int) -> bytes:
-    """Return the map of matrices side by side in ``result [M, matrices N]``, in boxes that end where their matrix does."""
+def result_map(result: torch.Tensor, matrices: int, rows: int) -> bytes:
+    """Return the tensor map of matrices side by side in ``result [M, matrices N]``.
+
+    The matrix is a dimension of its own, so that a box ends where its matrix does.
+    """
     (length, width), size = result.shape, result.element_size()
     columns = width // matrices
     sizes, strides = (columns, matrices, length), (columns * size, width * size)
-    return tensor_map(result.dtype, address(result), sizes, strides, (SENT_COLUMNS, 1, rows), swizzle=64)
+    return tensor_map(result.dtype, address(result), sizes, strides, (STORE_COLUMNS, 1, rows), swizzle=64)
 
 
 @functools.cache
 def gemm_for(config: GemmConfig, *, scaled: bool, keep: bool) -> Gemm:
-    """Return the kernel in a configuration, with or without scales of the products, and keeping both products or not."""
-    return gemm_of(config, "swiglu", KINDS, SCALED=int(scaled), KEEP=int(keep))
+    """Return the kernel of a configuration; ``scaled`` if products have scales, ``keep`` if it stores both products."""
+    return gemm_of(config, "swiglu", PARAMETER_KINDS, SCALED=int(scaled), KEEP=int(keep))
 
 
 class Scales(NamedTuple):
-    """Factors of the products: float32, of one element or of one for each row, those of the weights alike; ``None`` is 1."""
+    """Scales of the operands: float32, one element or one for each row (both weights alike); ``None`` stands for 1."""
 
     x: torch.Tensor | None
     gate: torch.Tensor
@@ -108,7 +121,7 @@ class Scales(NamedTuple):
     def of(
         cls, x: torch.Tensor | None, gate: torch.Tensor | None, up: torch.Tensor | None, device: torch.device
     ) -> Scales | None:
-        """Return ``None`` if there are none."""
+        """Return the scales, contiguous, or ``None`` if there are none."""
         if x is None and gate is None and up is None:
             return None
         gate, up = (
@@ -118,20 +131,24 @@ class Scales(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Everything of a launch that the addresses of its tensors do not change."""
+    """Part of a launch that does not depend on the addresses of its tensors; cached by :func:`plan_of`."""
 
     gemm: Gemm
+    """Kernel and its configuration."""
     units: int
-    sums: int
-    """float32 numbers that CTAs leave for each other."""
-    words: int
-    """64 bits each: a flag of 32 for each CTA that leaves sums, or two counters of tiles."""
+    """Number of CTAs."""
+    workspace_floats: int
+    """float32 elements of the stream-K workspace, in which CTAs leave partial sums; 0 if no tile is split."""
+    counter_words: int
+    """64-bit words for the counters: a 32-bit flag for each CTA of stream-K, or the two tile counters of ``persistent``."""
     weight_box: tuple[int, int, int, int]
+    """Box of the weights' tensor map, innermost first."""
     result_rows: int
-    """Rows of a result that are stored at once."""
-    numbers: tuple[int, int, int, int, int, int]
-    """M, N, K, and how the work is cut."""
+    """Rows of one TMA store."""
+    sizes: tuple[int, int, int, int, int, int]
+    """M, N, K, and the granules of a unit, longer units and k-blocks of a granule of the partition."""
     early: bool
+    """Flag that weights are loaded before earlier launches have ended."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,18 +161,18 @@ def plan_of(
     keep: bool,
     constant_weights: bool,
 ) -> Plan:
-    """Return the plan of calls of this ``shape`` (M, N, K); other arguments as of :func:`dual_gemm`."""
-    cut = cut_of(config, shape, multiprocessors)
+    """Return the plan for calls of ``shape`` (M, N, K); the other arguments are those of :func:`dual_gemm`."""
+    partition = partition_of(config, shape, multiprocessors)
     columns = tile_columns(config)
     return Plan(
         gemm=gemm_for(config, scaled=scaled, keep=keep),
-        units=cut.units,
-        sums=cut.units * config.b_rows * columns * 2 if cut.shares else 0,
-        words=cdiv(cut.units, 2) if cut.shares else 1 if config.schedule == "persistent" else 0,
-        weight_box=(config.a_row_bytes // (1 if config.nvfp4 else config.element.itemsize), GROUP, 2, columns // GROUP),
-        result_rows=sent_rows(config.b_rows // 2 if config.schedule == "split_k_cluster" else config.b_rows),
-        numbers=(*shape, cut.each, cut.more, cut.grain),
-        early=constant_weights and reads_early(config, cut, shape[0]),
+        units=partition.units,
+        workspace_floats=partition.units * config.b_rows * columns * 2 if partition.splits_tiles else 0,
+        counter_words=cdiv(partition.units, 2) if partition.splits_tiles else 1 if config.schedule == "persistent" else 0,
+        weight_box=(config.a_row_bytes // (1 if config.nvfp4 else config.element.itemsize), GROUP_ROWS, 2, columns // GROUP_ROWS),
+        result_rows=store_rows(config.b_rows // 2 if config.schedule == "split_k_cluster" else config.b_rows),
+        sizes=(*shape, partition.unit_granules, partition.longer_units, partition.granule),
+        early=constant_weights and reads_early(config, partition, shape[0]),
     )
 
 
@@ -169,28 +186,28 @@ def launch_of(
     keep: bool,
     constant_weights: bool,
 ) -> tuple[CudaLaunch, torch.Tensor, torch.Tensor | None]:
-    """Return the launch of :func:`dual_gemm`, and memory for its results."""
+    """Return the launch of :func:`dual_gemm`, h, and both products or None."""
     x, (rows, channels), columns, device = addressable(x), x.shape, weights[0].shape[0], x.device
     plan = plan_of(
         config, (rows, columns, channels), processors(device),
         scaled=scales is not None, keep=keep, constant_weights=constant_weights,
     )  # fmt: skip
-    matrices = together(*weights)
-    gate_blocks, up_blocks = (None, None) if blocks is None else map(in_words, blocks)
+    matrices = interleaved(*weights)
+    gate_blocks, up_blocks = (None, None) if blocks is None else map(aligned_scales, blocks)
     h = torch.empty((rows, columns), dtype=config.result, device=device)
     both = torch.empty((rows, 2 * columns), dtype=config.result, device=device) if keep else None
-    partials = torch.empty(plan.sums, dtype=torch.float32, device=device) if plan.sums else None
-    words = counters(device, plan.words) if plan.words else None
+    workspace = torch.empty(plan.workspace_floats, dtype=torch.float32, device=device) if plan.workspace_floats else None
+    flags = counters(device, plan.counter_words) if plan.counter_words else None
     weight_map = tensor_map(
         matrices.dtype, matrices.address, matrices.sizes, matrices.strides, plan.weight_box, swizzle=config.a_row_bytes
     )
-    h_map = map_of_result(h, 1, plan.result_rows)
-    both_map = h_map if both is None else map_of_result(both, 2, plan.result_rows)
-    of_x, of_gate, of_up = scales or (None, None, None)
-    per_row = [each is not None and each.numel() > 1 for each in (of_x, of_gate)]
+    h_map = result_map(h, 1, plan.result_rows)
+    both_map = h_map if both is None else result_map(both, 2, plan.result_rows)
+    x_scale, gate_scale, up_scale = scales or (None, None, None)
+    per_row = [each is not None and each.numel() > 1 for each in (x_scale, gate_scale)]
     arguments = (
-        map_of_x(x, config), weight_map, h_map, both_map, gate_blocks, up_blocks, of_x, of_gate, of_up,
-        partials, words, *plan.numbers, matrices.flipped, *per_row, plan.early,
+        x_map(x, config), weight_map, h_map, both_map, gate_blocks, up_blocks, x_scale, gate_scale, up_scale,
+        workspace, flags, *plan.sizes, matrices.up_first, *per_row, plan.early,
     )  # fmt: skip
     owners = (x, *matrices.owners)
     return CudaLaunch(plan.gemm.kernel, device, (plan.units, 1, 1), *arguments, owners=owners), h, both
@@ -206,10 +223,16 @@ def dual_gemm(
     keep: bool = False,
     constant_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ``h [M, N]`` of ``x [M, K]``, and both products ``[M, 2 N]`` if they are to be kept.
+    """Compute ``h [M, N]`` in one launch, and both products ``[M, 2 N]`` if ``keep``.
 
-    ``weights`` are ``[N, K]`` of the dtype of x, or codes ``[N, K / 2]`` beside ``blocks``, their scales ``[N, K / 16]``.
-    ``constant_weights``: they may be read beside the end of earlier launches.
+    Args:
+        config: Configuration of the kernel.
+        x: Rows ``[M, K]``.
+        weights: Weights of gate and up, ``[N, K]`` in the dtype of x, or NVFP4 codes ``[N, K / 2]``.
+        blocks: Block scales ``[N, K / 16]`` of NVFP4 weights, else None.
+        scales: Scales of the operands, or None.
+        keep: Flag that both products are returned for a backward pass.
+        constant_weights: Flag that the weights may be read before earlier launches have ended.
     """
     launch, h, both = launch_of(config, x, weights, blocks, scales, keep=keep, constant_weights=constant_weights)
     launch.run()

@@ -1,4 +1,4 @@
-"""Operands of ``swiglu`` as its kernels take them: the tensors of a matrix, whatever its format."""
+"""Operands of ``swiglu`` as its kernels take them: the tensors that a plain or quantized matrix consists of."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from onelaunch.ops.swiglu.contract import Operand
 
 
 class Matrix(NamedTuple):
-    """A matrix ``[R, K]`` in plain numbers, float8 or NVFP4, as tensors."""
+    """Tensors of a matrix ``[R, K]`` in a plain dtype, float8 or NVFP4."""
 
     values: torch.Tensor
-    """``[R, K]``, or codes ``[R, K / 2]`` uint8."""
+    """Elements ``[R, K]``, or NVFP4 codes ``[R, K / 2]`` uint8."""
     blocks: torch.Tensor | None = None
-    """Scales of NVFP4, ``[R, K / 16]`` or swizzled."""
+    """Block scales of NVFP4, ``[R, K / 16]`` or swizzled."""
     scale: torch.Tensor | None = None
-    """float32, of one element or ``[R, 1]``."""
+    """Scale of the whole matrix or of each row: float32, one element or ``[R, 1]``."""
 
     @classmethod
     def of(cls, operand: Operand, *, swizzled: bool) -> Matrix:
-        """Return the tensors of an operand. Swizzled scales of NVFP4 stay so where ``swizzled``, else they are put in order."""
+        """Return the tensors of an operand. Unless ``swizzled``, swizzled block scales are brought to plain order."""
         if isinstance(operand, torch.Tensor):
             return cls(operand)
         if isinstance(operand, Fp8Tensor):
@@ -31,7 +31,7 @@ class Matrix(NamedTuple):
         return cls(plain.codes, plain.scales, plain.global_scale)
 
     def rows(self, start: int, stop: int, *, swizzled: bool) -> Matrix:
-        """Return some of the rows, as views."""
+        """Return the rows from ``start`` to ``stop`` as views; with swizzled scales, ``start`` must begin an atom."""
         last = -(-stop // ATOM_ROWS) * ATOM_ROWS if swizzled else stop
         blocks = None if self.blocks is None else self.blocks[start:last]
         scale = self.scale[start:stop] if self.scale is not None and self.per_row else self.scale
@@ -55,12 +55,12 @@ class Matrix(NamedTuple):
         return self.values if self.scale is None else Fp8Tensor(self.values, self.scale)
 
     def flat_scale(self) -> torch.Tensor | None:
-        """Return the scale as kernels read it."""
+        """Return the scale, contiguous, as kernels read it."""
         return None if self.scale is None else self.scale.contiguous()
 
 
 def with_scales_alike(gate: Matrix, up: Matrix) -> tuple[Matrix, Matrix]:
-    """Return both weights with a scale for each row if one of them has such, since kernels read both alike."""
+    """Return both weights with the same kind of scales, since kernels read both alike: one per row if either has those."""
     if gate.per_row == up.per_row:
         return gate, up
     rows = gate.values.shape[0]
@@ -69,6 +69,6 @@ def with_scales_alike(gate: Matrix, up: Matrix) -> tuple[Matrix, Matrix]:
 
 
 def all_swizzled(operands: tuple[Operand, ...]) -> bool:
-    """Return whether there are NVFP4 operands and the scales of all of them are swizzled."""
+    """Return whether there is an NVFP4 operand and all NVFP4 operands have swizzled scales."""
     codes = [each for each in operands if isinstance(each, NVFP4Tensor)]
     return bool(codes) and all(each.swizzled for each in codes)

@@ -1,4 +1,4 @@
-"""The oracle of ``swiglu``, the inputs it is judged on, and the wide matrix product alone as a control."""
+"""Oracle of ``swiglu``, inputs of its cases, and a control: both products as one wide matrix product without the gate."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from onelaunch.ops.swiglu.contract import FORMATS, Facts, Operand, SwigluCall, k
 from onelaunch.wording import listing
 
 CODES = ("model", "full")
-"""Codes and scales of NVFP4 operands: as quantizing gives them, or every one that there is, those of zero and below included."""
+"""Values of the option ``codes``: NVFP4 codes and scales of quantized numbers, or random ones, zero and negative included."""
 
 
 def in_full(operand: Operand, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """What a matrix stands for, quantized or not."""
+    """Return a plain or quantized matrix as a plain one in ``dtype``."""
     return operand.to(dtype) if isinstance(operand, torch.Tensor) else operand.dequantize(dtype)
 
 
@@ -32,7 +32,7 @@ def reference(
     out_dtype: torch.dtype | None = None,
     constant_weights: bool = False,
 ) -> tuple[torch.Tensor]:
-    """Two products and a gate, in float64 for float64 tensors; ``out_dtype`` is what variants round to."""
+    """Compute both products and the gate in float64. ``out_dtype`` is ignored; it is the dtype that variants round to."""
     rows = in_full(x)
     weights = in_full(w_gate).chunk(2) if w_up is None else (in_full(w_gate), in_full(w_up))
     gate, up = (rows @ weight.mT for weight in weights)
@@ -41,7 +41,7 @@ def reference(
 
 @swiglu.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Random rows and weights such that both products have unit variance, in the case's format."""
+    """Return random rows and weights in the case's format, scaled so that both products have unit variance."""
     form, stacked = format_of(case), swiglu.option(case, "stacked")
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
 
@@ -73,7 +73,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 def every_code(
     rows: int, inner: int, size: float, device: torch.device, generator: torch.Generator, *, swizzled: bool
 ) -> NVFP4Tensor:
-    """Random codes and scales of all that there are but NaN; the global scale gives them the root mean square ``size``."""
+    """Return a matrix of random codes and scales, all but NaN included; its global scale makes the root mean square ``size``."""
     codes = torch.randint(0, 256, (rows, inner // 2), device=device, generator=generator, dtype=torch.uint8)
     bytes_ = torch.randint(0, 0x7F, (rows, inner // BLOCK), device=device, generator=generator, dtype=torch.uint8)
     signs = torch.randint(0, 2, bytes_.shape, device=device, generator=generator, dtype=torch.uint8) << 7
@@ -84,7 +84,7 @@ def every_code(
 
 
 def format_of(case: Case) -> str:
-    """The case's format, if there is one of the name."""
+    """Return the case's format; raise if the options ``format`` or ``codes`` have unknown values."""
     form = swiglu.option(case, "format")
     if form not in FORMATS.values():
         raise ArgumentError(f"format is {form!r}; it must be one of {listing(FORMATS.values())}.")
@@ -95,7 +95,10 @@ def format_of(case: Case) -> str:
 
 @swiglu.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case, if the contract takes its operands. Whether anybody trains them is left to the variants."""
+    """Return the dispatch key of a case; raise if the contract refuses its operands.
+
+    Variants decide whether they support gradients of these operands, so ``grad`` is set after the checks.
+    """
     form, stacked = format_of(case), swiglu.option(case, "stacked")
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
     x_kind, kind = next(kinds for kinds, name in FORMATS.items() if name == form)
@@ -115,9 +118,11 @@ def make_query(case: Case, device: str, grad: bool) -> Query:
 
 
 NO_CODES = "{name} is an NVFP4Tensor; wide_gemm_alone needs operands that PyTorch multiplies."
+"""Message for an operand that the control does not support."""
 
 
 def _wide_cost(case: Case) -> Cost:
+    """Return the minimum cost of the control: both products, without the gate."""
     rows, columns, inner = (case.sizes[name] for name in swiglu.dimensions)
     operand = 1 if format_of(case) == "fp8" else case.dtype.itemsize
     written = 2 * rows * columns * case.dtype.itemsize
@@ -133,7 +138,10 @@ def _both(
     out_dtype: torch.dtype | None = None,
     constant_weights: bool = False,
 ) -> torch.Tensor:
-    """Both products side by side: in the dtype of plain rows or of scales, then in ``out_dtype`` unless that is float64."""
+    """Return both products side by side, ``[M, 2 N]``.
+
+    They are computed in the dtype of plain rows or of scales, and rounded to ``out_dtype`` unless that dtype is float64.
+    """
     if isinstance(x, NVFP4Tensor):
         raise ArgumentError(NO_CODES.format(name="x"))
     dtype = x.scale.dtype if isinstance(x, Fp8Tensor) else x.dtype
@@ -144,7 +152,7 @@ def _both(
 
 @swiglu.control("wide_gemm_alone", oracle=_both, cost=_wide_cost)
 def wide_gemm_alone(call: SwigluCall) -> torch.Tensor:
-    """Both products as one by PyTorch, for stacked weights: what the operation would cost if the gate were free."""
+    """Compute both products as one by PyTorch, for stacked weights. Its time is that of the operation if the gate were free."""
     from onelaunch.ops.swiglu.variants.torch import multiply
 
     if call.stacked is None:

@@ -1,1 +1,1 @@
-"""Variants of ``decode_step``: PyTorch and the megakernel."""
+"""Variants of ``decode_step``: those in PyTorch, and those of the megakernel."""

@@ -1,4 +1,8 @@
-"""Variants of ``decode_step`` by the megakernel: one for each rung of :mod:`onelaunch.decode.plan.rungs`, on Hopper GPUs."""
+"""Variants of ``decode_step`` by the megakernel, on Hopper GPUs: one per optimization level of :data:`RUNGS`.
+
+The plan of a level says which CTA computes what in each phase of a token, and how phases are ordered; the kernel is generated
+from it. Each level is registered as a variant at the end of this module, with the engine that decodes whole requests with it.
+"""
 
 from __future__ import annotations
 
@@ -24,44 +28,44 @@ from onelaunch.operation.requirements import needs_hopper
 
 ARCHITECTURES = ("sm_90a",)
 
-LAYER, LAUNCH, RATE = 0.7e-3, 0.1e-3, 4e12
-"""Seconds that the host takes for a layer of PyTorch's prefill, seconds of a launch, and weight bytes per second in the kernel.
+PREFILL_LAYER_SECONDS, LAUNCH_SECONDS, WEIGHT_BYTES_PER_SECOND = 0.7e-3, 0.1e-3, 4e12
+"""Host time for a layer of PyTorch's prefill, time of a launch, and rate at which the kernel reads weights.
 
-Measured on an H200 and its host. With them, :func:`prompt_steps` lies a tenth to a quarter below the prompt length at which the
-times of four models cross.
+Measured on an H200 and its host. With them, :func:`prompt_steps` is a tenth to a quarter less than the prompt length at which
+prefill becomes faster, for each of four models.
 """
 
 
-def run(rung: str, call: DecodeCall) -> Results:
-    """Run one token."""
-    from onelaunch.decode.runtime.kernels import session_for  # with NumPy, which only those need who run kernels
+def run(level: str, call: DecodeCall) -> Results:
+    """Run one token in a launch of its own."""
+    from onelaunch.decode.runtime.kernels import session_for  # imports NumPy, which only running kernels needs
 
-    return call.results(session_for(call.weights, rung).step(call.token, call.cache))
+    return call.results(session_for(call.weights, level).step(call.token, call.cache))
 
 
-def count_barriers(rung: str, call: DecodeCall) -> int:
+def count_barriers(level: str, call: DecodeCall) -> int:
     """Return the number of grid barriers of one token, by the kernel's own counter."""
     from onelaunch.decode.runtime.kernels import session_for
 
-    return session_for(call.weights, rung).barriers(call.token, call.cache)
+    return session_for(call.weights, level).barriers(call.token, call.cache)
 
 
-def run_in_a_row(rung: str, call: DecodeCall, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run_in_a_row(level: str, call: DecodeCall, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``count`` greedy tokens ``[N]`` from one launch, or one graph replay each, and the logits ``[V]`` of the last."""
     from onelaunch.decode.runtime.kernels import session_for
 
-    with session_for(call.weights, rung).sequence(call.cache, call.token) as sequence:
+    with session_for(call.weights, level).sequence(call.cache, call.token) as sequence:
         logits = sequence.step(count)
         return sequence.tokens().long(), logits
 
 
-def make_engine(rung: str, weights: Weights) -> Engine:
-    """Return the engine of a rung."""
-    return KernelEngine(weights, rung)
+def make_engine(level: str, weights: Weights) -> Engine:
+    """Return the engine of an optimization level."""
+    return KernelEngine(weights, level)
 
 
 def config_in(query: Query) -> ModelConfig:
-    """Return the configuration of a query's model, as far as plans depend on it."""
+    """Return the configuration of a query's model: the fields on which plans depend."""
     layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, _ = query.sizes
     return ModelConfig(
         vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim,
@@ -70,16 +74,16 @@ def config_in(query: Query) -> ModelConfig:
 
 
 @functools.lru_cache(maxsize=256)
-def not_resident(rung: str, config: ModelConfig, ctas: int) -> str | None:
-    """Return why a rung's CTAs cannot all be resident on a device with ``ctas`` SMs, or ``None``.
+def not_resident(level: str, config: ModelConfig, ctas: int) -> str | None:
+    """Return why a plan's CTAs cannot all be resident on a device with ``ctas`` SMs, or ``None``.
 
-    Residency alone depends on the device. The order of a plan's phases is proved when the session of that rung is made.
+    Only residency depends on the device. The ordering of the plan's phases is proved later, when its session is made.
     """
     from onelaunch.decode.codegen.layout import Tuning
     from onelaunch.decode.plan.check import check_room
     from onelaunch.decode.runtime.proofs import room_of
 
-    plan = plan_for(config, rung, ctas)
+    plan = plan_for(config, level, ctas)
     try:
         check_room(plan, room_of(plan, Tuning(), ctas))
     except PlanError as error:
@@ -88,25 +92,25 @@ def not_resident(rung: str, config: ModelConfig, ctas: int) -> str | None:
 
 
 def needs_numpy(_: Query) -> str | None:
-    """Return why the check of plans, which uses NumPy, cannot run."""
+    """Return why the check of plans, which uses NumPy, cannot run, or ``None``."""
     return None if package_installed("numpy") else "needs numpy: pip install 'onelaunch[decode]'"
 
 
-def has_a_plan(rung: str, query: Query) -> str | None:
-    """Return why there is no plan: sizes that the kernels are not written for, or CTAs that cannot all be resident."""
+def has_a_plan(level: str, query: Query) -> str | None:
+    """Return why there is no plan, or ``None``: the kernels lack a size, or the CTAs cannot all be resident."""
     config = config_in(query)
-    return unsupported(config) or not_resident(rung, config, processors(torch.device(query.device)))
+    return unsupported(config) or not_resident(level, config, processors(torch.device(query.device)))
 
 
-def prompt_steps(rung: str, config: ModelConfig) -> int:
-    """Return the longest prompt that single launches read before the host has launched PyTorch's prefill.
+def prompt_steps(level: str, config: ModelConfig) -> int:
+    """Return the longest prompt, in tokens, that single launches read before the host has launched PyTorch's prefill.
 
-    A process that reads no longer prompt does not load cuBLAS either, which takes a tenth of a second.
+    A process whose prompts are all that short does not load cuBLAS either, which takes a tenth of a second.
     """
-    if RUNGS[rung].separate:
+    if RUNGS[level].separate:
         return 0
-    step = LAUNCH + stream_bytes(config, summed=RUNGS[rung].summed) / RATE
-    return int(config.num_hidden_layers * LAYER / step)
+    step = LAUNCH_SECONDS + stream_bytes(config, summed=RUNGS[level].summed) / WEIGHT_BYTES_PER_SECOND
+    return int(config.num_hidden_layers * PREFILL_LAYER_SECONDS / step)
 
 
 BUILT = {
@@ -116,29 +120,29 @@ BUILT = {
 """Configurations that kernels are compiled for in CI."""
 
 
-def builds(rung: str, architecture: str) -> list[Build]:
-    """Return the builds of a rung: for a model of usual size, and for ``streaming`` also for a small one."""
+def builds(level: str, architecture: str) -> list[Build]:
+    """Return the builds of a level: for Qwen3-0.6B, and for ``streaming`` also for a small untied model."""
     if architecture not in ARCHITECTURES:
         return []
     found: list[Build] = []
     for name, config in BUILT.items():
-        if rung != "streaming" and name != "Qwen3-0.6B":
+        if level != "streaming" and name != "Qwen3-0.6B":
             continue
-        plan = plan_for(config, rung, find_architecture(architecture).processors)
+        plan = plan_for(config, level, find_architecture(architecture).processors)
         for phase, kernel in kernels_of(plan).items():
             found.append(build_of_kernel(kernel, f"{name}, {phase.name}" if phase else name))
     return found
 
 
-for name, rung in RUNGS.items():
+for name, level in RUNGS.items():
     variant = decode_step.variant(
-        name, launches=None if rung.separate else 1, fuses=() if rung.separate else ("token",), backward=False,
+        name, launches=None if level.separate else 1, fuses=() if level.separate else ("token",), backward=False,
         architectures=ARCHITECTURES, barriers=functools.partial(count_barriers, name),
         in_a_row=functools.partial(run_in_a_row, name),
-        engine=functools.partial(make_engine, name), engine_bytes=functools.partial(packing_bytes, summed=rung.summed),
+        engine=functools.partial(make_engine, name), engine_bytes=functools.partial(packing_bytes, summed=level.summed),
         prompt_steps=functools.partial(prompt_steps, name),
     )(functools.wraps(run)(functools.partial(run, name)))  # fmt: skip
-    variant.summary = rung.summary
+    variant.summary = level.summary
     variant.supports(needs_hopper)
     variant.supports(needs_numpy)
     variant.supports(functools.partial(has_a_plan, name))

@@ -1,7 +1,7 @@
 """Variants of ``decode_step`` in PyTorch: op by op, compiled, and replayed as one CUDA graph.
 
-``compiled`` and ``captured`` have one shape for many positions: attention goes over a window of the cache, a power of two that
-holds the position, and a mask hides the rest. What is captured reads and writes the caller's weights and cache where they lie.
+``compiled`` and ``captured`` use one shape for many positions: attention runs over a window of the cache, a power of two that
+covers the position, and a mask hides the rest. A captured graph reads and writes the caller's weights and cache in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch.nn import functional as F
 
-from onelaunch.decode.model.forward import forward, heads, logits_of, mlp, rms_norm, widened
+from onelaunch.decode.model.forward import forward, logits_of, mlp, project_qkv, rms_norm, upcast
 from onelaunch.decode.model.rope import rotation
 from onelaunch.decode.model.weights import LayerWeights, Weights
 from onelaunch.decode.runtime.graphs import capture_on_new_stream
@@ -24,29 +24,29 @@ from onelaunch.dispatch.capture import compile_static, compiler_missing
 from onelaunch.operation import Query
 
 SMALLEST_WINDOW = 256
-"""Smallest window, in positions; a smaller one saves nothing that can be measured."""
+"""Smallest attention window, in positions; a smaller one saves no time that can be measured."""
 
 LAYER_FIELDS = tuple(field.name for field in fields(LayerWeights))
 
 Part = Callable[..., torch.Tensor]
-"""Function of this file, plain or compiled."""
+"""Type of :func:`layer_step` and :func:`head_step`, as written or compiled by ``torch.compile``."""
 
 
 @decode_step.variant("eager", launches=None, fuses=(), maker="pytorch", yardstick=True, backward=False)
 def eager(call: DecodeCall) -> Results:
-    """PyTorch op by op, attention over just the filled positions: what the other variants are measured against."""
+    """Run PyTorch op by op, with attention over the filled positions only: the baseline of the other variants."""
     return call.results(logits_of(call.weights, forward(call.weights, call.token, call.cache))[0])
 
 
 @decode_step.variant("captured", launches=None, fuses=(), maker="pytorch", backward=False)
 def captured(call: DecodeCall) -> Results:
-    """The same kernels over a window of the cache, replayed as one CUDA graph: nothing is compiled."""
+    """Replay PyTorch's kernels as one CUDA graph, with attention over a window of the cache; nothing is compiled."""
     return call.results(_replay(call, layer_step, head_step))
 
 
 @decode_step.variant("compiled", launches=None, fuses=("norms", "rotation", "gate"), maker="pytorch", backward=False)
 def compiled(call: DecodeCall) -> Results:
-    """torch.compile of a layer over a window of the cache; on a GPU all layers are replayed as one CUDA graph."""
+    """Compile a layer with torch.compile, over a window of the cache; on a GPU all layers are replayed as one CUDA graph."""
     return call.results(_replay(call, compile_static(layer_step), compile_static(head_step)))
 
 
@@ -55,7 +55,7 @@ compiled.supports(compiler_missing)
 
 @captured.supports
 def needs_cuda(query: Query) -> str | None:
-    """Return why there are no CUDA graphs."""
+    """Return why CUDA graphs cannot be used, or ``None``."""
     return None if query.device_type == "cuda" else "needs a CUDA device"
 
 
@@ -82,30 +82,30 @@ def layer_step(
     """Apply a layer to the residual stream ``[1, H]`` float32; write keys and values ``[K, C, D]`` at ``position [1]``."""
     layer = LayerWeights(*weights)  # pyrefly: ignore[bad-argument-type]
     normed = rms_norm(hidden, layer.input_layernorm, eps)
-    q, k, v = heads(head_dim, eps, layer, normed, (cosine, sine))
+    q, k, v = project_qkv(head_dim, eps, layer, normed, (cosine, sine))
     keys.index_copy_(1, position, k)
     values.index_copy_(1, position, v)
     window = mask.shape[-1]
-    shared = q.view(len(keys), -1, head_dim)  # queries of a key head side by side, as if they were positions
-    found = F.scaled_dot_product_attention(
-        shared[None], keys[None, :, :window], values[None, :, :window], attn_mask=mask, scale=1 / math.sqrt(head_dim)
+    grouped = q.view(len(keys), -1, head_dim)  # the queries of a key head take the place of positions, so that no key is repeated
+    attended = F.scaled_dot_product_attention(
+        grouped[None], keys[None, :, :window], values[None, :, :window], attn_mask=mask, scale=1 / math.sqrt(head_dim)
     )
-    hidden = hidden + F.linear(found.reshape(1, -1), layer.o_proj, layer.o_bias)
+    hidden = hidden + F.linear(attended.reshape(1, -1), layer.o_proj, layer.o_bias)
     return hidden + mlp(eps, layer, hidden)
 
 
 def head_step(hidden: torch.Tensor, norm: torch.Tensor, lm_head: torch.Tensor, eps: float) -> torch.Tensor:
     """Return logits ``[V]`` float32 of the residual stream ``[1, H]``."""
-    return widened(F.linear(rms_norm(hidden, norm, eps), lm_head)[0])
+    return upcast(F.linear(rms_norm(hidden, norm, eps), lm_head)[0])
 
 
 def step(
     layer: Part, head: Part, weights: Weights, token: torch.Tensor, position: torch.Tensor, call: DecodeCall, window: int
 ) -> torch.Tensor:
-    """Return logits ``[V]``, given token and position ``[1]`` as tensors: shapes depend on the window alone."""
+    """Return logits ``[V]``; token and position ``[1]`` are tensors, so that all shapes depend on the window alone."""
     config = weights.config
     embedded = F.embedding(token, weights.embed_tokens)
-    hidden = widened(embedded)
+    hidden = upcast(embedded)
     cosine, sine = rotation(config, position, hidden.dtype)
     mask = (torch.arange(window, device=token.device) <= position).expand(config.queries_per_key, window)
     for each, keys, values in zip(weights.layers, call.cache.keys, call.cache.values, strict=True):
@@ -114,7 +114,7 @@ def step(
     return head(hidden, weights.norm, weights.lm_head, config.rms_norm_eps)
 
 
-# Capturing
+# Graph capture
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class CapturedStep:
     @classmethod
     def of(cls, call: DecodeCall, layer: Part, head: Part, window: int) -> CapturedStep:
         """Capture the step of a call."""
-        with torch.inference_mode(mode=False):  # else no step outside of inference mode could write to them
+        with torch.inference_mode(mode=False):  # a step outside of inference mode could not write to inference tensors
             token, position = call.token.clone(), torch.full_like(call.token, call.position)
         run = functools.partial(step, layer, head, call.weights, token, position, call, window)
         graph, logits = capture_on_new_stream(run, call.token.device, warm_up=True)
@@ -144,9 +144,10 @@ class CapturedStep:
 
 
 def _replay(call: DecodeCall, layer: Part, head: Part) -> torch.Tensor:
-    """Return the logits of a call by a captured step, or without CUDA, or in a capture of the caller's, by the step itself.
+    """Return the logits of a call by replaying a captured step.
 
-    A cache at the address of an earlier one, of the same shape, is served by the same graph.
+    Without CUDA, or while the caller captures a graph, the step runs directly. A cache at the address of an earlier one, with
+    the same capacity, replays the same graph.
     """
     window = window_of(call.position, call.cache.capacity)
     if call.token.device.type != "cuda" or torch.cuda.is_current_stream_capturing():

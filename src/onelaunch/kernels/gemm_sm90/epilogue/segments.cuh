@@ -1,14 +1,24 @@
-// Epilogue of projections: bias and the activation of the tile's segment, applied in registers, stored by TMA.
+// Epilogue of projections: y = activation(x weight^T + bias) with the activation of the tile's segment, stored by TMA.
 //
-// A thread holds two rows of D, 8 apart, and a quarter of their columns, so that the norm of a head is a sum over its own and
-// three neighbours' values. KEEP: store also what a backward pass cannot make of y, the input of SiLU and 1 / norm.
+// Given:      d, the float32 totals of 64 rows of x for this warpgroup, in the layout of WGMMA accumulators: element i belongs
+//             to the thread's row i / 2 % 2 of two, 8 apart, and to column i / 4 * 8 + lane % 4 * 2 + i % 2. A thread holds a
+//             quarter of the columns of its rows, so a norm over a head is a sum over its own elements and those of three other
+//             lanes.
+// Leaves:     y in 16 bits; with KEEP also what the backward pass cannot derive from y: the inputs of SiLU, and 1 / norm of
+//             heads. TMA stores may still be in flight on return; gemm.cu waits for them at the end.
+// Shared:     `staging`: per warpgroup, PANELS panels of 64 rows and 64 columns with the 128-byte swizzle.
+// Barriers:   one named barrier per warpgroup (bar_sync(EPILOGUE_BARRIER + m_block, 128)); warpgroups do not wait for each
+//             other.
+// Generated:  layout.cuh (ops/projections/configure_hopper.py) defines Columns, KINDS_OF_SEGMENTS, the activations and pitches.
+// Numerics:   float32 until the stores; ex2.approx and rcp.approx for the sigmoid; a series for log(1 + e) of small e.
 #pragma once
 #include "mainloop.cuh"
 
-constexpr int PANEL = 64, PANEL_BYTES = 64 * 128;  // columns of a result that a warpgroup stores at once
-constexpr int PANELS = 2;                          // stores of a warpgroup that are under way at once
-static_assert(STORE_BYTES >= WARPGROUPS * PANELS * PANEL_BYTES, "panels on their way out");
+constexpr int PANEL = 64, PANEL_BYTES = 64 * 128;  // columns of one TMA store of a warpgroup, and its bytes
+constexpr int PANELS = 2;                          // panels of a warpgroup: one is stored while the next is written
+static_assert(STORE_BYTES >= WARPGROUPS * PANELS * PANEL_BYTES, "the staging buffer holds the panels of all warpgroups");
 
+// Return a 16-bit element (ELEMENT) as float32.
 __device__ __forceinline__ float element_to_float(unsigned short bits) {
   if (ELEMENT == BFLOAT16) return __uint_as_float((u32)bits << 16);
   float r;
@@ -26,25 +36,23 @@ __device__ __forceinline__ float sigmoid(float z) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + exp_approx(-z)));
   return r;
 }
-// min(z, 0) - log(1 + e^-|z|); where e is small, by its series: the sum would have lost it.
+// Return min(z, 0) - log(1 + e^-|z|). A series serves small e = e^-|z|, which the sum 1 + e would lose.
 __device__ __forceinline__ float logsigmoid(float z) {
   const float e = exp_approx(-fabsf(z));
   const float log1p = e < 0.02f ? e * (1.0f - e * (0.5f - e * (1.0f / 3.0f - 0.25f * e))) : __logf(1.0f + e);
   return fminf(z, 0.0f) - log1p;
 }
 
-// Apply an activation of single elements.
+// Apply an elementwise activation; `factor` multiplies the log-sigmoid. L2NORM has been applied before, by normalize().
 template <int ACTIVATION>
-__device__ __forceinline__ float activated(float z, float by) {
+__device__ __forceinline__ float activated(float z, float factor) {
   if (ACTIVATION == SILU) return z * sigmoid(z);
   if (ACTIVATION == SIGMOID) return sigmoid(z);
-  if (ACTIVATION == LOGSIGMOID) return logsigmoid(z) * by;
+  if (ACTIVATION == LOGSIGMOID) return logsigmoid(z) * factor;
   return z;
 }
 
-// The i-th sum of a thread is of its row i / 2 % 2 of two, 8 apart, and of column i / 4 * 8 + lane % 4 * 2 + i % 2.
-
-// Store one or two neighbouring elements without TMA.
+// Store `left` (at most two) neighbouring elements without TMA.
 __device__ __forceinline__ void store_pair(unsigned short* at, u32 pair, int left) {
   if (left > 1)
     *reinterpret_cast<u32*>(at) = pair;
@@ -52,37 +60,38 @@ __device__ __forceinline__ void store_pair(unsigned short* at, u32 pair, int lef
     *at = (unsigned short)pair;
 }
 
-// Store the 64 rows of a warpgroup, activated, a panel at a time; what is left of a segment by plain stores, for a box would
-// reach into the next segment. RAGGED: whether a segment can have such a rest.
+// Activate and store the 64 rows of a warpgroup from `row` on, `count` columns from `column` on, one panel at a time. The last
+// columns of a segment that fill no panel are stored by plain stores, because a TMA box would reach into the next segment;
+// RAGGED says whether a segment of this kind can have such columns. All 128 threads of the warpgroup must call this.
 template <int WIDTH, int ACTIVATION, bool RAGGED>
 __device__ __forceinline__ void store_rows(
-    const float (&d)[WIDTH / 2], float by, const TensorMap* map, unsigned short* matrix, int pitch, const Arguments& a,
-    const SharedMemory& smem, int column, int count, int row, int side) {
-  auto pair = [&](int i) { return pack(activated<ACTIVATION>(d[i], by), activated<ACTIVATION>(d[i + 1], by)); };
+    const float (&d)[WIDTH / 2], float factor, const TensorMap* map, unsigned short* matrix, int pitch, const Arguments& a,
+    const SharedMemory& smem, int column, int count, int row, int m_block) {
+  auto pair = [&](int i) { return pack(activated<ACTIVATION>(d[i], factor), activated<ACTIVATION>(d[i + 1], factor)); };
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const bool stores = threadIdx.x % 128 == 0;
 #pragma unroll
   for (int panel = 0; panel < (WIDTH + PANEL - 1) / PANEL; ++panel) {
     const int left = count - panel * PANEL;
     if (left >= PANEL && WIDTH >= (panel + 1) * PANEL) {
-      const u32 from = smem.store + (side * PANELS + panel % PANELS) * PANEL_BYTES;
-      if (stores) {  // the store that last read this panel: by an earlier call, it may be the most recent one
+      const u32 from = smem.staging + (m_block * PANELS + panel % PANELS) * PANEL_BYTES;
+      if (stores) {  // wait for the store that last read this panel; one of an earlier call may be the most recent store
         if (panel == 0)
           tma_store_wait_group_read<0>();
         else
           tma_store_wait_group_read<PANELS - 1>();
       }
-      bar_sync(EPILOGUE_BARRIER + side, 128);
+      bar_sync(EPILOGUE_BARRIER + m_block, 128);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         const int i = 4 * (panel * 8 + j), r = warp * 16 + lane % 16, chunk = j + lane / 16;
         if (i + 7 < WIDTH / 2) {
           const u32 v[4] = {pair(i), pair(i + 2), pair(i + 4), pair(i + 6)};
-          stmatrix_x4(from + r * 128 + (chunk ^ r % 8) * 16, v);  // swizzled over 128 bytes
+          stmatrix_x4(from + r * 128 + (chunk ^ r % 8) * 16, v);  // 128-byte swizzle
         }
       }
-      fence_proxy_async_shared();
-      bar_sync(EPILOGUE_BARRIER + side, 128);
+      fence_proxy_async_shared();  // the TMA store reads through the async proxy
+      bar_sync(EPILOGUE_BARRIER + m_block, 128);
       if (stores) {
         tma_store_2d(map, from, column + panel * PANEL, row);
         tma_store_commit_group();
@@ -101,7 +110,8 @@ __device__ __forceinline__ void store_rows(
   }
 }
 
-// Normalize each head of a tile to length 1.
+// Divide each head of a tile by its norm, sqrt(sum of squares + eps); with KEEP store 1 / norm. `row` is the warpgroup's first
+// row. Four lanes share a row and exchange sums by shuffles, so whole warps must call this.
 template <int WIDTH, int HEAD>
 __device__ __forceinline__ void normalize(float (&d)[WIDTH / 2], const Arguments& a, const Columns& columns, int row) {
   const int lane = threadIdx.x % 32, r = row + threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -112,22 +122,23 @@ __device__ __forceinline__ void normalize(float (&d)[WIDTH / 2], const Arguments
     for (int j = head * (HEAD / 8); j < (head + 1) * (HEAD / 8); ++j)
 #pragma unroll
       for (int i = 0; i < 2; ++i) sum[i] += d[4 * j + 2 * i] * d[4 * j + 2 * i] + d[4 * j + 2 * i + 1] * d[4 * j + 2 * i + 1];
-    float by[2];
+    float rstd[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
       sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-      by[i] = rsqrtf(sum[i] + a.eps);
+      rstd[i] = rsqrtf(sum[i] + a.eps);
       if (KEEP && lane % 4 == 0 && r + 8 * i < a.M && head * HEAD < columns.count)
-        a.rstd[(long long)(r + 8 * i) * NORMS + columns.norm + head] = by[i];
+        a.rstd[(long long)(r + 8 * i) * NORMS + columns.norm + head] = rstd[i];
     }
 #pragma unroll
     for (int j = head * (HEAD / 8); j < (head + 1) * (HEAD / 8); ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) d[4 * j + i] *= by[i / 2];
+      for (int i = 0; i < 4; ++i) d[4 * j + i] *= rstd[i / 2];
   }
 }
 
+// Add the bias of the tile's columns to d.
 template <int WIDTH>
 __device__ __forceinline__ void add_bias(float (&d)[WIDTH / 2], const Arguments& a, const Columns& columns) {
 #pragma unroll
@@ -141,34 +152,36 @@ __device__ __forceinline__ void add_bias(float (&d)[WIDTH / 2], const Arguments&
     }
 }
 
-// Finish a tile of the KIND-th kind of segments.
+// Finish a tile whose segment is of kind KIND: bias, norm, activation, stores.
 template <int WIDTH, int KIND>
 __device__ __forceinline__ void finish_as(
-    float (&d)[WIDTH / 2], const Arguments& a, const SharedMemory& smem, const Columns& columns, int row, int side) {
+    float (&d)[WIDTH / 2], const Arguments& a, const SharedMemory& smem, const Columns& columns, int row, int m_block) {
   constexpr Kind kind = KINDS_OF_SEGMENTS[KIND];
   if constexpr (kind.bias) add_bias<WIDTH>(d, a, columns);
   if constexpr (kind.activation == L2NORM && WIDTH >= kind.head) normalize<WIDTH, kind.head>(d, a, columns, row);
   if constexpr (kind.activation == SILU && KEEP)
-    store_rows<WIDTH, NONE, kind.ragged>(d, 1.0f, a.kept, a.kept_at, KEPT, a, smem, columns.kept, columns.count, row, side);
+    store_rows<WIDTH, NONE, kind.ragged>(d, 1.0f, a.kept, a.kept_at, KEPT, a, smem, columns.kept, columns.count, row, m_block);
   store_rows<WIDTH, kind.activation, kind.ragged>(
-      d, kind.by, a.y, a.y_at, PITCH, a, smem, columns.column, columns.count, row, side);
+      d, kind.by, a.y, a.y_at, PITCH, a, smem, columns.column, columns.count, row, m_block);
 }
 
+// Call finish_as with the kind of the tile's segment, which is known at run time only.
 template <int WIDTH, int KIND = 0>
 __device__ __forceinline__ void finish_tile(
-    float (&d)[WIDTH / 2], const Arguments& a, const SharedMemory& smem, const Columns& columns, int row, int side) {
+    float (&d)[WIDTH / 2], const Arguments& a, const SharedMemory& smem, const Columns& columns, int row, int m_block) {
   if (columns.kind == KIND)
-    finish_as<WIDTH, KIND>(d, a, smem, columns, row, side);
+    finish_as<WIDTH, KIND>(d, a, smem, columns, row, m_block);
   else if constexpr (KIND + 1 < KIND_COUNT)
-    finish_tile<WIDTH, KIND + 1>(d, a, smem, columns, row, side);
+    finish_tile<WIDTH, KIND + 1>(d, a, smem, columns, row, m_block);
 }
 
 struct Epilogue {
   __device__ __forceinline__ explicit Epilogue(const Arguments&) {}
 
+  // Finish a tile from its totals d; called by every consumer warpgroup.
   template <int WIDTH>
   __device__ __forceinline__ void store(
-      float (&d)[WIDTH / 2], const Arguments& a, const SharedMemory& smem, Tile tile, int side) const {
-    finish_tile<WIDTH>(d, a, smem, tile.columns, tile.row + side * 64, side);
+      float (&d)[WIDTH / 2], const Arguments& a, const SharedMemory& smem, Tile tile, int m_block) const {
+    finish_tile<WIDTH>(d, a, smem, tile.columns, tile.row + m_block * 64, m_block);
   }
 };

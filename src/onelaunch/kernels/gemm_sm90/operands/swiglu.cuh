@@ -1,50 +1,55 @@
-// Operands of swiglu: A has 8 rows of one weight, 8 of the other, and so on; B has rows of x.
+// Operands of swiglu: A interleaves both weights, 8 rows of one and 8 of the other in turn; B has rows of x.
 //
-// A thread of a WGMMA holds rows r and r + 8 of D, so that a gate meets its partner in registers. A TMA map of four dimensions
-// interleaves the weights as it reads them where they lie, stacked or not: their distance is a stride. Few rows of x waste no
-// products, for they are the width of a WGMMA, which is a multiple of 8.
+// Interleaving: a thread of a WGMMA holds rows r and r + 8 of D, so it holds a gate and its up value at the same place, and the
+//     epilogue needs no exchange. A four-dimensional TMA map (channels, 8 rows, weight, groups of 8 rows) interleaves the
+//     weights while it reads them where they lie, stacked or not: the distance of the weights is a stride.
+// Orientation: the rows of x are the N dimension of WGMMA, a multiple of 8, so few rows of x waste few products.
+// NVFP4: the map of A has bytes of two codes; x is read in CHUNKS boxes of 128 bytes per row, one after the other.
+// Host code: ops/swiglu/launch_hopper.py makes the maps and passes PARAMETERS in this order.
 #pragma once
 #include "scheduler.cuh"
 
 #define PARAMETERS \
   const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap h, \
       const __grid_constant__ TensorMap products, const unsigned char *gate_blocks, const unsigned char *up_blocks, \
-      const float *x_scale, const float *gate_scale, const float *up_scale, float *partials, u32 *counters, int M, int N, int K, \
-      int each, int more, int grain, int flip, int x_scales, int w_scales, int early
+      const float *x_scale, const float *gate_scale, const float *up_scale, float *workspace, u32 *counters, int M, int N, \
+      int K, int unit_granules, int longer_units, int granule, int up_first, int x_scales, int w_scales, int early
 
 #define ARGUMENTS \
   { \
-    &x, &weights, &h, &products, {flip ? up_blocks : gate_blocks, flip ? gate_blocks : up_blocks}, x_scale, gate_scale, up_scale, \
-        partials, counters, M, N, K, each, more, grain, CHUNKS * 128 * (NVFP4 ? B_ROWS : min(B_ROWS, M)), flip != 0, x_scales != 0, \
-        w_scales != 0, early != 0 \
+    &x, &weights, &h, &products, {up_first ? up_blocks : gate_blocks, up_first ? gate_blocks : up_blocks}, x_scale, \
+        gate_scale, up_scale, workspace, counters, M, N, K, unit_granules, longer_units, granule, \
+        CHUNKS * 128 * (NVFP4 ? B_ROWS : min(B_ROWS, M)), up_first != 0, x_scales != 0, w_scales != 0, early != 0 \
   }
 
-constexpr int COLUMNS = A_ROWS / 2;                   // of h in a tile
-constexpr bool TILE_HAS_WIDTH = false;
-constexpr bool MAY_LOAD_EARLY = true;                 // weights that are constant, before earlier launches have ended
-constexpr bool WHOLE_WARP_LOADS = true;               // its lanes copy block scales
+constexpr int COLUMNS = A_ROWS / 2;      // columns of h in a tile
+constexpr bool TILE_HAS_WIDTH = false;   // all tiles are B_ROWS wide
+constexpr bool MAY_LOAD_EARLY = true;    // constant weights may be loaded before earlier launches have ended
+constexpr bool WHOLE_WARP_LOADS = true;  // all lanes of the producer warp copy block scales
 
 struct Arguments {
   const TensorMap *x, *weights, *h, *products;
-  const unsigned char* blocks[2];  // block scales of both weights, in the order in which the weights lie
+  const unsigned char* blocks[2];  // e4m3 block scales of the weights [N, K / 16], the weight at the lower address first
   const float *x_scale, *gate_scale, *up_scale;
-  float* partials;  // STREAM_K: sums that units leave
-  u32* counters;    // STREAM_K: a flag of each unit; PERSISTENT: tiles taken, CTAs that have finished
-  int M, N, K, each, more, grain;
-  int b_bytes;  // of x in a k-block: beside plain weights, rows that are not there are not copied
-  bool flip, x_scales, w_scales;  // up lies before gate; rows have scales of their own
-  bool early;                     // weights may be read before earlier launches have ended
+  float* workspace;  // STREAM_K: partial sums, one slot for each unit
+  u32* counters;     // STREAM_K: a flag for each unit; PERSISTENT: tiles taken, CTAs that have finished. 0 between launches
+  int M, N, K, unit_granules, longer_units, granule;
+  int b_bytes;  // bytes of x in a k-block; without NVFP4 the box has no more than M rows
+  bool up_first;            // w_up lies at a lower address than w_gate, so it is the first of each pair of 8 rows
+  bool x_scales, w_scales;  // x, or the weights, have one scale per row instead of one in all
+  bool early;               // weights may be read before earlier launches have ended
 };
 
 struct Tile {
-  int row, column;  // of h
+  int row, column;  // first row and column of h
   __device__ __forceinline__ int width() const { return B_ROWS; }
 };
 
 __device__ __forceinline__ Scheduler scheduler_of(const Arguments& a) {
   const int k_blocks = (a.K + K_BLOCK - 1) / K_BLOCK, row_tiles = (a.M + B_ROWS - 1) / B_ROWS;
   const int tiles = row_tiles * ((a.N + COLUMNS - 1) / COLUMNS);
-  return {k_blocks, row_tiles, tiles, a.each, a.more, a.grain, SCHEDULE == STREAM_K ? (int)(gridDim.x - 1 - blockIdx.x) : 0, 0, 0};
+  const int unit = SCHEDULE == STREAM_K ? (int)(gridDim.x - 1 - blockIdx.x) : 0;  // the last unit goes to the first CTA
+  return {k_blocks, row_tiles, tiles, a.unit_granules, a.longer_units, a.granule, unit, 0, 0};
 }
 
 __device__ __forceinline__ Tile tile_at(const Scheduler& scheduler, int tile) {
@@ -59,14 +64,15 @@ __device__ __forceinline__ void prefetch_tensormaps(const Arguments& a, int warp
   }
 }
 
-// Load operand A of a k-block into a stage, and expect the bytes of both operands.
+// Load operand A of a k-block into a stage, and announce the bytes of both operands at full[stage]. Must precede load_b.
 __device__ __forceinline__ void load_a(const Arguments& a, const SharedMemory& smem, Tile tile, int k_block, int stage) {
   const u32 bar = smem.full + 8 * stage;
   mbarrier_arrive_expect_tx(bar, A_BYTES + a.b_bytes);
-  const int channel = k_block * (NVFP4 ? K_BLOCK / 2 : K_BLOCK);  // in elements of the map
+  const int channel = k_block * (NVFP4 ? K_BLOCK / 2 : K_BLOCK);  // in elements of the map: bytes for NVFP4
   tma_load_4d(smem.stages + stage * STAGE_BYTES, a.weights, channel, 0, 0, tile.column / 8, bar);
 }
 
+// Load operand B of a k-block into a stage, behind A.
 __device__ __forceinline__ void load_b(const Arguments& a, const SharedMemory& smem, Tile tile, int k_block, int stage) {
   const u32 bar = smem.full + 8 * stage, to = smem.stages + stage * STAGE_BYTES + A_BYTES;
   if (NVFP4)

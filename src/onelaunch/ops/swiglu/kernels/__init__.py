@@ -1,1 +1,1 @@
-"""Kernels of ``swiglu`` in Triton."""
+"""Triton kernels of ``swiglu``."""

@@ -1,4 +1,4 @@
-"""The variants of ``swiglu``, registered in the order of these imports."""
+"""Variants of ``swiglu``, registered in the order of these imports."""
 
 from onelaunch.ops.swiglu.variants import torch, triton  # isort: skip
 from onelaunch.ops.swiglu.variants import blackwell, fused  # isort: skip

@@ -1,4 +1,7 @@
-"""The variant of ``swiglu`` for Blackwell's block-scaled matrix instructions: both sides in NVFP4. Not run on hardware yet."""
+"""Variant of ``swiglu`` for Blackwell's block-scaled matrix instructions, with all operands in NVFP4.
+
+It was compiled and emulated but not run on hardware yet, so it is marked experimental.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from onelaunch.ops.swiglu.operands import Matrix
 from onelaunch.ops.swiglu.variants.torch import trains_plain_tensors
 
 ARCHITECTURES = ("sm_100a",)
+"""Architectures that the variant is compiled for."""
 
 
 @launches("block_scaled")
@@ -27,7 +31,7 @@ def run_block_scaled(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tup
     "block_scaled", launches=1, fuses=("products", "gate"), gemm="tcgen05", architectures=ARCHITECTURES, experimental=True
 )
 def block_scaled(call: SwigluCall) -> tuple[torch.Tensor]:
-    """Both sides in NVFP4 through matrix instructions that know block scales: Blackwell's. Compiled, not run on hardware."""
+    """Multiply NVFP4 operands by Blackwell's block-scaled matrix instructions. Compiled, but not run on hardware."""
     return compute(call, "block_scaled")
 
 
@@ -36,7 +40,7 @@ block_scaled.supports(trains_plain_tensors)
 
 @block_scaled.supports
 def needs_blackwell(query: Query) -> str | None:
-    """Return why there are no such instructions for a call."""
+    """Return why block-scaled instructions cannot serve a call."""
     if not triton_here():
         return "needs Triton, which is not installed"
     if compute_capability(torch.device(query.device)) != 10:
@@ -50,7 +54,7 @@ def needs_blackwell(query: Query) -> str | None:
 
 @block_scaled.examples
 def in_either_order() -> list[Example]:
-    """Return calls of no particular size, with block scales in plain and in swizzled order."""
+    """Return calls whose sizes no tile divides, with block scales in plain and in swizzled order."""
     return [
         Example(swiglu.case("float16", M=1000, N=4100, K=7168, format="nvfp4", swizzled_scales=swizzled), name=said)
         for swizzled, said in ((False, "plain scales"), (True, "swizzled scales"))

@@ -1,4 +1,7 @@
-"""Variants of ``swiglu`` whose own product ends with the gate, portable. See ``autograd.py`` for how PyTorch sees them."""
+"""Portable Triton variants of ``swiglu`` with the gate in the epilogue of a matrix product.
+
+``autograd.py`` wraps their launches as PyTorch operators.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from onelaunch.ops.swiglu.variants.triton import plain_or_float8
 
 @launches("two_node")
 def run_two_node(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Multiply by the gate's weights with PyTorch, then launch the kernel of up."""
+    """Multiply by the gate's weight with PyTorch, then launch the kernel for up and the gate."""
     from onelaunch.ops.swiglu import launch
 
     if not wanted.keep:
@@ -31,7 +34,7 @@ def run_two_node(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[t
 
 @launches("fused")
 def run_fused(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the kernel of both products."""
+    """Launch the kernel that computes both products and the gate."""
     from onelaunch.ops.swiglu import launch
 
     if gate.kind == "nvfp4":
@@ -42,22 +45,22 @@ def run_fused(x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torc
 
 @swiglu.variant("two_node", launches=2, backward_launches=4, fuses=("gate",), hands=("gate",), gemm="cublas, triton")
 def two_node(call: SwigluCall) -> tuple[torch.Tensor]:
-    """The gate's product by PyTorch, and one kernel for that of up, which ends with the gate: the write-up's first step."""
+    """Compute the gate's product by PyTorch, and up with the gate as its epilogue in one kernel: the write-up's first step."""
     return compute(call, "two_node")
 
 
 @swiglu.variant("fused", launches=1, backward_launches=4, fuses=("products", "gate"), hands=(), gemm="triton")
 def fused(call: SwigluCall) -> tuple[torch.Tensor]:
-    """One launch: both products of a tile in registers, then the gate. NVFP4 is decoded there.
+    """Compute both products of a tile in registers and then the gate, in one launch. NVFP4 is dequantized in registers.
 
-    Scales that are swizzled in every NVFP4 operand are read as they lie; where only some are, those are copied into plain order
-    before. The backward pass of stacked weights takes a launch less than that of separate ones, three.
+    Block scales are read in the swizzled order if all NVFP4 operands have them so; otherwise swizzled ones are first copied to
+    plain order. The backward pass takes three launches with stacked weights and four with separate ones.
     """
     return compute(call, "fused")
 
 
 LARGEST = 2**30
-"""Bound of sizes: below it there is room for a tile and for 2 N in 32 bits."""
+"""Bound of M, N and K. Below it, 2 N and positions in the last tile fit into 32 bits."""
 
 two_node.supports(cannot_launch)
 fused.supports(cannot_launch)
@@ -66,7 +69,7 @@ fused.supports(cannot_launch)
 @two_node.supports
 @fused.supports
 def multiplies_and_counts(query: Query) -> str | None:
-    """Return why the kernels cannot multiply the operands, or count positions in their rows."""
+    """Return why the kernels cannot multiply the operands, or index their rows in 32 bits."""
     if not {"fp8", "nvfp4"} & set(query.flags) and (reason := interprets_bfloat16_wrongly(query)) is not None:
         return reason
     if max(query.sizes) >= LARGEST:
@@ -80,13 +83,13 @@ two_node.supports(plain_or_float8)
 
 
 FEW, MANY = 16, 8192
-"""Rows of examples."""
+"""Numbers of rows in the examples."""
 
 UNEVEN = 7184
-"""Channels of examples that no tile divides."""
+"""Number of channels in examples that is no multiple of a tile's channels."""
 
 FLOAT8_BY_PYTORCH = ("sm_89", "sm_90a", "sm_100a", "sm_120a", "gfx942", "gfx950")
-"""Architectures that PyTorch multiplies float8 on."""
+"""Architectures on which PyTorch multiplies float8."""
 
 
 def example(
@@ -99,19 +102,21 @@ def example(
     on: tuple[str, ...] | None = None,
     **form: Any,
 ) -> Example:
-    """Return a call of so many rows and channels; ``form`` are the case's options."""
+    """Return an example of M rows and K channels; ``form`` holds the case's options."""
     named = f"{said}, {'few' if M == FEW else 'many'} rows" + (", channels left over" if K == UNEVEN else "")
     return Example(swiglu.case(dtype, M=M, N=4096, K=K, **form), direction, on, named)
 
 
 FLOAT8: dict[str, Any] = {"format": "fp8", "row_scales": True}
+"""Case options of float8 with scales per row."""
 
 TRAINING = example("bfloat16, products kept", "bfloat16", MANY, UNEVEN, direction="forward_backward")
+"""Training call whose channels no tile divides."""
 
 
 @two_node.examples
 def behind_a_product() -> list[Example]:
-    """Return calls of few and many rows in each format that PyTorch multiplies, and a training call."""
+    """Return calls with few and many rows in each format that PyTorch multiplies, and a training call."""
     return [
         example("bfloat16", "bfloat16", FEW),
         example("bfloat16", "bfloat16", MANY),
@@ -124,7 +129,7 @@ def behind_a_product() -> list[Example]:
 
 @fused.examples
 def both_products() -> list[Example]:
-    """Return calls of few and many rows in each format, channels left over, swizzled scales, and a training call."""
+    """Return calls with few and many rows in each format, with leftover channels, swizzled scales, and a training call."""
     return [
         *(example("bfloat16", "bfloat16", rows) for rows in (FEW, MANY)),
         *(example("float32", "float32", rows) for rows in (FEW, MANY)),

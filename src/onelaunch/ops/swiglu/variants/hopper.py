@@ -1,4 +1,7 @@
-"""Variants of ``swiglu`` in one launch on Hopper GPUs: one matrix product with the gate in its epilogue, by three schedules."""
+"""Variants of ``swiglu`` in one launch on Hopper GPUs: the matrix product of ``kernels/gemm_sm90`` with the gate as its epilogue.
+
+They differ in the tile scheduler: whole tiles from a counter, stream-K, or small tiles for few rows.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,23 @@ from onelaunch.ops.swiglu.operands import Matrix
 from onelaunch.ops.swiglu.variants.torch import trains_plain_tensors
 
 ARCHITECTURES = ("sm_90a",)
+"""Architectures that the variants are compiled for."""
 
 HOPPER: dict[str, Any] = {"gemm": "wgmma", "architectures": ARCHITECTURES}
-"""Tags of all."""
+"""Tags of all three variants."""
 
 FEW = 128
-"""Rows of x up to which ``small_m`` is made for them."""
+"""Most rows of x for ``small_m``."""
 
 MOST_STEPS = 2**31 - 1
-"""Of all tiles: they are counted in 32 bits."""
+"""Most k-blocks of all tiles, which the kernel counts in 32 bits."""
 
 MOST_ROWS = MOST_STEPS - 256
-"""Of x, and those of a tile beside them."""
+"""Most rows of x, so that the rows of the last tile fit into 32 bits as well."""
 
 
 def run_dual_gemm(schedule: str, x: Matrix, gate: Matrix, up: Matrix, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute h, and both products if they are wanted, in one launch by the schedule of the variant of this name."""
+    """Compute h, and both products if ``wanted.keep``, in one launch. ``schedule`` is the name of a variant."""
     from onelaunch.ops.swiglu import configure_hopper, launch_hopper
 
     blocks = None if gate.blocks is None or up.blocks is None else (gate.blocks, up.blocks)
@@ -52,24 +56,24 @@ for name in ("persistent", "stream_k", "small_m"):
 
 @swiglu.variant("persistent", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
 def persistent(call: SwigluCall) -> tuple[torch.Tensor]:
-    """Programs that stay, and take one tile after the other from a counter."""
+    """Use persistent CTAs that take whole tiles from a counter in global memory."""
     return compute(call, "persistent")
 
 
 @swiglu.variant("stream_k", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
 def stream_k(call: SwigluCall) -> tuple[torch.Tensor]:
-    """Programs that stay, each with an equal run of all steps of K of all tiles: no processor idles in a last wave.
+    """Use persistent CTAs with stream-K: each has an equal share of the k-blocks of all tiles, so no SM idles in a last wave.
 
-    Where tiles shared by two programs each fill the chip, two of a cluster take half of the steps of one.
+    If tiles shared by two CTAs each fill the GPU, a cluster of two CTAs splits the k-blocks of one tile instead (split-K).
     """
     return compute(call, "stream_k")
 
 
 @swiglu.variant("small_m", launches=1, backward_launches=4, fuses=("products", "gate"), **HOPPER)
 def small_m(call: SwigluCall) -> tuple[torch.Tensor]:
-    """For up to 128 rows of x: weights stream past them, in tiles so small that every processor reads its share.
+    """Use tiles with all rows of x (up to 128) and few columns, so that every SM streams an equal share of the weights.
 
-    Beyond 64 rows two programs share larger tiles where these fill the chip, as :func:`stream_k` has it.
+    Beyond 64 rows a cluster of two CTAs shares larger tiles if these fill the GPU, as in :func:`stream_k`.
     """
     return compute(call, "small_m")
 
@@ -82,19 +86,19 @@ for variant in (persistent, stream_k, small_m):
 @stream_k.supports
 @small_m.supports
 def sixteen_bits_or_fewer(query: Query) -> str | None:
-    """What warpgroups multiply, and the copy engine moves."""
+    """Return which requirement of WGMMA, TMA or the kernel's 32-bit indices a call does not meet."""
     rows, columns, inner = query.sizes
     if 0 in query.sizes:
         return "needs at least one element in every dimension"
     if "nvfp4" in query.flags or "swizzled_scales" in query.flags:
         return "takes NVFP4 for weights alone, with plain scales"
     if query.dtype is torch.float32:
-        return "needs a result in float16 or bfloat16: this chip adds up products of float8 in fewer bits than float32 has"
+        return "needs a result in float16 or bfloat16: Hopper accumulates float8 products in fewer bits than float32 has"
     wanted = 64 if "nvfp4_weights" in query.flags else 16 if "fp8" in query.flags else 8
     if columns % 8 or inner % wanted:
-        return f"needs N in multiples of 8 and K in multiples of {wanted}, which the copy engine can address"
+        return f"needs N in multiples of 8 and K in multiples of {wanted}, which TMA can address"
     if rows > MOST_ROWS or -(-rows // 8) * -(-columns // 32) * -(-inner // 64) > MOST_STEPS:
-        return f"takes at most {MOST_ROWS} rows of x, and {MOST_STEPS} steps of all tiles"
+        return f"takes at most {MOST_ROWS} rows of x, and {MOST_STEPS} k-blocks in all tiles"
     return None
 
 
@@ -104,20 +108,23 @@ for variant in (persistent, stream_k, small_m):
 
 @small_m.supports
 def few_rows(query: Query) -> str | None:
-    """A tile holds all rows of x."""
+    """Return why ``small_m`` cannot run: a tile cannot hold all rows of x."""
     return None if query.sizes[0] <= FEW else f"takes at most {FEW} rows of x"
 
 
 MANY = 512
-"""Rows of x up to which runs of equal length are taken. Measured at 512 and at 8192 rows, where whole tiles are nearly twice as
-fast: neighbouring programs share their weights."""
+"""Most rows of x for which stream-K is preferred to whole tiles.
+
+It was measured at 512 and at 8192 rows. At 8192, whole tiles are nearly twice as fast, because neighbouring CTAs share weights.
+"""
 
 
 @swiglu.prefers
 def by_rows(query: Query) -> tuple[str, ...]:
-    """Where Hopper's kernel can run, one of its ways is the fastest forward at every shape of a first run of the study.
+    """Return the preferred variants, best first.
 
-    Float8 elsewhere by PyTorch's units for it, which its plain form does not use.
+    In a first run of the study, one of the Hopper variants was the fastest forward pass at every shape. On other GPUs, float8
+    prefers variants with PyTorch's float8 products, which ``eager`` does not use.
     """
     rows = query.sizes[0]
     ours = ("small_m", "stream_k") if rows <= FEW else ("stream_k", "persistent") if rows <= MANY else ("persistent",)
@@ -125,7 +132,7 @@ def by_rows(query: Query) -> tuple[str, ...]:
 
 
 def examples(counts: Sequence[int]) -> list[Example]:
-    """Return calls in each format for so many rows of x, and a training call."""
+    """Return calls in each format for these numbers of rows of x, and a training call."""
 
     def call(rows: int, dtype: str = "bfloat16", direction: Direction = "forward", **options: Any) -> Example:
         said = [f"M = {rows}", *([options["format"]] if options else []), *([dtype] if dtype != "bfloat16" else [])]

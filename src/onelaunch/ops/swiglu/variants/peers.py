@@ -1,4 +1,4 @@
-"""The peers: Liger and quack, called as their own layers call them."""
+"""Variants of ``swiglu`` from other libraries, Liger and quack, called the way their own layers call them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from onelaunch.operation.requirements import not_installed
 from onelaunch.ops.swiglu.contract import FORMATS, SwigluCall, swiglu
 
 EIGHTS = 8
-"""Divisor that both ask of N and K in 16 bits, for TMA."""
+"""Divisor that both libraries require of N and K in 16 bits, because of TMA."""
 
 
 @swiglu.variant("liger", launches=None, fuses=(), hands=("gate", "up"), gemm="cublas", maker="liger", requires="liger_kernel")
 def liger(call: SwigluCall) -> tuple[torch.Tensor]:
-    """Two products by PyTorch and Liger's SiLU-and-multiply, as in its ``LigerSwiGLUMLP``."""
+    """Run two products by PyTorch and Liger's SiLU-and-multiply, as its ``LigerSwiGLUMLP`` does."""
     from liger_kernel.ops import LigerSiLUMulFunction  # pyrefly: ignore[missing-import]
 
     assert isinstance(call.x, torch.Tensor)  # noqa: S101 - see plain_tensors
@@ -29,7 +29,7 @@ def liger(call: SwigluCall) -> tuple[torch.Tensor]:
 
 @swiglu.variant("liger_fused", launches=None, fuses=("products", "gate"), gemm="triton", maker="liger", requires="liger_kernel")
 def liger_fused(call: SwigluCall) -> tuple[torch.Tensor]:
-    """The first kernel of Liger's ``LigerMLP``, as it runs without gradients."""
+    """Run the first kernel of Liger's ``LigerMLP``, in its form without gradients."""
     from liger_kernel.ops.mlp import gemm_swiglu  # pyrefly: ignore[missing-import]
 
     assert isinstance(call.x, torch.Tensor)  # noqa: S101 - see plain_tensors
@@ -39,7 +39,7 @@ def liger_fused(call: SwigluCall) -> tuple[torch.Tensor]:
 
 @swiglu.variant("quack", launches=None, fuses=("products", "gate"), gemm="cutlass", maker="quack", requires="quack")
 def quack(call: SwigluCall) -> tuple[torch.Tensor]:
-    """quack's ``gemm_gated`` with stacked weights, as it tunes itself."""
+    """Run quack's ``gemm_gated`` with stacked weights and its own autotuning."""
     from quack.gemm_interface import gemm_gated  # pyrefly: ignore[missing-import]
 
     assert isinstance(call.stacked, torch.Tensor)  # noqa: S101 - see stacked_for_quack
@@ -51,7 +51,7 @@ def quack(call: SwigluCall) -> tuple[torch.Tensor]:
 @liger_fused.supports
 @quack.supports
 def plain_tensors(query: Query) -> str | None:
-    """Return why the peers cannot run on a device, or in a format."""
+    """Return why these libraries cannot run on a device, or in a format."""
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
     if set(query.flags) & set(FORMATS.values()):
@@ -63,8 +63,8 @@ def plain_tensors(query: Query) -> str | None:
 
 @liger_fused.supports
 @quack.supports
-def as_the_copy_engine_likes(query: Query) -> str | None:
-    """Return which limit of Liger 0.8.5 or quack 0.6.5 a call exceeds."""
+def fits_hopper_kernels(query: Query) -> str | None:
+    """Return the limit of Liger 0.8.5 or quack 0.6.5 that a call exceeds."""
     if (compute_capability(torch.device(query.device)) or 0) < 9:
         return "needs an NVIDIA GPU of compute capability 9 or more"
     if query.grad:
@@ -76,12 +76,12 @@ def as_the_copy_engine_likes(query: Query) -> str | None:
 
 @quack.supports
 def stacked_for_quack(query: Query) -> str | None:
-    """Return why there is no single matrix for one product."""
+    """Return why quack cannot run: the weights are not stacked."""
     return None if "stacked" in query.flags else "needs stacked weights: w_gate [2 N, K] and no w_up"
 
 
 def installed(package: str, query: Query) -> str | None:
-    """Return why the peer cannot run: its package is missing."""
+    """Return why a library cannot run: its package is not installed."""
     return not_installed(package)
 
 

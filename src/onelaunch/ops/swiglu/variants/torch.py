@@ -1,6 +1,7 @@
-"""Variants of ``swiglu`` in plain PyTorch: they run everywhere.
+"""Variants of ``swiglu`` in plain PyTorch, which run on every device.
 
-Quantized operands are multiplied in float32, which holds their products exactly; scales of rows and of whole tensors come after.
+Quantized operands are multiplied in float32, which holds codes and block scales exactly. Scales of rows and of whole tensors are
+applied to the product.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from onelaunch.ops.swiglu.contract import FORMATS, Operand, SwigluCall, swiglu
 
 
 def factors(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a matrix in float32 that holds codes and block scales exactly, and the factors that its rows still need
-    (``[R, 1]``, ``[1, 1]`` or nothing).
-    """
+    """Return an operand in float32, exactly, without its outer scale; and that scale, ``[R, 1]``, ``[1, 1]`` or None."""
     if isinstance(operand, torch.Tensor):
         return operand.float(), None
     if isinstance(operand, Fp8Tensor):
@@ -27,7 +26,10 @@ def factors(operand: Operand) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x weight^T`` ``[M, N]`` in ``dtype``; of quantized operands in float32 where float16 might not hold it."""
+    """Return ``x weight^T``, ``[M, N]``, in ``dtype``; but in float32 for quantized operands if ``dtype`` is float16.
+
+    A product of quantized operands may be beyond float16.
+    """
     if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
         return x @ weight.mT
     (rows, row_scale), (columns, column_scale) = factors(x), factors(weight)
@@ -38,30 +40,30 @@ def product(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
 
 
 def multiply(x: Operand, weight: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x weight^T`` by PyTorch's matrix products, in float8 where both are; not of NVFP4."""
+    """Return ``x weight^T`` by PyTorch's matrix products, natively in float8 if both operands are. NVFP4 is not supported."""
     if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
         return x @ weight.mT
     assert isinstance(x, Fp8Tensor)  # noqa: S101 - see plain_or_float8
     assert isinstance(weight, Fp8Tensor)  # noqa: S101
     x_scale, scale = x.scale.reshape(-1, 1), weight.scale.reshape(-1, 1)
-    if x.per_row or weight.per_row:  # one kind of scales for both
+    if x.per_row or weight.per_row:  # PyTorch needs the same kind of scales for both
         x_scale, scale = x_scale.expand(x.shape[0], 1).contiguous(), scale.expand(weight.shape[0], 1).contiguous()
     else:
         x_scale, scale = x_scale.reshape(()), scale.reshape(())
     right_scale = scale.mT if scale.dim() else scale
-    rows, columns = x.values.contiguous(), weight.values.contiguous()  # as cuBLAS takes them
+    rows, columns = x.values.contiguous(), weight.values.contiguous()  # cuBLAS needs both contiguous
     return torch._scaled_mm(rows, columns.mT, x_scale, right_scale, out_dtype=dtype)  # noqa: SLF001 - has no other name
 
 
 @swiglu.variant("eager", launches=None, fuses=(), hands=("gate", "up"), maker="pytorch", yardstick=True)
 def eager(call: SwigluCall) -> tuple[torch.Tensor]:
-    """Two products, SiLU and a product of elements, one after another: what the other variants are measured against."""
+    """Run two matrix products, SiLU and an elementwise product in eager PyTorch: the baseline that sets the tolerance."""
     return _gated(call.x, call.w_gate, call.w_up, call.dtype)
 
 
 @swiglu.variant("compiled", launches=None, fuses=("gate",), hands=("gate", "up"), maker="pytorch")
 def compiled(call: SwigluCall) -> tuple[torch.Tensor]:
-    """The same, compiled by ``torch.compile``."""
+    """Run ``eager`` compiled by ``torch.compile``."""
     return compile_static(_gated)(call.x, call.w_gate, call.w_up, call.dtype)
 
 
@@ -71,9 +73,10 @@ compiled.supports(compiler_missing)
 @eager.supports
 @compiled.supports
 def trains_plain_tensors(query: Query) -> str | None:
-    """Return why gradients cannot be taken: the operands are quantized."""
+    """Return why a variant has no gradients, if the operands are quantized."""
     return "has no backward pass for quantized operands" if query.grad and set(query.flags) & set(FORMATS.values()) else None
 
 
 def _gated(x: Operand, w_gate: Operand, w_up: Operand, dtype: torch.dtype) -> tuple[torch.Tensor]:
+    """Compute h in plain PyTorch."""
     return ((F.silu(product(x, w_gate, dtype)) * product(x, w_up, dtype)).to(dtype),)

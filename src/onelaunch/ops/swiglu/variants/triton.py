@@ -1,7 +1,7 @@
-"""Variants of ``swiglu`` whose matrix products are PyTorch's and whose gate is a kernel of ours: the rivals of one launch.
+"""Variants of ``swiglu`` with PyTorch's matrix products and a Triton kernel for the gate, which one-launch variants must beat.
 
-The backward pass keeps both products and makes one matrix ``[M, 2 N]`` of their gradients. Two matrix products follow it in
-``wide``, four and a sum of two in ``three_node``.
+The forward pass keeps both products. The backward pass writes their gradients into one matrix ``[M, 2 N]`` in one launch. Two
+matrix products follow it in ``wide``; four matrix products and a sum of two follow it in ``three_node``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from onelaunch.ops.swiglu.variants.torch import multiply, trains_plain_tensors
 
 @swiglu.variant("three_node", launches=3, backward_launches=6, fuses=(), hands=("gate", "up"), gemm="cublas")
 def three_node(call: SwigluCall) -> tuple[torch.Tensor]:
-    """Two matrix products by PyTorch and one kernel for the gate: the write-up's baseline, which studies replay as a graph."""
+    """Run two matrix products by PyTorch and one kernel for the gate: the write-up's baseline, in studies a CUDA graph."""
     products = (multiply(call.x, weight, call.dtype) for weight in (call.w_gate, call.w_up))
     return (gate(*products, grad=call.query().grad),)
 
 
 @swiglu.variant("wide", launches=2, backward_launches=3, fuses=("products",), hands=("gate", "up"), gemm="cublas")
 def wide(call: SwigluCall) -> tuple[torch.Tensor]:
-    """One matrix product with stacked weights by PyTorch, and one kernel for the gate."""
+    """Run one matrix product with stacked weights by PyTorch, and one kernel for the gate."""
     assert call.stacked is not None  # noqa: S101 - see stacked_weights
     return (gate(multiply(call.x, call.stacked, call.dtype), None, grad=call.query().grad),)
 
@@ -37,12 +37,12 @@ wide.supports(cannot_launch)
 @three_node.supports
 @wide.supports
 def fits_a_grid(query: Query) -> str | None:
-    """Return why one launch cannot have a CTA for every piece of a row."""
-    from onelaunch.ops.swiglu.launch import columns_at_once
+    """Return why one launch cannot have a CTA for every block of columns of every row."""
+    from onelaunch.ops.swiglu.launch import block_columns
 
-    columns = columns_at_once(query.sizes[1])
+    columns = block_columns(query.sizes[1])
     if query.sizes[0] * -(-query.sizes[1] // columns) > LARGEST_GRID_X:
-        return f"takes at most {LARGEST_GRID_X} pieces of rows of {columns} columns: a launch is no wider"
+        return f"takes at most {LARGEST_GRID_X} blocks of {columns} columns in all rows: a launch has no more CTAs"
     return None
 
 
@@ -53,7 +53,7 @@ wide.supports(trains_plain_tensors)
 @three_node.supports
 @wide.supports
 def plain_or_float8(query: Query) -> str | None:
-    """Return why PyTorch cannot multiply the operands."""
+    """Return why PyTorch cannot multiply the operands, or None."""
     if "nvfp4" in query.flags or "nvfp4_weights" in query.flags:
         return "takes no NVFP4 operands: PyTorch has no product of them on every GPU"
     if "fp8" in query.flags and (found := capability(torch.device(query.device))) is not None and found < (8, 9):
@@ -67,17 +67,17 @@ def plain_or_float8(query: Query) -> str | None:
 
 @wide.supports
 def stacked_weights(query: Query) -> str | None:
-    """Return why there is no single matrix for one product."""
+    """Return why one matrix product is impossible: the weights are not stacked."""
     return None if "stacked" in query.flags else "needs stacked weights: w_gate [2 N, K] and no w_up"
 
 
 @three_node.examples
 def separate_training() -> list[Example]:
-    """Return a training call of separate weights."""
+    """Return a training call with separate weights."""
     return [Example(swiglu.case("bfloat16", M=8192, N=4096, K=7168), "forward_backward")]
 
 
 @wide.examples
 def stacked_training() -> list[Example]:
-    """Return a training call of stacked weights."""
+    """Return a training call with stacked weights."""
     return [Example(swiglu.case("bfloat16", M=8192, N=4096, K=7168, stacked=True), "forward_backward")]
