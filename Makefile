@@ -1,66 +1,66 @@
-# Everything runs in .venv, which is made on first use; `make` alone lists the targets.
+# All targets use the environment .venv, which the first one creates. `make` without a target lists the targets.
 PYTHON ?= python3
 WORKERS ?= 2
-# Kernels are compiled in one configuration for one architecture or two, or in every configuration for all.
+# one: one configuration of each kernel for sm_90a; two: for sm_90a and sm_80; all: every configuration for every architecture.
 ARCHITECTURES ?= two
-# CPU seconds that the tests of each pass may take together; without a number they may take any.
+# Limits on the CPU seconds of all tests of a pass together; empty for no limit.
 BUDGET ?=
 BUDGET_INTERPRETED ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-# A machine without a GPU's tools takes a first look, in less than a minute.
+# On a machine without a GPU, `make demo` runs the study for a first look in less than a minute.
 QUICK := $(if $(shell command -v nvidia-smi || command -v rocm-smi),,--quick)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt --build-constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick prose lint types layers docs check format clean
 
-help: ## say what there is
+help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.runtime ## run the 040 study at the size that suits this machine (a first look without a GPU); the report goes to reports/
 	$(BIN)/onelaunch study run 040-linear-rnn $(QUICK) --out reports/040-linear-rnn/result.json --report-dir reports/040-linear-rnn --force
 
-# Tests start Python a hundred times: each start would compile our modules anew where no bytecode is kept.
+# Tests start Python a hundred times. Without stored bytecode each start would compile our modules again.
 test quick: export PYTHONDONTWRITEBYTECODE =
-test: $(VENV)/.developer ## run the test-suite: once with kernels compiled, once with kernels interpreted; durations go to build/
+test: $(VENV)/.developer ## run the test suite: once with kernels compiled, once with kernels interpreted; durations go to build/
 	$(PYTEST) -m "not interpret" --architectures=$(ARCHITECTURES) --durations-table=build/durations.txt \
 		$(if $(BUDGET),--cpu-budget=$(BUDGET))
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret --durations-table=build/durations-interpreted.txt \
 		$(if $(BUDGET_INTERPRETED),--cpu-budget=$(BUDGET_INTERPRETED))
 
-quick: $(VENV)/.developer ## run what tests in a few minutes: no slow ones, kernels compiled for sm_90a alone, none interpreted
+quick: $(VENV)/.developer ## run the tests that are not slow, in a few minutes: kernels compiled for sm_90a only, none interpreted
 	$(PYTEST) -m "not interpret and not slow" --architectures=one
 
-prose: $(VENV)/.developer ## write the words that tests find to tests/snapshots/prose.txt (TESTS=... for some of them), for review
+prose: $(VENV)/.developer ## write the wording that tests check to tests/snapshots/prose.txt, for review (TESTS=... for some tests)
 	-$(BIN)/python -m pytest -q --update-prose -m "not interpret" --architectures=one $(TESTS)
 	-TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --update-prose -m interpret $(TESTS)
 	git diff --stat tests/snapshots/prose.txt
 
-lint: $(VENV)/.developer ## ruff: rules and format
+lint: $(VENV)/.developer ## check rules and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.developer ## pyrefly
+types: $(VENV)/.developer ## check types with pyrefly
 	$(BIN)/pyrefly check
 
-layers: $(VENV)/.developer ## import-linter: nothing imports upward, kernel files stand alone
+layers: $(VENV)/.developer ## check imports with import-linter: none from a higher layer, kernel files import only kernel files
 	$(BIN)/lint-imports --no-cache --no-logo
 
-docs: $(VENV)/.developer ## build the documentation; a warning is an error
+docs: $(VENV)/.developer ## build the documentation; warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 check: ARCHITECTURES = all
 check: export ONELAUNCH_TEST_CACHE ?= $(CURDIR)/build/compiled
-check: lint types layers docs test ## all of the above but the demo, with every configuration of every kernel compiled
+check: lint types layers docs test ## run lint, types, layers, docs and test, with every configuration of every kernel compiled
 
 format: $(VENV)/.developer ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove what was built; measured results stay
+clean: ## remove everything that was built; measured results stay
 	rm -rf $(VENV) build dist docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.pip: constraints.txt

@@ -1,4 +1,4 @@
-"""Sphinx configuration. The tables of variants and of measurements are written from the registry and from ``results/``."""
+"""Sphinx configuration. It generates the tables of variants from the registry, and those of measurements from ``results/``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 
-import tables  # noqa: E402  beside this file
+import tables  # noqa: E402  a module in the folder of this file
 
 import onelaunch  # noqa: E402
 
 project = "onelaunch"
 author = "The onelaunch authors"
-copyright = "The onelaunch authors, Apache-2.0"  # noqa: A001  the name that Sphinx reads
+copyright = "The onelaunch authors, Apache-2.0"  # noqa: A001  Sphinx reads this name
 version = release = onelaunch.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -41,13 +41,15 @@ SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Example|Examples|N
 
 
 def setup(app: Any) -> None:
-    """Write the generated parts before any page is read, and show equations of docstrings as code."""
+    """Write the generated files before Sphinx reads any page, and show equations in docstrings as code."""
     tables.write(DOCS / "_generated", DOCS.parent / "results", DOCS / "notebook", DOCS.parent / "studies")
-    app.connect("autodoc-process-docstring", show_equations, priority=100)  # before napoleon, which reads the sections
+    app.connect(
+        "autodoc-process-docstring", show_equations, priority=100
+    )  # runs before napoleon, which replaces the section headings
 
 
 def show_equations(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
-    """Turn indented lines before the first section into a code block, so that each equation keeps its own line."""
+    """Turn indented lines before the first section into a code block, so that each equation stays on its own line."""
     del app, what, name, of, options
     end = next((index for index, line in enumerate(lines) if SECTION.match(line)), len(lines))
     starts = [

@@ -1,4 +1,4 @@
-"""Writes the tables of a study file's keys and of the measures, from the models and the registry that read it."""
+"""Generate the tables of a study file's keys and of the measures, from the models and the registry that read the file."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MODELS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("shape", "Keys of a shape: `[[shapes]]`", Shape),
     ("criterion", "Keys of a criterion: `[[criteria]]`", Criterion),
 )
-"""Name of the generated file, heading, model."""
+"""Name of the generated file, heading and model of each table."""
 
 LONGEST = 48
-"""Characters of an example, unless every known one is longer."""
+"""Largest number of characters of an example, unless every known example is longer."""
 
 NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
 
 
 def pages(studies: Path) -> dict[str, str]:
-    """Return the text of each generated file by its name: a table of each of the three models, and one of the measures."""
+    """Return the content of each generated file by its name: one table for each of the three models, and one of the measures."""
     raw = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(studies.glob("*.toml"))]
     tables: dict[type[BaseModel], list[dict[str, Any]]] = {
         Study: raw,
@@ -45,7 +45,7 @@ def pages(studies: Path) -> dict[str, str]:
     }
     keys = {f"keys-{name}.md": f"### {title}\n\n{_table(model, tables[model])}\n" for name, title, model in MODELS}
     rows = [[code(measure.name), measure.meaning] for measure in measures()]
-    return {**keys, "measures.md": markdown_table(["`measure`", "what is held against the bound"], rows) + "\n"}
+    return {**keys, "measures.md": markdown_table(["`measure`", "value that is compared with the bound"], rows) + "\n"}
 
 
 def _shape(table: Mapping[str, Any], operation: str) -> dict[str, Any]:

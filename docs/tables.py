@@ -1,4 +1,4 @@
-"""Writes the parts of the documentation that are data: variants, measured tables, the keys of a study file."""
+"""Write the generated parts of the documentation: tables of variants, of measurements and of the keys of a study file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onelaunch.workbench.result import Result
 NOTHING_MEASURED = "Nothing has been measured yet: there is no result of this operation under `results/`.\n"
 
 ELSEWHERE = {"decode_step": "decode.md"}
-"""Operations whose page is not ``operations/NAME.md``."""
+"""Page of each operation whose page is not ``operations/NAME.md``."""
 
 
 def write(folder: Path, results: Path, notebook: Path, studies: Path) -> None:
-    """Write the tables of every operation's variants and measured times, of a study file's keys, and of the measures."""
+    """Write all generated pages to a folder: tables of variants and measured times by operation, study keys and measures."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = [(path, Result.load(path)) for path in sorted(results.glob("**/*.json"))] if results.is_dir() else []
     for operation in operations():
@@ -38,7 +38,7 @@ def _page(operation: str) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file unless it holds this text already, so that Sphinx does not read its page again."""
+    """Write a file unless it already has this content, so that Sphinx does not read its page again."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
 
@@ -60,5 +60,5 @@ def _variants(operation: Operation) -> str:
 
 
 def _rank(variant: Variant) -> int:
-    """Return the place of a variant: kernels of our own first, then PyTorch's forms, then other libraries."""
+    """Return the sort key of a variant: our own kernels first, then PyTorch, then other libraries."""
     return 2 if variant.capabilities.requires else int(variant.launches is None)

@@ -1,10 +1,11 @@
-"""A language model of the blocks in ``onelaunch.nn``: train it on Python source text for some seconds, then let it write.
+"""Train a small language model made of ``onelaunch.nn`` layers for some seconds, then generate text with it.
 
     python examples/tiny_gla_lm.py [--steps 120] [--device cuda]
 
-Bytes in, logits of the next byte out; between them blocks of norm, gated linear attention, norm, SwiGLU. The text is that of the
-standard library's ``os.py``. Generation reads the prompt in one call, and from then on carries the states of a ``Cache``, whose
-size does not depend on how much was written. Blocks to build with, not a framework: a model is the forty lines below.
+The model maps bytes to logits of the next byte, through blocks of norm, gated linear attention, norm and SwiGLU. The training
+text is the standard library's ``os.py``. Generation reads the prompt in one call. After that each step uses the recurrent
+states in a ``Cache``, whose size does not depend on the length of the sequence. ``onelaunch.nn`` provides layers and no
+framework: the whole model is the forty lines below.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TEMPERATURE = 0.6
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Block of gated linear attention and a SwiGLU MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
@@ -38,14 +39,14 @@ class Block(nn.Module):
         self.mlp = SwiGLU(WIDTH)
 
     def forward(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
-        """``[B, T, WIDTH]`` to the same."""
+        """Return the block's output for ``x``; both have shape ``[B, T, WIDTH]``."""
         mixed, _, _ = self.attn(self.attn_norm(x), past_key_values=cache, use_cache=cache is not None)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Model from bytes to logits of the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, text: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
-        """``text [B, T]`` to logits ``[B, T, 256]``; with a cache, going on from it."""
+        """Return logits ``[B, T, 256]`` for ``text`` ``[B, T]``; with a cache, continue from its states."""
         x = self.embeddings(text)
         for layer in self.layers:
             x = layer(x, cache)
@@ -63,7 +64,7 @@ class Model(nn.Module):
 
 
 def train(model: Model, text: torch.Tensor, steps: int) -> list[float]:
-    """Fit the model; returns the loss of each step in bits per byte."""
+    """Train the model, and return the loss of each step in bits per byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     losses = []
     for step in range(steps):
@@ -81,7 +82,7 @@ def train(model: Model, text: torch.Tensor, steps: int) -> list[float]:
 
 @torch.no_grad()
 def write(model: Model, prompt: bytes, count: int) -> bytes:
-    """Continue a prompt, each byte drawn from what the model expects, the likely ones more often than that."""
+    """Continue a prompt by sampling ``count`` bytes at :data:`TEMPERATURE`."""
     device, cache = next(model.parameters()).device, Cache()
     logits = model(torch.tensor([list(prompt)], device=device), cache)
     written = bytearray()
@@ -93,7 +94,7 @@ def write(model: Model, prompt: bytes, count: int) -> bytes:
 
 
 def main() -> None:
-    """Read the arguments, train, write."""
+    """Read the arguments, train the model, and print a continuation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:0...")

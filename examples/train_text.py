@@ -1,9 +1,9 @@
-"""Train a small linear RNN to continue Python source text, then let it write: in well under half a minute on two CPU cores.
+"""Train a small linear RNN to continue Python source text in well under half a minute on two CPU cores.
 
     python examples/train_text.py [--steps 200] [--device cuda]
 
-The text is that of the standard library's ``os.py``. Two layers of ``onelaunch.ops.linear_rnn`` mix over time, with decays and
-gates that depend on the input; the state of each layer is all that generation carries from one byte to the next.
+The training text is the standard library's ``os.py``. Two layers of ``onelaunch.ops.linear_rnn`` mix information over time, with
+decays and gates that depend on the input. Generation passes only the state of each layer from one byte to the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH, LENGTH = 16, 128
 
 
 class Layer(nn.Module):
-    """Norm, linear RNN, projection back, residual."""
+    """Layer of norm, linear RNN and output projection, with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class Layer(nn.Module):
         self.decay = nn.Linear(WIDTH, CHANNELS)
         self.gate = nn.Linear(WIDTH, CHANNELS)
         self.out = nn.Linear(CHANNELS, WIDTH, bias=False)
-        nn.init.uniform_(self.decay.bias, -5.0, 0.0)  # from long memory to short
+        nn.init.uniform_(self.decay.bias, -5.0, 0.0)  # spreads the decays of the channels from long to short memory
 
     def forward(self, x: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [B, T, WIDTH]``, ``state [B, CHANNELS]``; returns the same two."""
+        """Return the output ``[B, T, WIDTH]`` and the state ``[B, CHANNELS]`` after ``x``, from the given state or from zeros."""
         z = self.norm(x)
         log_decay = -F.softplus(self.decay(z))
         y, state = linear_rnn(z, self.weight, log_decay, self.gate(z), initial_state=state, output_final_state=True)
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Model from bytes to logits of the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, text: torch.Tensor, states: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """``text [B, T]``; returns logits ``[B, T, 256]`` and the state of each layer."""
+        """Return logits ``[B, T, 256]`` for ``text`` ``[B, T]``, and the state of each layer."""
         x, left = self.embedding(text), []
         for index, layer in enumerate(self.layers):
             x, state = layer(x, states[index] if states else None)
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 def train(model: Model, text: torch.Tensor, steps: int) -> list[float]:
-    """Fit the model; returns the loss of each step in bits per byte."""
+    """Train the model, and return the loss of each step in bits per byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     losses = []
     for step in range(steps):
@@ -83,7 +83,7 @@ def train(model: Model, text: torch.Tensor, steps: int) -> list[float]:
 
 @torch.no_grad()
 def write(model: Model, prompt: bytes, count: int) -> bytes:
-    """Continue a prompt by its most likely bytes."""
+    """Continue a prompt by the most likely byte, ``count`` times."""
     device = next(model.parameters()).device
     logits, states = model(torch.tensor([list(prompt)], device=device))
     written = bytearray()
@@ -95,7 +95,7 @@ def write(model: Model, prompt: bytes, count: int) -> bytes:
 
 
 def main() -> None:
-    """Read the arguments, train, write."""
+    """Read the arguments, train the model, and print a continuation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:0...")

@@ -21,10 +21,10 @@ from onelaunch.errors import CacheNotice
 def forget():
     """Clear the cached folders, as in a process that has just started."""
     folders._temporary.cache_clear()
-    folders._say_unwritable.cache_clear()
+    folders._warn_unwritable.cache_clear()
     yield
     folders._temporary.cache_clear()
-    folders._say_unwritable.cache_clear()
+    folders._warn_unwritable.cache_clear()
 
 
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -187,7 +187,7 @@ COUNT = """
 import sys, time
 from pathlib import Path
 from onelaunch import folders
-with folders.alone(Path(sys.argv[1]), "count"):
+with folders.process_lock(Path(sys.argv[1]), "count"):
     file = Path(sys.argv[1]) / "number"
     number = int(file.read_text()) if file.exists() else 0
     time.sleep(0.2)
@@ -204,18 +204,18 @@ def test_processes_enter_a_locked_region_one_at_a_time(tmp_path):
 
 def test_a_region_is_entered_even_if_its_lock_is_unavailable(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    with folders.alone(tmp_path / "file" / "folder", "any"):
+    with folders.process_lock(tmp_path / "file" / "folder", "any"):
         pass
     monkeypatch.setattr(folders, "LOCK_SECONDS", 0.05)
-    with folders.alone(tmp_path, "held"), folders.alone(tmp_path, "held"):
+    with folders.process_lock(tmp_path, "held"), folders.process_lock(tmp_path, "held"):
         entered = True
     assert entered
 
 
 def test_an_error_in_a_region_releases_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "LOCK_SECONDS", 5.0)
-    with pytest.raises(RuntimeError, match="inside"), folders.alone(tmp_path, "held"):
+    with pytest.raises(RuntimeError, match="inside"), folders.process_lock(tmp_path, "held"):
         raise RuntimeError("inside")
     begin = time.monotonic()
-    with folders.alone(tmp_path, "held"):
+    with folders.process_lock(tmp_path, "held"):
         assert time.monotonic() - begin < 4

@@ -308,7 +308,7 @@ def busy_survey(device):
 
 def test_a_busy_device_gives_one_warning(monkeypatch, prose):
     monkeypatch.setattr(peaks, "survey", busy_survey)
-    peaks._say_busy.cache_clear()
+    peaks._warn_busy.cache_clear()
     with prose.warns(BusyDeviceNotice) as said:
         found = [peaks.measure("cpu") for _ in range(2)]
     assert len(said) == 1
@@ -319,7 +319,7 @@ def test_a_busy_device_gives_one_warning(monkeypatch, prose):
 def test_a_quiet_device_gives_no_warning(monkeypatch, recwarn):
     steady = Probe("read", "toy", 1.0, lambda: None, rates=[1.0, 1.1, 1.19])
     monkeypatch.setattr(peaks, "survey", lambda device: [*busy_survey(device)[:3], steady])
-    peaks._say_busy.cache_clear()
+    peaks._warn_busy.cache_clear()
     assert peaks.unsteady(peaks.measure("cpu")) == []
     assert not recwarn.list
 

@@ -9,7 +9,7 @@ import torch
 
 from onelaunch import cuda
 from onelaunch.cuda import Source, module, sass
-from onelaunch.cuda.sass import Hurried, hurried, mended
+from onelaunch.cuda.sass import StallHazard, patched, stall_hazards
 
 # Code that CUDA 13.0's assembler emitted for a decode kernel. It made the kernel's rows of keys wrong.
 ZERO = bytes.fromhex("057808000000000000ff010000c40f04")  # CS2R R8, SRZ
@@ -54,12 +54,12 @@ def cubin(*kernels: bytes, before: str = ".text.") -> bytes:
 
 def test_the_faulty_code_is_found_and_waits_one_more_cycle():
     code = cubin(ZERO + waiting(UNDER_A_PREDICATE, 3) + waiting(COMPARE, 4))
-    assert hurried(code) == [Hurried(64, 1)]
-    better = mended(code)
-    assert hurried(better) == []
+    assert stall_hazards(code) == [StallHazard(64, 1)]
+    better = patched(code)
+    assert stall_hazards(better) == []
     assert better[64:80] == waiting(int.from_bytes(ZERO, "little"), 3), "only the cycles differ"
     assert better[80:] == code[80:]
-    assert mended(better) == better
+    assert patched(better) == better
 
 
 @pytest.mark.parametrize(
@@ -85,43 +85,48 @@ def test_the_faulty_code_is_found_and_waits_one_more_cycle():
     ],
 )
 def test_instructions_that_read_a_result_are_recognized(reader, found):
-    assert hurried(cubin(zero(8, 2) + waiting(reader, 1))) == ([Hurried(64, 4)] if found else [])
+    assert stall_hazards(cubin(zero(8, 2) + waiting(reader, 1))) == ([StallHazard(64, 4)] if found else [])
 
 
 def test_a_128_bit_store_reads_four_registers():
-    assert hurried(cubin(zero(10, 1) + waiting(store(40, 8, 128), 1))) == [Hurried(64, 5)]
-    assert not hurried(cubin(zero(10, 1) + waiting(store(40, 8, 64), 1)))
+    assert stall_hazards(cubin(zero(10, 1) + waiting(store(40, 8, 128), 1))) == [StallHazard(64, 5)]
+    assert not stall_hazards(cubin(zero(10, 1) + waiting(store(40, 8, 64), 1)))
 
 
 @pytest.mark.parametrize("cycles", range(1, 9))
 def test_stall_cycles_of_instructions_in_between_count(cycles):
     code = cubin(zero(8, cycles) + waiting(NOTHING, 0) + waiting(NOTHING, 2) + waiting(add(first=8), 1))
     missing = sass.CYCLES - (cycles + 1 + 2)
-    assert hurried(code) == ([Hurried(64, missing)] if missing > 0 else [])
+    assert stall_hazards(code) == ([StallHazard(64, missing)] if missing > 0 else [])
 
 
 @pytest.mark.parametrize("nothing", [0x7918, 0x7802 | 5 << 16 | 1 << 32, 0x7919 | 9 << 16, 0x7947, 0x7B1D])
 def test_missing_operands_are_not_read_as_register_0(nothing):
     """The instructions are NOP, MOV R5, 1, S2R R9, BRA and BAR."""
-    assert not hurried(cubin(zero(0, 1) + waiting(nothing, 1) * 3))
+    assert not stall_hazards(cubin(zero(0, 1) + waiting(nothing, 1) * 3))
 
 
 def test_a_count_of_zero_is_one_cycle():
     code = cubin(zero(8, 0) + waiting(add(first=8), 1))
-    assert hurried(code) == [Hurried(64, 5)]
-    assert hurried(mended(code)) == []
+    assert stall_hazards(code) == [StallHazard(64, 5)]
+    assert stall_hazards(patched(code)) == []
 
 
 def test_every_kernel_of_a_file_is_read_and_nothing_else():
     bad, good = zero(8, 5) + waiting(add(first=8), 1), zero(8, 6) + waiting(add(first=8), 1)
-    assert hurried(cubin(good, bad, bad)) == [Hurried(64 + 32, 1), Hurried(64 + 64, 1)]
-    assert hurried(cubin(bad, before=".data.")) == []
+    assert stall_hazards(cubin(good, bad, bad)) == [StallHazard(64 + 32, 1), StallHazard(64 + 64, 1)]
+    assert stall_hazards(cubin(bad, before=".data.")) == []
+
+
+def test_old_names_still_work():
+    with pytest.warns(DeprecationWarning, match="hurried is now stall_hazards"):
+        assert sass.hurried is stall_hazards
 
 
 def test_files_other_than_cubins_are_refused(prose):
     for other in (b"", b".version 8.0", b"\x7fELF\x01" + bytes(100)):
         with prose.raises(ValueError):
-            hurried(other)
+            stall_hazards(other)
 
 
 # Behaviour of the hardware
@@ -152,10 +157,10 @@ def with_cycles(code: bytes, cycles: int) -> bytes:
 
 
 @compiled
-def test_code_that_is_compiled_is_mended(monkeypatch):
+def test_compiled_code_is_patched(monkeypatch):
     as_compiled = cuda.compile_now(CLOCK, "sm_90a").cubin
-    assert hurried(with_cycles(as_compiled, 1)), "the kernel reads a clock and adds at once"
-    monkeypatch.setattr(sass, "mended", lambda code: with_cycles(code, 9))
+    assert stall_hazards(with_cycles(as_compiled, 1)), "the kernel reads a clock and adds at once"
+    monkeypatch.setattr(sass, "patched", lambda code: with_cycles(code, 9))
     assert cuda.compile_now(CLOCK, "sm_90a").cubin == with_cycles(as_compiled, 9)
     assert cuda.compile_now(CLOCK, "sm_80").cubin != with_cycles(cuda.compile_now(CLOCK, "sm_80").cubin, 9), "not for others"
 
@@ -174,7 +179,7 @@ def test_hopper_has_no_interlock_for_the_clock(device):
     for cycles in (1, 2, 3):
         early = with_cycles(as_compiled, cycles)
         assert not right(early, device), cycles
-        assert right(mended(early), device), cycles
+        assert right(patched(early), device), cycles
 
 
 def right(code: bytes, device: torch.device) -> bool:

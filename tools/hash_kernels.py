@@ -1,16 +1,16 @@
-"""Prove that a change left every kernel's machine code alone: hash what runs, and match two trees by content.
+"""Prove that a change left every kernel's machine code unchanged: hash all kernels of two source trees and compare them.
 
     python -m tools.hash_kernels write before.json
     python -m tools.hash_kernels write after.json --jobs 2
     python -m tools.hash_kernels compare before.json after.json
 
-``write`` compiles every kernel that any variant of any operation lists, for each architecture, as the inspector does; no GPU is
+``write`` compiles every kernel that any variant of any operation lists, for each architecture, as the inspector does. No GPU is
 needed. A kernel's digest covers its instructions, registers, stack, shared memory, threads and constants, in a fixed order and
-without names: entry names, symbols, relocations and debug lines may change freely. ``compare`` matches the two files by digest
-and exits with 1 unless every variant has the same kernels in both. Both files must come from the same versions of the compilers,
-which are stored beside the digests.
+without names. Entry names, symbols, relocations and debug lines do not affect it. ``compare`` matches the two files by digest,
+and exits with 1 unless every variant has the same kernels in both. Both files must come from the same versions of the
+compilers, which are stored with the digests.
 
-To hash another tree of this project, put its ``src`` and root first on ``PYTHONPATH`` and run this file by its path.
+To hash another source tree of this project, put its ``src`` and root first on ``PYTHONPATH`` and run this file by its path.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")
-"""Architectures that are compiled for by default."""
+"""Architectures for which kernels are compiled by default."""
 
 
-# The seam to the library: all that this file knows of how kernels are listed and compiled
+# The interface to the library: only this part depends on how kernels are listed and compiled.
 
 
 class Listed(NamedTuple):
-    """A kernel as a variant lists it."""
+    """Kernel that a variant lists, with its build."""
 
     operation: str
     variant: str
@@ -48,13 +48,14 @@ class Listed(NamedTuple):
 
 
 class Binary(NamedTuple):
-    """An ELF file of one kernel, and the part of its launch that decides whether it runs."""
+    """ELF file of one kernel, with the part of its launch configuration that decides whether it can run."""
 
     code: bytes
+    """Content of the ELF file."""
     shared_bytes: int
-    """Dynamic shared memory of a block, as launched."""
+    """Dynamic shared memory of a CTA at launch, in bytes."""
     threads: int
-    """Threads of a block, as launched."""
+    """Number of threads of a CTA at launch."""
 
 
 def listed_kernels(architecture: str) -> list[Listed]:
@@ -70,12 +71,12 @@ def listed_kernels(architecture: str) -> list[Listed]:
 
 
 def build_key(build: Any) -> str:
-    """Return a text that two builds share where they are compiled alike; names for people are left out."""
+    """Return a string that is equal for two builds that are compiled alike; display names are left out."""
     return repr(dataclasses.replace(build, name=""))
 
 
 def compile_build(build: Any, architecture: str) -> Binary:
-    """Compile a build from its source; CUDA C++ without looking into any cache."""
+    """Compile a build from its source; for CUDA C++ without the cache folder."""
     from onelaunch import cuda
     from onelaunch.launch.build import CudaBuild
     from onelaunch.workbench import inspection
@@ -83,13 +84,13 @@ def compile_build(build: Any, architecture: str) -> Binary:
     target = inspection.find_architecture(architecture)
     if isinstance(build, CudaBuild):
         return Binary(cuda.compile_now(build.source, target.name).cubin, build.shared_bytes, build.threads)
-    compiled = inspection._compile(build, target)  # noqa: SLF001  the inspector hands on listings, not the code itself
+    compiled = inspection._compile(build, target)  # noqa: SLF001  the inspector's public functions return listings, not machine code
     code = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
     return Binary(code, compiled.metadata.shared, build.num_warps * target.warp)
 
 
 def compiler_versions() -> dict[str, str]:
-    """Return the versions of everything that machine code depends on."""
+    """Return the versions of the packages on which the machine code depends."""
     import torch
     import triton
 
@@ -102,33 +103,33 @@ def compiler_versions() -> dict[str, str]:
 
 
 class Section(NamedTuple):
-    """A section of an ELF file."""
+    """Section of an ELF file."""
 
     name: str
     flags: int
     address: int
     content: bytes
-    """Empty where the file stores none of its bytes."""
+    """Bytes of the section; empty if the file stores none."""
     size: int
     info: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Everything of a compiled kernel that decides what it computes and whether it can be launched, without names."""
+    """Properties of a compiled kernel that decide what it computes and whether it can be launched, without names."""
 
     instructions: tuple[str, ...]
-    """SHA-256 of each section of instructions."""
+    """SHA-256 digest of each section of instructions."""
     instruction_bytes: int
     registers: tuple[int, ...]
-    """Registers per thread; on AMD those of vectors and of scalars."""
+    """Registers per thread; on AMD the vector registers and the scalar registers."""
     stack_bytes: tuple[int, ...]
-    """Local memory per thread."""
+    """Local memory per thread in bytes."""
     static_shared_bytes: int
     shared_bytes: int
     threads: int
     constants: tuple[tuple[str, int, str], ...]
-    """Bank, size and SHA-256 of each bank of constants."""
+    """Bank, size in bytes and SHA-256 digest of each bank of constants."""
 
     @property
     def digest(self) -> str:
@@ -138,14 +139,14 @@ class Machine:
 
 _HEADER = struct.Struct("<2I4Q2I2Q")
 _NO_BITS = 8
-"""Type of a section that has a size but no bytes in the file."""
+"""ELF type of a section (NOBITS) that has a size but no bytes in the file."""
 
 
 def sections(code: bytes) -> list[Section]:
-    """Return the sections of an ELF file of 64 bits.
+    """Return the sections of a 64-bit ELF file.
 
     Raises:
-        ValueError: ``code`` is no such file.
+        ValueError: ``code`` is no 64-bit ELF file.
     """
     if code[:5] != b"\x7fELF\x02":
         raise ValueError("not a kernel's machine code: no ELF file of 64 bits")
@@ -166,17 +167,17 @@ def sections(code: bytes) -> list[Section]:
 
 
 def read_machine(binary: Binary) -> Machine:
-    """Return what runs of a compiled kernel. A cubin names each kernel's section of instructions, AMD's code has one for all."""
+    """Return the properties of a compiled kernel. A cubin has one instruction section per kernel, AMD's code one in all."""
     found = sections(binary.code)
     return _read_amd(binary, found) if any(section.name == ".text" for section in found) else _read_nvidia(binary, found)
 
 
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
-"""Attributes of ``.nv.info``: registers, frame size and least stack size of a function, each with the function's symbol."""
+"""Attributes of ``.nv.info``: registers, frame size and smallest stack size of a function, each with its symbol."""
 _WITH_BYTES = 0x04
-"""Format of an attribute whose value follows its size; values of all other formats take the place of the size."""
+"""Format of an attribute whose value follows its size. In all other formats the value is stored in place of the size."""
 _ADDRESSES = "4"
-"""Bank that the loader fills with addresses, one for each variable of the source, used or not: no constants of the kernel's."""
+"""Constant bank that the loader fills with the address of each variable of the source. It holds no constants of the kernel."""
 
 
 def _read_nvidia(binary: Binary, found: Sequence[Section]) -> Machine:
@@ -202,7 +203,7 @@ def _read_nvidia(binary: Binary, found: Sequence[Section]) -> Machine:
 
 
 def _facts(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield attribute, symbol and value of those attributes of ``.nv.info`` that hold a symbol and a number."""
+    """Yield (attribute, symbol, value) for the attributes of ``.nv.info`` that hold a symbol and a number."""
     at = 0
     while at < len(content):
         form, attribute, size = struct.unpack_from("<2BH", content, at)
@@ -214,7 +215,7 @@ def _facts(content: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 _ENTRY = slice(16, 24)
-"""Place, in a kernel's descriptor of 64 bytes, of the distance to its code, which depends on how long names are."""
+"""Bytes of a 64-byte kernel descriptor that hold the offset to its code. The offset depends on the lengths of names."""
 _SYMBOL = struct.Struct("<I2BH2Q")
 
 
@@ -241,7 +242,7 @@ def _read_amd(binary: Binary, found: Sequence[Section]) -> Machine:
 
 
 def _noted(note: bytes, name: str) -> int:
-    """Return a number of AMD's notes on a kernel, which are MessagePack: a short string, then a number of 7 to 32 bits."""
+    """Return a number from AMD's notes on a kernel. They are MessagePack: a short string, then a number of 7 to 32 bits."""
     key = bytes([0xA0 | len(name)]) if len(name) < 32 else bytes([0xD9, len(name)])
     at = note.index(key + name.encode()) + len(key) + len(name)
     kind = note[at]
@@ -259,7 +260,7 @@ def _sha(content: bytes) -> str:
 
 
 def hash_all(architectures: Iterable[str], jobs: int) -> dict[str, list[dict[str, Any]]]:
-    """Return, for each architecture, one entry for each kernel of each variant; equal builds are compiled once."""
+    """Return one entry for each kernel of each variant, by architecture. Equal builds are compiled once."""
     listed = {architecture: listed_kernels(architecture) for architecture in architectures}
     work: dict[tuple[str, str], tuple[str, int]] = {}
     for architecture, kernels in listed.items():
@@ -284,11 +285,11 @@ def _compiled(work: Sequence[tuple[str, int]], jobs: int) -> Iterator[Machine]:
 
 
 _LISTED: dict[str, list[Listed]] = {}
-"""Kernels of each architecture, in a process that compiles: a kernel is sent to it by its number, for it cannot be pickled."""
+"""Kernels by architecture in a compiling process. A kernel is sent to it as an index, since kernels cannot be pickled."""
 
 
 def compile_listed(architecture: str, index: int) -> Machine:
-    """Compile the kernel with this number among those listed for an architecture."""
+    """Compile the kernel at an index of the list for an architecture."""
     if architecture not in _LISTED:
         _LISTED[architecture] = listed_kernels(architecture)
     kernel = _LISTED[architecture][index]
@@ -305,17 +306,17 @@ def _entry(kernel: Listed, machine: Machine) -> dict[str, Any]:
     return {"digest": machine.digest, **names, **dataclasses.asdict(machine)}
 
 
-# Comparing two of them
+# Comparing two files of digests
 
 Entries = Sequence[Mapping[str, Any]]
 _NAMES = ("digest", "operation", "variant", "build")
 
 
 def compare(old: Mapping[str, Entries], new: Mapping[str, Entries]) -> tuple[list[str], bool]:
-    """Return the lines that tell how two files differ, and whether every variant has the same kernels in both.
+    """Return lines about the differences of two files, and whether every variant has the same kernels in both.
 
-    Kernels are matched by digest alone. One without a partner is shown beside the kernel of the other file that shares its
-    instructions, if there is one, with the facts that differ.
+    Kernels are matched by digest only. A kernel without a match is shown with the kernel of the other file that has the same
+    instructions, if there is one, and with the properties that differ.
     """
     lines, same = [], True
     for architecture in [*old, *(name for name in new if name not in old)]:
@@ -365,7 +366,7 @@ def _names(entries: Entries) -> str:
 
 
 def _moved(old: Entries, new: Entries) -> list[str]:
-    """Return a line for each variant that lists other kernels than before, although they may all be known from elsewhere."""
+    """Return a line for each variant whose set of kernels differs, even if other variants list the same kernels."""
     before, after = _by_variant(old), _by_variant(new)
     return [
         f"{'.'.join(key)} lists {len(before[key])} different kernels before, {len(after[key])} now; "
@@ -386,15 +387,15 @@ def _by_variant(entries: Entries) -> defaultdict[tuple[str, str], set[str]]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one of the two commands; return its exit code."""
+    """Run one of the two commands, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     write = commands.add_parser("write", help="compile all kernels and write their digests")
     write.add_argument("path", type=Path)
-    default = f"only this one; may be repeated (default: {', '.join(ARCHITECTURES)})"
+    default = f"architecture to compile for; may be repeated (default: {', '.join(ARCHITECTURES)})"
     write.add_argument("--architecture", action="append", help=default)
-    write.add_argument("--jobs", type=int, default=1, help="processes that compile side by side (default: 1)")
-    matched = commands.add_parser("compare", help="match two files of digests by content")
+    write.add_argument("--jobs", type=int, default=1, help="number of processes that compile at the same time (default: 1)")
+    matched = commands.add_parser("compare", help="compare two files of digests")
     matched.add_argument("old", type=Path)
     matched.add_argument("new", type=Path)
     options = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""Contracts between modules that import-linter does not bring: kernel files import nothing of the project."""
+"""Contract for import-linter: kernel files import only other kernel files of the project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class KernelsAlone(Contract):
-    """Modules of these names import nothing of the project but one another: a kernel can be read, and lifted out, alone."""
+    """Contract that modules of given names import only one another, so that a kernel can be read and reused on its own."""
 
     modules = fields.SetField(subfield=fields.StringField())
 

@@ -1,9 +1,9 @@
-"""Measure a device's peaks several times, and print every method of every quantity with its spread.
+"""Measure a device's peaks several times, and print the rate and the spread of every method.
 
     python tools/measure_peaks.py --device cuda:0 --repeats 3
 
-``onelaunch doctor --refresh`` measures the same and keeps only the fastest method of each quantity; this script shows the others,
-and how much the peaks differ from repeat to repeat. Nothing is written to the cache.
+``onelaunch doctor --refresh`` measures the same and stores only the fastest method of each quantity. This script also shows the
+other methods, and how much the peaks differ from repeat to repeat. It writes nothing to the cache.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from onelaunch.device.peaks import Probe
 def main() -> None:
     """Print one line for each method and repeat, then one for each quantity, or everything as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="auto", help="cuda:0, cpu, ...; auto is the first GPU, or the CPU")
-    parser.add_argument("--repeats", type=int, default=3, help="how many times everything is measured")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the lines")
+    parser.add_argument("--device", default="auto", help="cuda:0, cpu, ...; auto is the first GPU, or the CPU without one")
+    parser.add_argument("--repeats", type=int, default=3, help="number of times that everything is measured")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a listing")
     arguments = parser.parse_args()
     device = str(hardware.resolve(arguments.device))
     start = time.perf_counter()
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def facts(probe: Probe) -> dict[str, object]:
-    """Return what a probe found, as plain values."""
+    """Return the results of a probe as values for JSON."""
     return {
         "quantity": probe.quantity,
         "method": probe.method,
@@ -50,7 +50,7 @@ def facts(probe: Probe) -> dict[str, object]:
 
 
 def lines(surveys: list[list[Probe]], best: list[dict[str, Probe]]) -> list[str]:
-    """Return the lines for people: each method's rate by repeat, then the peaks and their differences."""
+    """Return the lines of the listing: each method's rate by repeat, then the peaks and their range over the repeats."""
     found = ["", f"{'quantity':<14} {'method':<36} spread  per second, by repeat"]
     for same in zip(*surveys, strict=True):
         rates = "  ".join(f"{probe.peak:.5g}" for probe in same)

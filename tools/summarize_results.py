@@ -1,6 +1,6 @@
-"""Write the headlines of the results in this repository into the package, for machines that cannot measure them.
+"""Write the headlines of this repository's results into the package, so that it can show them on machines without the device.
 
-Run from the root of the repository after a result was added or judged again: ``python -m tools.summarize_results``.
+Run it from the root of the repository after a result was added or judged again: ``python -m tools.summarize_results``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from onelaunch.workbench.report.tables import words
 from onelaunch.workbench.result import Result
 
 ROOT = Path(__file__).parents[1]
+"""Root of the repository."""
+
 TARGET = Path(committed.__file__).with_name(committed.FILE)
+"""File of the package that holds the headlines."""
 
 
 def summarized(results: Path) -> str:
-    """Return the content of the package's file: one headline for each finished result below a folder."""
+    """Return the content of the package's file, with one headline for each finished result below a folder."""
     stored = [Result.load(path) for path in sorted(results.glob("*/*.json"))]
     entries = [_entry(result) for result in stored if result.decision and not result.interrupted]
     return json.dumps([entry.model_dump() for entry in entries], indent=1, ensure_ascii=False) + "\n"

@@ -1,10 +1,10 @@
-"""Train the tiny Qwen3 checkpoint that ships with the package, on the sources of Python's standard library.
+"""Train the tiny Qwen3 checkpoint that ships with the package on the sources of Python's standard library.
 
     python tools/train_tiny_qwen3.py --out src/onelaunch/decode/tiny     # about 18 minutes on one CPU core
 
-Needs the extra ``decode``. The model is trained as Hugging Face's class, so that the checkpoint has the layout of their
-checkpoints. The seed is fixed; the training text is the standard library of the Python that runs this. Weights are stored in
-bfloat16. The model card, ``README.md`` in that folder, states what is set here; a test compares them.
+The script needs the extra ``decode``. It trains an instance of Hugging Face's class, so that the checkpoint has the layout of
+their checkpoints. The seed is fixed. The training text is the standard library of the Python that runs the script. Weights are
+stored in bfloat16. The model card, ``README.md`` in that folder, states the constants below; a test compares them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 END = "<|endoftext|>"
-"""Token between files, which ends a text."""
+"""Token between files, which marks the end of a text."""
 
 VOCABULARY = 2048
-"""Number of tokens, the end token and all bytes included."""
+"""Number of tokens in the vocabulary, including the end token and all bytes."""
 
 SHAPE = {
     "hidden_size": 128,
@@ -37,23 +37,23 @@ SHAPE = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-"""Sizes of the model, 1.25 million parameters: heads of 64 channels and two queries to a key head, as in larger models."""
+"""Sizes of the model (1.25 million parameters): heads of 64 channels, two query heads per key head, as in larger models."""
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
-"""Folders that are left out: tests, tables, and packages that are not Python's own."""
+"""Folders that are left out: tests, tables, and packages that do not belong to Python."""
 
 LENGTH, BATCH = 512, 4
-"""Number of tokens of a sequence, and of sequences of a step."""
+"""Number of tokens in a sequence, and number of sequences in a step."""
 
 LEARNING_RATE, WARM_UP = 5e-3, 100
-"""Largest learning rate, and the number of steps in which it is reached; after them it falls along a cosine."""
+"""Largest learning rate, and the number of warm-up steps. After these the rate falls along a cosine."""
 
 STEPS, SEED = 2500, 0
 """Default number of steps, and default seed: those of the checkpoint in the package."""
 
 
 def sources() -> list[str]:
-    """Return the files of the standard library, in the order of their names."""
+    """Return the contents of the standard library's files, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
     texts = (path.read_text(encoding="utf-8", errors="ignore") for path in paths)
@@ -61,7 +61,7 @@ def sources() -> list[str]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer: any text has tokens, and the tokens give the text again."""
+    """Train a byte-level BPE tokenizer, which can encode any text without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def train(tokens: torch.Tensor, end: int, steps: int, seed: int) -> Qwen3ForCausalLM:
-    """Train a model on random stretches of the tokens."""
+    """Train a model on random sections of the token sequence."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY, eos_token_id=end, bos_token_id=None, use_cache=False, attn_implementation="sdpa", **SHAPE
@@ -108,7 +108,7 @@ def train(tokens: torch.Tensor, end: int, steps: int, seed: int) -> Qwen3ForCaus
 
 
 def write(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """Write the folder as Hugging Face's libraries and ours read it."""
+    """Write the model folder in the format of Hugging Face's libraries."""
     out.mkdir(parents=True, exist_ok=True)
     model.config.use_cache = True
     model.generation_config = GenerationConfig(
@@ -121,7 +121,7 @@ def write(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def main() -> None:
-    """Read the text, train tokenizer and model, write the folder."""
+    """Read the training text, train the tokenizer and the model, and write the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -16,7 +16,7 @@ __all__ = ["__version__", "ops"]
 
 
 def __getattr__(name: str) -> Any:
-    """A module of the package when it is asked for: a text need not wait for operations that it does not use."""
+    """Import a module of the package at its first use, so that ``import onelaunch`` loads no operation that is not used."""
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
-"""Checks of arguments that the contracts of several operations share: each raises an error that names the argument.
+"""Argument checks that several operations share. Each raises an error that names the argument.
 
-What can be checked without reading a tensor is checked on its :class:`Facts`, so that a contract can remember the outcome.
-Shapes, dtypes and devices are always checked; that costs no device time. Values (a positive log-decay, offsets out of order)
-can be seen only by reading the tensors, which on a GPU would wait for the device at every call: they are checked on CPU tensors,
-and on GPU tensors only while ``ONELAUNCH_CHECK_VALUES=1`` is set.
+Shapes, dtypes and devices are always checked, at no cost on the device. These checks take a tensor's :class:`Facts`, which are
+hashable, so that a contract can cache the outcome. Checking values (a positive log-decay, offsets out of order) means reading the
+tensor, which on a GPU would synchronize with the device at every call. Values are checked for CPU tensors, and for GPU tensors
+only while the environment variable ``ONELAUNCH_CHECK_VALUES=1`` is set.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from onelaunch.errors import ArgumentError, DeviceError, DTypeError, PackingErro
 from onelaunch.tracing import is_traced, is_transformed
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes that operations take for floating-point arguments."""
 
 
 class Facts(NamedTuple):
-    """What is known of a tensor without reading it, as far as contracts and the dispatcher ask. Hashable."""
+    """Facts about a tensor that contracts and the dispatcher use. They are known without reading the tensor, and are hashable."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -30,7 +31,11 @@ class Facts(NamedTuple):
 
 
 def facts(argument: str, value: object) -> Facts:
-    """Of the value, if it is a tensor."""
+    """Return the facts of an argument.
+
+    Raises:
+        ArgumentError: The value is no tensor, or is nested or sparse.
+    """
     if not isinstance(value, torch.Tensor):
         raise _no_tensor(argument, value)
     if value.layout is not torch.strided or value.is_nested:
@@ -42,25 +47,26 @@ def facts(argument: str, value: object) -> Facts:
 
 
 def optional_facts(argument: str, value: object) -> Facts | None:
-    """Of an argument that may be ``None``."""
+    """Return the facts of an optional argument, ``None`` if it is ``None``; raise as :func:`facts` does."""
     return None if value is None else facts(argument, value)
 
 
 def grad_wanted(*given: Facts | None) -> bool:
-    """Whether a call of these must be differentiable, where gradients are enabled."""
+    """Return whether any of the given tensors requires a gradient; the caller checks whether gradients are enabled."""
     return any(each is not None and each.requires_grad for each in given)
 
 
 def tensor(argument: str, value: object) -> torch.Tensor:
-    """The value, if it is a tensor."""
+    """Return the value, or raise :class:`ArgumentError` unless it is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise _no_tensor(argument, value)
     return value
 
 
 def _no_tensor(argument: str, value: object) -> ArgumentError:
+    """Return the error for an argument that is no tensor."""
     quantized = (
-        " A quantized torch.nn.Linear has a method in place of its weight: layers of onelaunch take weights in floating point."
+        " In a quantized torch.nn.Linear, weight is a method; layers of onelaunch need floating-point weights."
         if callable(value)
         else ""
     )
@@ -68,32 +74,32 @@ def _no_tensor(argument: str, value: object) -> ArgumentError:
 
 
 def rank(argument: str, value: torch.Tensor | Facts, dimensions: str) -> None:
-    """``dimensions`` as people write them: ``[B, T, D]``."""
+    """Raise :class:`ShapeError` unless a tensor has as many dimensions as ``dimensions`` names, such as ``[B, T, D]``."""
     if len(value.shape) != dimensions.count(",") + 1:
         raise ShapeError(argument, got=value.shape, want=f"{dimensions}, a tensor of {dimensions.count(',') + 1} dimensions")
 
 
 def shape(argument: str, value: torch.Tensor | Facts, want: Sequence[int], dimensions: str, because: str) -> None:
-    """Raise unless the shape is ``want``; ``because`` says what it has to match."""
+    """Raise :class:`ShapeError` unless the shape is ``want``; ``because`` names the arguments that it must match."""
     if tuple(value.shape) != tuple(want):
         raise ShapeError(argument, got=value.shape, want=f"{dimensions} = {list(want)} to match {because}")
 
 
 def dtype(argument: str, value: torch.Tensor | Facts, allowed: Sequence[torch.dtype], because: str = "") -> None:
-    """Raise unless the dtype is one of ``allowed``."""
+    """Raise :class:`DTypeError` unless the dtype is one of ``allowed``; ``because`` is added to the message."""
     if value.dtype not in allowed:
         names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
         raise DTypeError(argument, got=value.dtype, want=names + because)
 
 
 def device(argument: str, value: torch.Tensor | Facts, want: torch.device) -> None:
-    """Raise unless the tensor lies on ``want``."""
+    """Raise :class:`DeviceError` unless the tensor is on the device ``want``."""
     if value.device != want:
         raise DeviceError(argument, got=value.device, want=want)
 
 
 def packing(cu_seqlens: torch.Tensor | Facts, batch: int) -> None:
-    """Raise unless ``cu_seqlens`` can hold offsets of sequences packed into one batch entry."""
+    """Raise :class:`PackingError` unless ``cu_seqlens`` has the dtype and shape of offsets, and the batch size is 1."""
     rank("cu_seqlens", cu_seqlens, "[N + 1]")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise PackingError(f"is {cu_seqlens.dtype}", want="hold int32 or int64 offsets")
@@ -104,7 +110,7 @@ def packing(cu_seqlens: torch.Tensor | Facts, batch: int) -> None:
 
 
 def offsets(cu_seqlens: torch.Tensor, length: int) -> None:
-    """Raise unless the offsets rise from 0 to ``length`` (where values are checked)."""
+    """Raise :class:`PackingError` unless the offsets rise from 0 to ``length``, if values are checked."""
     if not values_are_checked(cu_seqlens):
         return
     steps = cu_seqlens.diff()
@@ -116,7 +122,7 @@ def offsets(cu_seqlens: torch.Tensor, length: int) -> None:
 
 
 def log_decay(value: torch.Tensor) -> None:
-    """Raise when a log-decay is positive or NaN (where values are checked)."""
+    """Raise :class:`ValueRangeError` if a log-decay is positive or NaN, if values are checked."""
     if values_are_checked(value) and value.numel() and not bool((value <= 0).all()):
         largest = value.max().item()
         raise ValueRangeError(
@@ -127,9 +133,9 @@ def log_decay(value: torch.Tensor) -> None:
 
 
 def values_are_checked(value: torch.Tensor) -> bool:
-    """Return whether the values of this tensor may be read now.
+    """Return whether the values of this tensor are checked now.
 
-    A tensor has no values to read while a program is traced, inside a transform of ``torch.func``, or on the meta device.
+    A tensor has no values while a program is traced, inside a transform of ``torch.func``, and on the meta device.
     """
     if value.is_meta or is_traced(value) or is_transformed():
         return False

@@ -1,6 +1,6 @@
-"""Every error that a user can meet, each a class whose message says what to do.
+"""Error and warning classes of onelaunch. Each message says what is wrong and what to do.
 
-All derive from :class:`OneLaunchError`, and from the built-in error that callers of such a function would expect.
+All derive from :class:`OneLaunchError`, and each also from the built-in error that a caller would expect, such as ValueError.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from onelaunch.wording import UNSAFE, did_you_mean, escaped, in_a_line, listing,
 
 
 class OneLaunchError(Exception):
-    """Base of every error raised on purpose by onelaunch."""
+    """Base class of every error that onelaunch raises on purpose."""
 
     exit_code: ClassVar[int] = 1
-    """Exit code of a command that ends with this error: 2 for a wrong name or argument, 1 for what failed while working."""
+    """Exit code of a command that ends with this error: 2 for a wrong name or argument, 1 for a failure during the work."""
 
 
 class AdvisedError(OneLaunchError):
-    """Base of errors whose advice names arguments. The command line names its own options in their place.
+    """Base class of errors whose advice names arguments. The command line replaces these by its own options.
 
     Attributes:
-        problem: what is wrong, as a sentence.
-        advice: what to do, as a sentence with arguments in braces, such as ``Pass {force} to replace it.``
+        problem: Sentence that says what is wrong.
+        advice: Sentence that says what to do, with arguments in braces, such as ``Pass {force} to replace it.``
     """
 
     ARGUMENTS: ClassVar[Mapping[str, str]] = {"force": "force=True", "resume": "resume=True"}
-    """Arguments that are spelled with a value; all others by their name."""
+    """Spelling of those arguments that are shown with a value. All others are shown by their name."""
 
     def __init__(self, problem: str, *, advice: str) -> None:
         self.problem, self.advice = problem, advice
         super().__init__(self.told(self.ARGUMENTS))
 
     def told(self, spelling: Mapping[str, str]) -> str:
-        """Return problem and advice, with the arguments spelled as the mapping says."""
+        """Return problem and advice, with each argument replaced by its spelling in the mapping."""
         advice = re.sub(r"\{(\w+)\}", lambda found: spelling.get(found[1], found[1]), self.advice)
         return f"{self.problem} {advice}".strip()
 
@@ -45,13 +45,13 @@ class AdvisedError(OneLaunchError):
 
 
 class ArgumentError(OneLaunchError, ValueError):
-    """An argument of an operation is wrong."""
+    """Error for a wrong argument of an operation. Base class of the more specific ones."""
 
     exit_code = 2
 
 
 class ShapeError(ArgumentError):
-    """A tensor has a shape that the contract does not allow."""
+    """Error for a tensor whose shape the contract does not allow."""
 
     def __init__(self, argument: str, *, got: Sequence[int], want: str) -> None:
         super().__init__(f"{argument} has shape {tuple(got)}; it must be {want}.")
@@ -59,7 +59,7 @@ class ShapeError(ArgumentError):
 
 
 class DTypeError(ArgumentError, TypeError):
-    """A tensor has a dtype that the contract does not allow."""
+    """Error for a tensor whose dtype the contract does not allow."""
 
     def __init__(self, argument: str, *, got: object, want: str) -> None:
         super().__init__(f"{argument} is {got}; it must be {want}.")
@@ -67,7 +67,7 @@ class DTypeError(ArgumentError, TypeError):
 
 
 class DeviceError(ArgumentError):
-    """Tensors of one call lie on different devices."""
+    """Error for a call whose tensors are on different devices."""
 
     def __init__(self, argument: str, *, got: object, want: object) -> None:
         super().__init__(f"{argument} is on {got}; it must be on {want}, like the first argument.")
@@ -75,7 +75,7 @@ class DeviceError(ArgumentError):
 
 
 class ValueRangeError(ArgumentError):
-    """A tensor holds values that the contract does not allow."""
+    """Error for a tensor with values that the contract does not allow."""
 
     def __init__(self, argument: str, *, got: str, want: str) -> None:
         super().__init__(f"{argument} {got}; {want}.")
@@ -83,7 +83,7 @@ class ValueRangeError(ArgumentError):
 
 
 class CostError(ArgumentError):
-    """A field of an operation's cost holds a value that no work can have."""
+    """Error for an impossible value in a field of an operation's cost."""
 
     def __init__(self, field: str, *, got: object, want: str) -> None:
         super().__init__(f"{field} of the cost is {got!r}; it must be {want}. Look at the operation's cost function.")
@@ -91,7 +91,7 @@ class CostError(ArgumentError):
 
 
 class UnknownKeyword(ArgumentError, TypeError):
-    """A keyword argument that the function does not take."""
+    """Error for a keyword argument that the function does not have."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -100,7 +100,7 @@ class UnknownKeyword(ArgumentError, TypeError):
 
 
 class PackingError(ArgumentError):
-    """``cu_seqlens`` does not describe packed sequences."""
+    """Error for ``cu_seqlens`` that does not describe packed sequences."""
 
     def __init__(self, problem: str, *, want: str) -> None:
         super().__init__(f"cu_seqlens {problem}; it must {want}.")
@@ -111,7 +111,7 @@ class PackingError(ArgumentError):
 
 
 class UnknownNameError(OneLaunchError, LookupError):
-    """A name that nothing is registered under."""
+    """Error for an unknown name. The message suggests a similar known one."""
 
     exit_code = 2
     kind = "name"
@@ -123,25 +123,25 @@ class UnknownNameError(OneLaunchError, LookupError):
 
 
 class UnknownOperation(UnknownNameError):
-    """No operation of that name."""
+    """Error for a name that no operation has."""
 
     kind = "operation"
 
 
 class UnknownVariant(UnknownNameError, ValueError):
-    """The operation has no variant of that name."""
+    """Error for a name that no variant of the operation has."""
 
     kind = "variant"
 
 
 class UnknownStudy(UnknownNameError):
-    """No study of that name, and no file at that path."""
+    """Error for a study that is neither a known name nor the path of a file."""
 
     kind = "study"
 
 
 class StudyFileMissing(UnknownStudy):
-    """There is no study file at the path that was given."""
+    """Error for the path of a study file that does not exist."""
 
     def __init__(self, path: Path | str, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -153,13 +153,13 @@ class StudyFileMissing(UnknownStudy):
 
 
 class UnknownShape(UnknownNameError):
-    """The study has no shape of that name, at this scale."""
+    """Error for a name that no shape of the study has at this scale."""
 
     kind = "shape"
 
 
 class VariantUnsupported(OneLaunchError, RuntimeError):
-    """The named variant cannot run this call."""
+    """Error for a call that the named variant cannot run."""
 
     def __init__(self, operation: str, variant: str, *, reason: str, instead: Iterable[str]) -> None:
         super().__init__(f"Variant {variant!r} of {operation} cannot run this call: it {reason}. These can: {listing(instead)}.")
@@ -167,7 +167,7 @@ class VariantUnsupported(OneLaunchError, RuntimeError):
 
 
 class VariantResultError(OneLaunchError, TypeError):
-    """A variant returned something else than the results of its operation."""
+    """Error for a variant that did not return the results of its operation."""
 
     def __init__(self, operation: str, variant: str, *, problem: str) -> None:
         super().__init__(f"Variant {variant!r} of {operation} {problem}.")
@@ -175,35 +175,35 @@ class VariantResultError(OneLaunchError, TypeError):
 
 
 class TransformUnsupported(OneLaunchError, RuntimeError):
-    """A kernel was called inside a transform of ``torch.func``, for which it has no rule."""
+    """Error for a kernel called inside a transform of ``torch.func``, for which it has no rule."""
 
     def __init__(self, kernel: str) -> None:
         super().__init__(
-            f"The kernel {kernel!r} has no rule for transforms of torch.func (vmap, grad, jvp...). Name a variant that is made "
-            "of PyTorch's operations, such as variant='eager' or 'chunked', or batch the call along B."
+            f"The kernel {kernel!r} has no rule for transforms of torch.func (vmap, grad, jvp...). Name a variant that consists "
+            "of PyTorch operations, such as variant='eager' or 'chunked', or batch the call along B."
         )
 
 
 class PluginWarning(OneLaunchError, UserWarning):
-    """A plug-in of another package cannot be loaded; everything else works without it."""
+    """Warning for a plug-in of another package that cannot be loaded. Everything else works without it."""
 
     def __init__(self, name: str, module: str, distribution: str, *, problem: str) -> None:
         super().__init__(
             f"The plug-in {name!r} ({module}, of {distribution}) is left out, since importing it raised {problem}. "
-            "Repair or uninstall that package; what it registers is missing until then."
+            "Repair or uninstall that package. Until then the operations and variants that it registers are missing."
         )
         self.name, self.module, self.distribution, self.problem = name, module, distribution, problem
 
 
 class CheckpointError(OneLaunchError, ValueError):
-    """A checkpoint does not hold what is wanted from it."""
+    """Error for a checkpoint that does not hold what is read from it."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"Checkpoint: {problem}.")
 
 
 class UnknownModel(UnknownNameError, CheckpointError):
-    """A model's name that is neither a folder, nor a name on the hub, nor the bundled model's."""
+    """Error for a model that is neither a folder, nor a name on the Hugging Face hub, nor the bundled model."""
 
     kind = "model"
 
@@ -222,7 +222,7 @@ class UnknownModel(UnknownNameError, CheckpointError):
 
 
 class ModelConfigError(OneLaunchError, ValueError):
-    """A field of a model's configuration is missing or wrong."""
+    """Error for a field of a model's configuration that is missing or wrong."""
 
     def __init__(self, field: str, *, got: object, want: str) -> None:
         said = "missing" if got == "missing" else shown(got)
@@ -231,14 +231,14 @@ class ModelConfigError(OneLaunchError, ValueError):
 
 
 class UnsupportedModel(OneLaunchError, ValueError):
-    """A model of an architecture, or with a feature, that is not supported."""
+    """Error for a model whose architecture, or one of whose features, is not supported."""
 
     def __init__(self, what: str, *, supported: Iterable[str]) -> None:
         super().__init__(f"The model has {what}, which is not supported. Supported: {listing(supported)}.")
 
 
 class PlanError(OneLaunchError, ValueError):
-    """A plan of a token is not ordered, or cannot run here."""
+    """Error for a decode plan that lacks a needed ordering, or that cannot run on this device."""
 
     def __init__(self, plan: str, problem: str) -> None:
         super().__init__(f"Plan {plan!r}: {problem}.")
@@ -246,63 +246,63 @@ class PlanError(OneLaunchError, ValueError):
 
 
 class DecodeStalled(OneLaunchError, RuntimeError):
-    """A kernel's CTAs waited for each other longer than they may."""
+    """Error for a launch that timed out because its CTAs waited for one another for too long."""
 
     def __init__(self, variant: str) -> None:
         super().__init__(
-            f"A launch of {variant!r} waited for seconds and gave up; what it made is lost. Another process may hold a part of "
-            "the GPU. Try again, or take the variant 'captured', which waits for nothing."
+            f"A launch of {variant!r} timed out: its CTAs waited for one another for seconds. Its results are lost. Another "
+            "process may occupy a part of the GPU. Try again, or use the variant 'captured', which has no such waits."
         )
 
 
 class DecodeOverflow(OneLaunchError, ArithmeticError):
-    """What a layer adds to the residual stream is no number, or beyond what the kernel's words hold."""
+    """Error for a layer output that is NaN, or outside the range of the kernel's fixed-point residual stream."""
 
     def __init__(self, variant: str) -> None:
         super().__init__(
-            f"A layer of the model added to the residual stream what is no number, or millions; {variant!r} adds in integers of "
-            "2^-28 and holds up to 67108864. Look at the weights, or take the variant 'captured', which adds in float32."
+            f"A layer added a value to the residual stream that is NaN or too large: {variant!r} accumulates in integer "
+            "multiples of 2^-28, up to 67108864. Check the weights, or use the variant 'captured', which accumulates in float32."
         )
 
 
 class LogitsNotFinite(OneLaunchError, ArithmeticError):
-    """What tokens are chosen from are no numbers."""
+    """Error for logits that are NaN or infinite, so that no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__(
-            "Logits of the model are infinite, or no numbers. Look at its weights, or take a dtype that holds more: float32."
+            "Logits of the model are NaN or infinite. Check its weights, or use a dtype with a larger range, such as float32."
         )
 
 
 class ContextExceeded(OneLaunchError, ValueError):
-    """A text would be longer than the model's context."""
+    """Error for a sequence that would be longer than the model's context."""
 
-    def __init__(self, positions: int, *, context: int, said: str = "The text") -> None:
+    def __init__(self, positions: int, *, context: int, said: str = "The sequence") -> None:
         super().__init__(f"{said} takes {positions} positions; the model's context has {context}.")
         self.positions, self.context = positions, context
 
 
 class FallbackNotice(OneLaunchError, UserWarning):
-    """What would be fastest cannot run here, and something slower does."""
+    """Warning that the fastest path cannot run here, so that a slower one is used."""
 
 
 class CacheNotice(OneLaunchError, UserWarning):
-    """The folder of files that can be made again cannot be used as it is."""
+    """Warning about the cache folder or a file in it that cannot be used as it is."""
 
 
 class BusyDeviceNotice(OneLaunchError, UserWarning):
-    """Peaks of a device were measured while other work held it, so they may be too low."""
+    """Warning that a device's peaks were measured while other work used it, so that they may be too low."""
 
     def __init__(self, device: str, *, apart: float) -> None:
         super().__init__(
             f"{device} was busy while its peaks were measured: the fastest samples differ by more than {apart:.0%}. The peaks "
-            "may be too low, and are measured again the next time. Measure them on an idle machine: onelaunch doctor --refresh."
+            "may be too low, and the next command measures them again. On an idle machine, run: onelaunch doctor --refresh."
         )
         self.device = device
 
 
 class TableNotice(OneLaunchError, UserWarning):
-    """A table of measured times, or a part of it, cannot be believed and is left out."""
+    """Warning about a table of measured times that is not valid, so that it or a part of it is ignored."""
 
     def __init__(self, path: Path | str | None, problem: str, *, part: str = "it is") -> None:
         super().__init__(
@@ -313,14 +313,14 @@ class TableNotice(OneLaunchError, UserWarning):
 
 
 class TokenizerMissing(OneLaunchError, ImportError):
-    """Text was given or asked for, and what makes tokens of it is not here."""
+    """Error for text input or output without a tokenizer."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}. Do: pip install 'onelaunch[decode]', or pass token ids and ask for none but them.")
+        super().__init__(f"{problem}. Do: pip install 'onelaunch[decode]', or pass token ids and ask for token ids only.")
 
 
 class DeviceMemoryError(OneLaunchError, RuntimeError):
-    """A device has too little free memory for what was to be kept there."""
+    """Error for a device with too little free memory for what was to be allocated there."""
 
     def __init__(self, what: str, *, device: object, need: int | None = None, free: int | None = None) -> None:
         numbers = "" if need is None or free is None else f" It takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free."
@@ -332,7 +332,7 @@ class DeviceMemoryError(OneLaunchError, RuntimeError):
 
 
 class NoDeviceError(OneLaunchError, RuntimeError):
-    """A device was asked for that is not here."""
+    """Error for a device name that PyTorch does not see on this machine."""
 
     exit_code = 2
 
@@ -341,24 +341,24 @@ class NoDeviceError(OneLaunchError, RuntimeError):
 
 
 class InspectionError(OneLaunchError, RuntimeError):
-    """A kernel cannot be compiled or taken apart for the architecture."""
+    """Error for a kernel that cannot be compiled or disassembled for an architecture."""
 
 
 class UnknownArchitecture(UnknownNameError, InspectionError):
-    """No architecture of that name that kernels can be compiled for."""
+    """Error for a name that no supported architecture has."""
 
     kind = "architecture"
 
 
 class CompilerMissing(OneLaunchError, ImportError):
-    """The packages that compile CUDA C++ are not installed, or do not find their library."""
+    """Error for CUDA C++ without its compiler: cuda-bindings is not installed, or does not find NVRTC."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"CUDA C++ cannot be compiled here: {problem}. Do: pip install 'onelaunch[cuda]'.")
 
 
 class CompileError(OneLaunchError, RuntimeError):
-    """NVRTC refused a source."""
+    """Error for a source that NVRTC does not compile. The message holds its log."""
 
     def __init__(self, name: str, architecture: str, *, log: str) -> None:
         super().__init__(f"{name} does not compile for {architecture}:\n{log}")
@@ -366,7 +366,7 @@ class CompileError(OneLaunchError, RuntimeError):
 
 
 class DriverError(OneLaunchError, RuntimeError):
-    """The CUDA driver refused a call."""
+    """Error for a call that the CUDA driver refused."""
 
     def __init__(self, call: str, *, got: str, about: str) -> None:
         super().__init__(f"{call} returned {got} for {about}.")
@@ -376,18 +376,18 @@ class DriverError(OneLaunchError, RuntimeError):
 
 
 class StudyError(AdvisedError, ValueError):
-    """A study file is wrong."""
+    """Error for a study file that is not valid."""
 
     def __init__(self, path: Path | str, problem: str, *, advice: str = "") -> None:
         super().__init__(escaped(f"{path}: {problem}"), advice=advice)
 
 
 class FolderNotice(OneLaunchError, UserWarning):
-    """A folder that was named for files to be found in is not there, or is no folder."""
+    """Warning about a folder to search for files that does not exist, or is no folder."""
 
 
 class ExtraMissing(OneLaunchError, ImportError):
-    """A package of an optional part of onelaunch is not installed."""
+    """Error for an optional part of onelaunch whose package is not installed."""
 
     def __init__(self, part: str, *, package: str, extra: str) -> None:
         super().__init__(f'{part} needs {package}. Install the extra {extra}: pip install "onelaunch[{extra}]"')
@@ -395,12 +395,12 @@ class ExtraMissing(OneLaunchError, ImportError):
 
 
 class ResultExists(AdvisedError, FileExistsError):
-    """A result would overwrite another.
+    """Error for a result that would overwrite another one.
 
     Args:
-        path: the file that is there already.
-        argument: the argument that chose it.
-        resumable: whether it is what an interrupted run left, which can be continued.
+        path: Path of the existing file.
+        argument: Name of the argument that chose the path.
+        resumable: Flag that an interrupted run left the file, so that the run can be continued.
     """
 
     def __init__(self, path: Path | str, *, argument: str = "path", resumable: bool = False) -> None:
@@ -414,23 +414,23 @@ class ResultExists(AdvisedError, FileExistsError):
 
 
 class ResultMissing(OneLaunchError, FileNotFoundError):
-    """There is no file where a result was to be read."""
+    """Error for a result file that does not exist."""
 
     exit_code = 2
 
     def __init__(self, path: Path | str) -> None:
-        super().__init__(f"There is no file {path}. Results lie where a run said, such as results/DEVICE/STUDY.json.")
+        super().__init__(f"There is no file {path}. A run prints where it writes its result, such as results/DEVICE/STUDY.json.")
 
 
 class ResultCorrupt(OneLaunchError, ValueError):
-    """A results file cannot be read."""
+    """Error for a result file that is not valid."""
 
     def __init__(self, path: Path | str, problem: str, *, remedy: str = "Run the study again, or restore the file.") -> None:
         super().__init__(escaped(f"{path} is not a result of onelaunch: {problem}. {remedy}"))
 
 
 class ResultTooNew(ResultCorrupt):
-    """A result was written by a newer onelaunch, in a schema that this one does not know."""
+    """Error for a result whose schema is newer than this version of onelaunch knows."""
 
     def __init__(self, path: Path | str, *, schema: int, newest: int) -> None:
         OneLaunchError.__init__(
@@ -440,7 +440,7 @@ class ResultTooNew(ResultCorrupt):
 
 
 class OutputUnwritable(OneLaunchError, OSError):
-    """A file or folder cannot be written at the place that was asked for."""
+    """Error for an output file or folder that cannot be written."""
 
     def __init__(self, path: Path | str, problem: str, *, remedy: str = "Choose another place for it.") -> None:
         super().__init__(escaped(f"{path} cannot be written: {problem}. {remedy}"))
@@ -448,21 +448,21 @@ class OutputUnwritable(OneLaunchError, OSError):
 
 
 class TableCorrupt(OneLaunchError, ValueError):
-    """A table of measured times cannot be merged into, since it is none."""
+    """Error for a file that is no table of measured times, so that rows cannot be merged into it."""
 
     def __init__(self, path: Path | str, problem: str) -> None:
-        super().__init__(f"{path} is no table of measured times: {problem}. Delete it, or name another folder with --into.")
+        super().__init__(f"{path} is no table of measured times: {problem}. Delete it, or choose another folder with --into.")
 
 
 class TableFolderError(ArgumentError):
-    """A table of measured times would be written where it does not belong."""
+    """Error for a folder into which a table of measured times must not be written."""
 
     def __init__(self, path: Path | str, problem: str, *, remedy: str) -> None:
         super().__init__(escaped(f"{path} {problem}. {remedy}"))
 
 
 class ResultMismatch(AdvisedError, ValueError):
-    """Results that do not belong together, or hold nothing of what is wanted from them."""
+    """Error for results that do not belong together, or that lack what is needed from them."""
 
     def __init__(self, problem: str, *, advice: str = "") -> None:
         super().__init__(problem, advice=advice)

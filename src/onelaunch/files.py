@@ -1,4 +1,4 @@
-"""Reading and writing of files for every layer: regular files of a bounded size, replaced whole or not at all."""
+"""Read regular files of bounded size, and replace files atomically. Every layer of the package uses it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import stat
 from pathlib import Path
 
 MOST_BYTES = 256 << 20
-"""Size of the largest file that is read."""
+"""Size of the largest file that is read, in bytes."""
 
 READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""Flags for opening a file to read. Without O_NONBLOCK, opening a pipe would wait until somebody writes to it."""
+"""Flags for opening a file to read. Without O_NONBLOCK, opening a pipe would block until another process writes to it."""
 
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-"""Flags for creating a file that nobody else has made."""
+"""Flags for creating a new file; opening fails if the file exists."""
 
 
 class FileTooLarge(ValueError):
-    """A file is larger than any that onelaunch writes."""
+    """Error for a file that is larger than the limit for reading."""
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file. A pipe is not waited for, and a device is not read.
+    """Return the content of a regular file. The call never blocks on a pipe and never reads a device file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it cannot be read, or is a folder, a pipe or a device.
-        FileTooLarge: it has more than ``most_bytes``.
+        FileNotFoundError: The file does not exist.
+        OSError: The file cannot be read, or the path is a folder, a pipe or a device.
+        FileTooLarge: The file has more than ``most_bytes`` bytes.
     """
     try:
         handle = os.open(path, READ)
-    except ValueError as problem:  # a NUL in the name
+    except ValueError as problem:  # the name contains a NUL character
         raise FileNotFoundError(str(problem)) from None
     try:
         found = os.fstat(handle)
@@ -44,24 +44,26 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         raise
     with file:
         data = file.read(most_bytes + 1) if found.st_size <= most_bytes else b""
-    size = max(found.st_size, len(data))  # a file may grow meanwhile
+    size = max(found.st_size, len(data))  # The file may have grown after fstat.
     if size > most_bytes:
         raise FileTooLarge(f"it has {size:,} bytes; at most {most_bytes:,} are read")
     return data
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file and the folders above it; other processes see the old file or the new one, never a part.
+    """Write a file atomically, and create the folders above it. Other processes see the old file or the whole new one.
 
-    The new file has the permissions that the process's umask leaves. Where writing fails, the old file is unchanged and nothing
-    new is left.
+    The new file has the default permissions of the process's umask. If writing fails, the old file is unchanged and no new file
+    is left.
 
     Raises:
-        OSError: the folder cannot be made, or the file cannot be written.
-        ValueError: the name cannot be one of a file.
+        OSError: The folder cannot be created, or the file cannot be written.
+        ValueError: The name is not valid for a file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".onelaunch-{secrets.token_hex(8)}.partial")  # in the same folder, so on the same disk
+    partial = path.with_name(
+        f".onelaunch-{secrets.token_hex(8)}.partial"
+    )  # in the same folder, hence on the same disk, so that the rename is atomic
     handle = os.open(partial, CREATE, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -69,13 +71,13 @@ def replace(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:  # Ctrl-C, too
+    except BaseException:  # including Ctrl-C
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
 
 
 def reason(problem: Exception) -> str:
-    """Return what an exception of reading or writing says, without the number and the path."""
+    """Return the message of an exception of reading or writing, without the error number and the path."""
     told = problem.strerror if isinstance(problem, OSError) else None
     return told or str(problem) or type(problem).__name__

@@ -1,6 +1,6 @@
-"""Folders of the user: the cache of files that can be made again, and the user's own tables of measured times.
+"""The user's folders: the cache of files that can be regenerated, and the user's own tables of measured times.
 
-A cache that cannot be read or written never stops work: :func:`keep` warns once, and the caller goes on.
+A cache that cannot be read or written never stops work. :func:`kept` and :func:`keep` warn once, and the caller continues.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TABLES = "ONELAUNCH_TABLES"
 
 
 def cache_folder() -> Path:
-    """Return the folder for files that can be made again: ``$ONELAUNCH_CACHE``, else ``onelaunch`` in the user's cache folder.
+    """Return the folder for files that can be regenerated: ``$ONELAUNCH_CACHE``, else ``onelaunch`` in the user's cache folder.
 
-    On Linux the user's cache folder is ``$XDG_CACHE_HOME`` or ``~/.cache``. Where the user has no home folder, it is a folder
-    below the system's folder for temporary files that only this user can enter, and one :class:`CacheNotice` says so.
+    On Linux the user's cache folder is ``$XDG_CACHE_HOME`` or ``~/.cache``. For a user without a home folder it is a folder below
+    the system's temporary folder that only this user can enter; one :class:`CacheNotice` says so.
     """
     own = os.environ.get(CACHE)
     return Path(own) if own else _users("cache")
@@ -42,44 +42,44 @@ def tables_folder() -> Path:
 
 
 def kept(path: Path) -> bytes | None:
-    """Return what a file of the cache holds, or ``None`` where there is none, or warn once where it cannot be read."""
+    """Return the content of a cache file, or ``None`` if there is no such file. Warn once if it cannot be read."""
     try:
         return read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except FileTooLarge:
-        say_unusable(path, "is too large to be a file of the cache")
+        warn_unusable(path, "is too large for a file of the cache")
     except OSError as problem:
-        say_unusable(path, f"cannot be read ({reason(problem)})")
+        warn_unusable(path, f"cannot be read ({reason(problem)})")
     return None
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write a file of the cache whole or not at all, and return whether it was written; warn once where it cannot be."""
+    """Write a cache file atomically, and return whether it was written. Warn once for a folder that cannot be written."""
     try:
         replace(path, data)
     except OSError as problem:
-        _say_unwritable(str(path.parent), reason(problem))
+        _warn_unwritable(str(path.parent), reason(problem))
         return False
     return True
 
 
 LOCK_SECONDS = 120.0
-"""Longest wait for another process: more than a kernel takes to compile, or a device's peaks to be measured."""
+"""Longest wait for another process, in seconds. Compiling a kernel or measuring a device's peaks takes less."""
 
 
 @contextlib.contextmanager
-def alone(folder: Path, name: str) -> Iterator[None]:
-    """Keep other processes out of the same region, such as one that compiles what they want as well.
+def process_lock(folder: Path, name: str) -> Iterator[None]:
+    """Hold a lock between processes, so that two do not compile or measure the same thing at once.
 
-    Where no lock can be had, because the folder cannot be written or another process holds it for longer than
-    :data:`LOCK_SECONDS`, the region is entered all the same: work may then be done twice, and files stay whole.
+    If the lock cannot be acquired, because the folder cannot be written or another process holds it for longer than
+    :data:`LOCK_SECONDS`, the block is entered without it. Then work may be done twice, but no file is damaged.
 
     Args:
-        folder: Folder that holds the lock's file; made if it is not there.
-        name: Name of the region, a part of the file's name.
+        folder: Folder of the lock file; it is created if it does not exist.
+        name: Name of the lock, a part of the file name.
     """
-    import filelock  # 16 ms, which a process that compiles and measures nothing need not wait
+    import filelock  # imported here, since it takes 16 ms and most processes take no lock
 
     lock = filelock.FileLock(folder / f".{name}.lock", timeout=LOCK_SECONDS)
     held = False
@@ -97,29 +97,33 @@ def alone(folder: Path, name: str) -> Iterator[None]:
 
 
 @functools.cache
-def say_unusable(path: Path, problem: str) -> None:
-    """Warn, once for each file and problem, that a file of the cache is ignored and made again.
+def warn_unusable(path: Path, problem: str) -> None:
+    """Warn, once for each file and problem, that a cache file is ignored and made again.
 
     Args:
-        path: The file.
-        problem: Problem in words that complete "the file ...".
+        path: Path of the file.
+        problem: Problem, as a predicate that completes "the file ...".
     """
-    warnings.warn(CacheNotice(f"{path} {problem}; this is ignored, and made again where that is possible."), stacklevel=3)
+    warnings.warn(CacheNotice(f"{path} {problem}. The file is ignored, and written again where that is possible."), stacklevel=3)
 
 
 @functools.cache
-def _say_unwritable(folder: str, problem: str) -> None:
+def _warn_unwritable(folder: str, problem: str) -> None:
+    """Warn, once for each folder and problem, that nothing can be written to the cache."""
     warnings.warn(
         CacheNotice(
-            f"{folder} cannot be written ({problem}), so what is measured and compiled is not kept for the next time. "
-            f"Name a folder that can be written in the environment variable {CACHE}."
+            f"{folder} cannot be written ({problem}), so measured peaks and compiled code are not kept for the next process. "
+            f"Set the environment variable {CACHE} to a folder that can be written."
         ),
         stacklevel=3,
     )
 
 
 def _users(kind: Literal["cache", "data"]) -> Path:
-    """Return the user's folder of a kind. Without a home folder platformdirs gives no absolute path, or raises."""
+    """Return the user's cache or data folder. For a user without a home folder, return the folder of :func:`_temporary`.
+
+    In that case platformdirs returns a relative path or raises.
+    """
     import platformdirs
 
     ask = {"cache": platformdirs.user_cache_dir, "data": platformdirs.user_data_dir}[kind]
@@ -132,9 +136,10 @@ def _users(kind: Literal["cache", "data"]) -> Path:
 
 @functools.cache
 def _temporary() -> Path:
-    """Return a folder that stands for the home of a user who has none, below the system's folder for temporary files.
+    """Return a folder below the system's temporary folder, for a user without a home folder.
 
-    Its name is known to everybody, so one that somebody else made, or can write to, is not taken: a new one is, for this process.
+    Other users can predict its name. A folder that another user owns or can enter is therefore not used; a new one is created for
+    this process instead.
     """
     folder = Path(tempfile.gettempdir()) / f"onelaunch-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
     try:
@@ -148,8 +153,8 @@ def _temporary() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="onelaunch-"))
     warnings.warn(
         CacheNotice(
-            f"This user has no home folder, so {folder} is used in its place. Name another in the environment variables {CACHE} "
-            f"(what can be made again) and {TABLES} (tables of measured times)."
+            f"This user has no home folder, so {folder} is used instead. Other folders can be set in the environment variables "
+            f"{CACHE} (files that can be regenerated) and {TABLES} (tables of measured times)."
         ),
         stacklevel=4,
     )

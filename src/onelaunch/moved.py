@@ -1,7 +1,7 @@
-"""Modules that were moved, and go on working under their old names.
+"""Imports of moved modules by their old names.
 
-Packages of others, plug-ins above all, import names from them. :func:`install` makes such an import give the module of the new
-name, with one :class:`DeprecationWarning` that says it.
+Other packages, mainly plug-ins, import from these modules. After :func:`install`, importing an old name gives a module that
+forwards to the new one, and warns once with a :class:`DeprecationWarning`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -42,7 +42,7 @@ MOVED = {
     "onelaunch.workbench.study_file": "onelaunch.workbench.study.read",
     "onelaunch.workbench.timing": "onelaunch.workbench.measure.timing",
 }
-"""New name by old name."""
+"""Name of the new module, by the name of the old one."""
 
 PARTS = {
     "onelaunch.decode.engine": ("onelaunch.decode.runtime.engines",),
@@ -52,25 +52,25 @@ PARTS = {
     "onelaunch.peaks": ("onelaunch.device.read_rate",),
     "onelaunch.workbench.criteria": ("onelaunch.workbench.decide.judging",),
 }
-"""Modules, by old name, that have names which the module of the new name lacks, where one module became several."""
+"""Further new modules of an old module that was split: they define names that the module in :data:`MOVED` does not have."""
 
 
 class _Finder:
-    """Finder of the old names, and loader of the modules of the new ones."""
+    """Finder and loader for the old names."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for an old name, ``None`` for all others."""
+        """Return a module specification for an old name, and ``None`` for all other names."""
         return importlib.util.spec_from_loader(name, self) if name in MOVED else None  # pyrefly: ignore[bad-argument-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return a module that hands every attribute on to the one of the new name."""
+        """Return a module that looks up every attribute in the new module."""
         new = MOVED[spec.name]
-        warnings.warn(f"{spec.name} is now {new}; the old name will go away.", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{spec.name} is now {new}; the old name will be removed.", DeprecationWarning, stacklevel=2)
         here = importlib.import_module(new)
         parts = PARTS.get(spec.name, ())
 
         def look_up(name: str) -> Any:
-            """Return a name of the new module, or of the others that parts of the old one went to."""
+            """Return an attribute of the new module, or of the further modules in :data:`PARTS`."""
             for part in () if name.startswith("__") or hasattr(here, name) else map(importlib.import_module, parts):
                 if hasattr(part, name):
                     return getattr(part, name)
@@ -81,10 +81,29 @@ class _Finder:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the attributes are those of the other module."""
+        """Do nothing, since all attributes are looked up in the new module."""
 
 
 def install() -> None:
-    """Let imports find the old names."""
+    """Register the finder of the old names, once per process."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())  # pyrefly: ignore[bad-argument-type]
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module whose names have changed, so that the old ones still work.
+
+    An old name gives the object of the new name, with one :class:`DeprecationWarning` that names it.
+
+    Args:
+        module: Name of the module, its ``__name__``.
+        names: New name by old name.
+    """
+
+    def look_up(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is now {names[name]}; the old name will go away.", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return look_up

@@ -1,7 +1,7 @@
-"""Questions about how PyTorch is running the code right now: eagerly, for a tracer, or under a function transform.
+"""Predicates that tell how PyTorch runs the code now: eagerly, for a tracer, or under a function transform.
 
-The predicates are called in every operation, so each costs a fraction of a microsecond. PyTorch has no public names for what they
-ask. While Dynamo compiles, they answer before they reach anything that Dynamo cannot look at.
+Every operation calls them, so each takes a fraction of a microsecond. They use private names of PyTorch, which has no public ones
+for this. While Dynamo compiles, they return before they reach a call that Dynamo cannot trace.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from torch.compiler import is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _plain = torch.Tensor.__torch_dispatch__
-
-
 _active = torch._C._get_dispatch_mode  # noqa: SLF001
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))  # noqa: SLF001
-"""Dispatch modes under which values are unknown. Under others, such as a FLOP counter, operations run."""
+"""Dispatch modes under which tensors have no values. Under other modes, such as a FLOP counter, operations run."""
 
 
 def is_traced(first: object = None) -> bool:
-    """Return whether operations are recorded or imitated instead of run.
+    """Return whether operations are recorded or faked instead of run.
 
-    True inside ``torch.compile``, ``make_fx`` and FakeTensorMode, and for a tensor that dispatches for itself, such as a
-    FakeTensor that outlived its mode.
+    The result is true inside ``torch.compile``, ``make_fx`` and FakeTensorMode. It is also true for a tensor subclass that has
+    its own ``__torch_dispatch__``, such as a FakeTensor that is used outside its mode.
 
     Args:
-        first: A tensor of the call, usually its first one.
+        first: A tensor of the call, usually the first one.
     """
     if is_compiling() or (_dispatch_modes() and any(_active(key) is not None for key in _TRACERS)):
         return True
@@ -34,5 +32,5 @@ def is_traced(first: object = None) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether the code runs inside a transform of ``torch.func``: ``vmap``, ``grad``, ``jvp``..."""
+    """Return whether the code runs inside a transform of ``torch.func`` such as ``vmap``, ``grad`` or ``jvp``."""
     return not is_compiling() and _transform() is not None

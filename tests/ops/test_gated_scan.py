@@ -88,7 +88,7 @@ def test_the_sequential_kernel_is_correct(variant, name, monkeypatch):
     from onelaunch.kernels.scan import forward, launch
 
     walked = []
-    kernel = forward.walk_scan_gate_kernel
+    kernel = forward.sequential_scan_gate_kernel
 
     class Watched:
         def run(self, *arguments, grid, **constants):
@@ -96,10 +96,10 @@ def test_the_sequential_kernel_is_correct(variant, name, monkeypatch):
             return kernel.run(*arguments, grid=grid, **constants)
 
     monkeypatch.setattr(launch, "processors", lambda device: 1)
-    walk = launch.walk_tiles(torch.device("cuda"), 1 << 20, 80)
+    walk = launch.sequential_tiles(torch.device("cuda"), 1 << 20, 80)
     assert walk is not None
-    monkeypatch.setattr(launch, "walk_tiles", lambda *sizes: walk)
-    monkeypatch.setattr(forward, "walk_scan_gate_kernel", Watched())
+    monkeypatch.setattr(launch, "sequential_tiles", lambda *sizes: walk)
+    monkeypatch.setattr(forward, "sequential_scan_gate_kernel", Watched())
     assert_one_call_correct(GATED_SCAN, case_of(GATED_SCAN, name), variant)
     assert walked
 

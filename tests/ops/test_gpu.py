@@ -116,7 +116,7 @@ def test_the_sequential_kernel_for_many_channels(variant, lengths, device):
 
     width = 128 * processors(device) + 5
     case = GATED_SCAN.case("bfloat16", B=1, T=200, V=width, lengths=lengths)
-    assert launch.walk_tiles(device, 1, width) is not None
+    assert launch.sequential_tiles(device, 1, width) is not None
     assert_correct(GATED_SCAN, case, variant, device)
 
 
@@ -273,7 +273,7 @@ def test_more_captured_calls_than_the_workspace_reserve_holds(device):
     arguments = made(GATED_SCAN, device, B=8, T=2048, V=512)
     from onelaunch.kernels.scan import launch
 
-    assert launch.walk_tiles(device, 8, 512) is None, "the sequential kernel needs no workspace words: choose another size"
+    assert launch.sequential_tiles(device, 8, 512) is None, "the sequential kernel needs no workspace words: choose another size"
     words = launch.scan_tiles(2048, 512).words(8, 2048, 512)
     assert words <= memory.LARGE
     calls = memory.RESERVE // words + 5
@@ -294,7 +294,7 @@ def test_graphs_outlive_the_workspace_reserve_they_were_captured_with(device):
     """Capture many graphs, with eager calls between that replace the reserve, and allocations that would reuse freed memory."""
     from onelaunch.kernels.scan import launch
 
-    assert launch.walk_tiles(device, 8, 256) is None, "the sequential kernel needs no workspace words: choose another size"
+    assert launch.sequential_tiles(device, 8, 256) is None, "the sequential kernel needs no workspace words: choose another size"
     assert 40 * launch.scan_tiles(2048, 256).words(8, 2048, 256) > memory.RESERVE // 2
     arguments = made(GATED_SCAN, device, B=8, T=2048, V=256)
     expected = gated_scan(**arguments, variant="fused")

@@ -80,11 +80,11 @@ def test_an_invalid_code_is_refused(code, refused):
 
 def test_segments_have_offsets_in_the_packed_result():
     layout = layout_of(EVERY)
-    assert [place.row for place in layout.places] == [0, 20, 35, 49, 52]
-    assert [place.column for place in layout.places] == [0, 24, 40, 56, 64]
-    assert [place.norm for place in layout.places] == [0, None, None, None, None]
-    assert [place.kept for place in layout.places] == [None, None, 0, None, None]
-    assert [place.bias for place in layout.places] == [None, 0, 15, None, 29]
+    assert [span.row for span in layout.spans] == [0, 20, 35, 49, 52]
+    assert [span.column for span in layout.spans] == [0, 24, 40, 56, 64]
+    assert [span.norm for span in layout.spans] == [0, None, None, None, None]
+    assert [span.kept for span in layout.spans] == [None, None, 0, None, None]
+    assert [span.bias for span in layout.spans] == [None, 0, 15, None, 29]
     assert (layout.rows, layout.pitch, layout.gradient_pitch) == (70, 88, 72)
     assert (layout.norms, layout.kept, layout.biases) == (2, 16, 47)
     assert layout_of(EVERY) is layout
@@ -94,17 +94,17 @@ def test_a_layout_is_restored_from_its_code():
     layout = layout_of(EVERY)
     again = read_layout(layout.code)
     assert again.code == layout.code
-    assert [place.segment.name for place in again.places] == ["s0", "s1", "s2", "s3", "s4"]
-    unnamed = [(place.row, place.column, place.norm, place.kept, place.bias) for place in again.places]
-    assert unnamed == [(place.row, place.column, place.norm, place.kept, place.bias) for place in layout.places]
+    assert [span.segment.name for span in again.spans] == ["s0", "s1", "s2", "s3", "s4"]
+    unnamed = [(span.row, span.column, span.norm, span.kept, span.bias) for span in again.spans]
+    assert unnamed == [(span.row, span.column, span.norm, span.kept, span.bias) for span in layout.spans]
 
 
 def test_splitting_a_packed_result_returns_views_of_its_columns():
     layout = layout_of(EVERY)
     packed = torch.arange(3.0 * layout.pitch).view(3, layout.pitch)
-    for part, place in zip(layout.cut(packed), layout.places, strict=True):
-        assert part.shape == (3, *place.segment.shape)
-        assert torch.equal(part.reshape(3, -1), packed[:, place.column : place.column + place.segment.width])
+    for part, span in zip(layout.cut(packed), layout.spans, strict=True):
+        assert part.shape == (3, *span.segment.shape)
+        assert torch.equal(part.reshape(3, -1), packed[:, span.column : span.column + span.segment.width])
         assert part.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
 
 

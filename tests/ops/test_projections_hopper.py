@@ -16,7 +16,7 @@ from onelaunch.cuda.module import _layout
 from onelaunch.cuda.tensor_maps import _unaddressable
 from onelaunch.launch.launch import CudaLaunch
 from onelaunch.ops import Segment, projections
-from onelaunch.ops.projections.configure_hopper import FEW, WIDEST, config_for, configuration, counts, header, taken
+from onelaunch.ops.projections.configure_hopper import FEW, WIDEST, config_for, configuration, counts, header, tile_columns
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout, layout_of
 from onelaunch.ops.projections.variants import hopper
 from tests.ops.cases import BOTH, assert_ok, assert_same_bits_beside_other_work_and_in_graphs, judge
@@ -48,7 +48,7 @@ def columns_in(text: str) -> list[tuple[int, ...]]:
         step, kind, row, width, column, norm, heads, kept, bias = map(int, numbers)
         assert int(begin) == tile
         for first in range(0, (int(end) - tile) * step, step):
-            place = (
+            span = (
                 row + first,
                 min(step, width - first),
                 column + first,
@@ -56,7 +56,7 @@ def columns_in(text: str) -> list[tuple[int, ...]]:
                 kept + first,
                 bias + first,
             )
-            found.append((kind, *place))
+            found.append((kind, *span))
         tile = int(end)
     assert f"COLUMN_TILES = {tile};" in text
     return found
@@ -80,20 +80,20 @@ def test_tiles_cover_every_column_once_with_its_kind(kinds_given, columns):
     tiles, kinds = columns_in(text), kinds_in(text)
     assert [count for _, _, count, *_ in tiles] == list(counts(layout, columns))
     assert [row for _, row, *_ in tiles] == [sum(count for _, _, count, *_ in tiles[:at]) for at in range(len(tiles))]
-    for place in layout.places:
-        segment = place.segment
-        own = [tile for tile in tiles if place.row <= tile[1] < place.row + segment.width]
+    for span in layout.spans:
+        segment = span.segment
+        own = [tile for tile in tiles if span.row <= tile[1] < span.row + segment.width]
         for kind, row, count, column, norm, kept, bias in own:
-            behind = row - place.row
+            behind = row - span.row
             assert count <= columns
-            assert (column, kinds[kind][2]) == (place.column + behind, segment.bias)
+            assert (column, kinds[kind][2]) == (span.column + behind, segment.bias)
             if segment.activation == "l2norm":
-                assert (norm, count % segment.head_size) == (place.norm + behind // segment.head_size, 0)
+                assert (norm, count % segment.head_size) == (span.norm + behind // segment.head_size, 0)
                 assert kinds[kind][1] == segment.head_size
             if segment.activation == "silu":
-                assert kept == place.kept + behind
+                assert kept == span.kept + behind
             if segment.bias:
-                assert bias == place.bias + behind
+                assert bias == span.bias + behind
 
 
 @pytest.mark.parametrize("multicast", hopper.MULTICAST.values())
@@ -108,7 +108,7 @@ def test_tiles_fit(head, rows, multicast):
     assert config.shared_bytes <= LARGEST_SHARED
     few = min(FEW, config.b_rows - 8)
     assert all(count <= config.narrow or few < count <= config.b_rows for count in counts(layout, config.b_rows))
-    assert {taken(place, config.b_rows) % head for place in layout.places if place.norm is not None} == {0}
+    assert {tile_columns(span, config.b_rows) % head for span in layout.spans if span.norm is not None} == {0}
 
 
 def test_the_write_ups_chain_has_wide_tiles_and_narrow_ones_for_the_decay():
@@ -154,13 +154,13 @@ def test_a_launch_has_ctas_for_every_sm_or_every_tile(rows, multicast, ctas):
 )
 def test_unsupported_calls_are_refused_with_the_reason(given, prose):
     case = PROJECTIONS.case(**{"dtype": "bfloat16", "B": 2, "T": 64, "D": 64, "H": 2, "K": 64, "V": 64, **given})
-    prose(hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")))
+    prose(hopper.why_tiles_cannot_hold(PROJECTIONS.query(case, "cuda:0")))
 
 
 @pytest.mark.parametrize("chain", ["normalized", "gla", "3x7:silu:bias,2x100:none,5x1:sigmoid"])
 def test_supported_calls(chain):
     case = PROJECTIONS.case("float16", B=1, T=3, D=24, H=2, K=96, V=100, segments=chain)
-    assert hopper.what_tiles_hold(PROJECTIONS.query(case, "cuda:0")) is None
+    assert hopper.why_tiles_cannot_hold(PROJECTIONS.query(case, "cuda:0")) is None
 
 
 def test_auto_prefers_one_launch_on_hopper_and_two_on_other_gpus():

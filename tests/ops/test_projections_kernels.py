@@ -74,8 +74,8 @@ def test_results_are_aligned_views_of_one_packed_result(variant, lead):
         layout = layout_of(EVERY)
         assert [each.shape for each in found] == [(*lead, *segment.shape) for segment in EVERY]
         assert len({each.untyped_storage().data_ptr() for each in found}) == 1
-        for each, place in zip(found, layout.places, strict=True):
-            assert each.storage_offset() == place.column
+        for each, span in zip(found, layout.spans, strict=True):
+            assert each.storage_offset() == span.column
             assert each.storage_offset() * each.itemsize % 16 == 0
             assert each.stride(-1) == 1
             assert each.stride(len(lead) - 1) == layout.pitch

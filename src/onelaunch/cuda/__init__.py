@@ -1,6 +1,6 @@
 """CUDA C++ kernels: compiled by NVRTC at first use, loaded and launched through the driver.
 
-Names are imported when they are first asked for: a command that needs the driver alone does not wait for PyTorch.
+Names are imported at their first use, so that a command that needs only the driver does not import PyTorch.
 """
 
 import importlib
@@ -36,11 +36,11 @@ _HOMES = {
     "make_context_current": "driver",
     "tensor_map": "tensor_maps",
 }
-"""Module of each name; ``compiler`` for the others."""
+"""Submodule that defines each name; names that are not listed are in ``compiler``."""
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of :data:`__all__` from its module, and keep it."""
+    """Import a name of :data:`__all__` from its submodule, and keep it in this module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'compiler')}"), name)

@@ -1,7 +1,7 @@
-"""CUDA C++ compiled by NVRTC at first use, and kept in the user's cache folder.
+"""Compile CUDA C++ with NVRTC at first use, and keep the machine code in the user's cache folder.
 
-Compiling needs neither GPU, driver nor nvcc, only the extra ``cuda`` (cuda-bindings and NVRTC). A :class:`Source` becomes machine
-code once per architecture.
+Compiling needs no GPU, no driver and no nvcc, only the extra ``cuda`` (cuda-bindings and NVRTC). Each :class:`Source` is compiled
+once per architecture.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from onelaunch.errors import CompileError, CompilerMissing
 
 @dataclass(frozen=True)
 class Source:
-    """One kernel in CUDA C++. Hashable: the key of what was compiled."""
+    """One kernel in CUDA C++ with its headers and macros. It is hashable, and is the key of its compiled code."""
 
     name: str
     """File name that the compiler's messages show."""
     text: str
+    """CUDA C++ of the file."""
     entry: str
-    """Name of the kernel, which is declared ``extern "C"``."""
+    """Name of the kernel function, which is declared ``extern "C"``."""
     headers: tuple[tuple[str, str], ...] = ()
-    """Name and text of each file that may be included. There are no others: NVRTC brings none of the CUDA toolkit's."""
+    """Name and content of each file that the source may include. The CUDA toolkit's headers are not available to NVRTC here."""
     defines: tuple[tuple[str, str | int], ...] = ()
     """Macros and their values."""
 
 
 def read(package: str, file: str) -> str:
-    """Return the text of a ``.cu`` or ``.cuh`` file that lies beside the modules of a package."""
+    """Return the content of a ``.cu`` or ``.cuh`` file in the folder of a package."""
     return importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
 
 
 def include(name: str) -> tuple[str, str]:
-    """Return a header that kernels of several operations share, as :attr:`Source.headers` hold it: its name and its text."""
+    """Return the name and content of a header in ``cuda/include``, as an entry of :attr:`Source.headers`."""
     return name, read("onelaunch.cuda", f"include/{name}")
 
 
@@ -52,27 +53,32 @@ class Compiled(NamedTuple):
     """Result of NVRTC for a source."""
 
     cubin: bytes
-    """Machine code, with the assembler's fault that :mod:`onelaunch.cuda.sass` knows patched."""
+    """Machine code, in which :mod:`onelaunch.cuda.sass` has patched stall-count hazards."""
     ptx: str
+    """PTX that the machine code was assembled from."""
     log: str
-    """Warnings and remarks, those of the assembler included."""
+    """Warnings and remarks of the compiler and of the assembler."""
 
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """Return NVRTC's version; :class:`CompilerMissing` when it is not here."""
+    """Return NVRTC's version as (major, minor).
+
+    Raises:
+        CompilerMissing: cuda-bindings or NVRTC is not installed.
+    """
     try:
         major, minor = _nvrtc("nvrtcVersion")
     except ImportError:
         raise CompilerMissing("cuda-bindings is not installed") from None
-    except RuntimeError as error:  # cuda-bindings is, and loads the library at its first call
+    except RuntimeError as error:  # cuda-bindings is installed; it loads NVRTC's library at its first call
         raise CompilerMissing("cuda-bindings finds no NVRTC") from error
     return major, minor
 
 
 @functools.cache
 def missing() -> str | None:
-    """Return why CUDA C++ cannot be compiled here, in words that complete "it ...", or ``None``."""
+    """Return why CUDA C++ cannot be compiled here, as a predicate that completes "it ...", or ``None`` if it can be."""
     try:
         version()
     except CompilerMissing:
@@ -82,18 +88,18 @@ def missing() -> str | None:
 
 @functools.cache
 def compile_source(source: Source, architecture: str) -> bytes:
-    """Return machine code (a cubin) of a source for an architecture such as ``sm_90a``: from the cache folder, or compiled now.
+    """Return the cubin of a source for an architecture such as ``sm_90a``, from the cache folder or compiled now.
 
     Raises:
-        CompilerMissing: the extra ``cuda`` is not installed.
-        CompileError: with NVRTC's log.
+        CompilerMissing: The extra ``cuda`` is not installed.
+        CompileError: NVRTC refused the source. The message holds NVRTC's log.
     """
     key = hashlib.sha256(repr((version(), OPTIONS, sass.RULES, architecture, source)).encode()).hexdigest()
     path = folders.cache_folder() / "cubins" / f"{source.entry}-{architecture}-{key[:32]}.cubin"
     cubin = _stored(path)
     if cubin is None:
-        # 16 locks, so that processes seldom wait for another kernel
-        with folders.alone(folders.cache_folder() / "locks", f"compile-{key[0]}"):
+        # One of 16 locks, by the first digit of the key: a process seldom waits for another one that compiles a different kernel.
+        with folders.process_lock(folders.cache_folder() / "locks", f"compile-{key[0]}"):
             cubin = _stored(path)
             if cubin is None:
                 cubin = compile_now(source, architecture).cubin
@@ -102,7 +108,7 @@ def compile_source(source: Source, architecture: str) -> bytes:
 
 
 def compile_now(source: Source, architecture: str) -> Compiled:
-    """Compile a source without looking into any cache. Raises as :func:`compile_source` does."""
+    """Compile a source without reading or writing the cache folder; raise the same errors as :func:`compile_source`."""
     version()
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     names = [name.encode() for name, _ in source.headers]
@@ -117,21 +123,25 @@ def compile_now(source: Source, architecture: str) -> Compiled:
             raise CompileError(source.name, architecture, log=log or error.name)
         cubin = _product(program, "CUBIN")
         if architecture in sass.ARCHITECTURES:
-            cubin = sass.mended(cubin)
+            cubin = sass.patched(cubin)
         return Compiled(cubin, _product(program, "PTX").rstrip(b"\0").decode(), log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
 def _product(program: Any, name: str) -> bytes:
-    """Return one of the things that a program holds once it was compiled."""
+    """Return one output of a compiled NVRTC program: ``name`` is ``CUBIN``, ``PTX`` or ``ProgramLog``."""
     buffer = bytearray(_nvrtc(f"nvrtcGet{name}Size", program))
     _nvrtc(f"nvrtcGet{name}", program, buffer)
     return bytes(buffer)
 
 
 def _nvrtc(call: str, *arguments: Any) -> Any:
-    """Return the result of a call of NVRTC that fails only when it is called wrongly."""
+    """Call a function of NVRTC and return its result.
+
+    Raises:
+        RuntimeError: NVRTC returned an error, which these functions do only when they are called wrongly.
+    """
     error, *results = getattr(importlib.import_module("cuda.bindings.nvrtc"), call)(*arguments)
     if error:
         raise RuntimeError(f"{call} returned {error.name}")
@@ -142,11 +152,14 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def _stored(path: Path) -> bytes | None:
-    """Return the code in a file of the cache, or ``None`` where there is none or its digest, which follows it, differs."""
+    """Return the cubin in a file of the cache, or ``None`` if the file is missing or damaged.
+
+    The SHA-256 digest of the cubin follows it in the file.
+    """
     if (data := folders.kept(path)) is None:
         return None
     cubin, digest = data[:-_DIGEST], data[-_DIGEST:]
     if hashlib.sha256(cubin).digest() == digest:
         return cubin
-    folders.say_unusable(path, "is damaged")
+    folders.warn_unusable(path, "is damaged")
     return None

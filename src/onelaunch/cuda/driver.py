@@ -1,7 +1,7 @@
-"""The CUDA driver: its bindings, its errors, and the context of a thread.
+"""Calls of the CUDA driver: its two bindings, its errors, and the current context of a thread.
 
-Two bindings meet here. What launches of Triton's kernels need goes through :mod:`ctypes`, since nothing but the driver has to be
-installed for it. Modules of CUDA C++ are loaded through ``cuda-bindings``, which brings their compiler as well.
+Launches of Triton kernels need only a few driver calls. These go through :mod:`ctypes`, which needs nothing installed but the
+driver. Modules of CUDA C++ are loaded through ``cuda-bindings``, which their compiler (NVRTC) needs anyway.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from onelaunch.errors import DriverError
 
 @functools.cache
 def library() -> Any:
-    """Return the driver by :mod:`ctypes`.
+    """Return the driver's library, loaded by :mod:`ctypes`.
 
     Raises:
-        OSError: There is no driver of NVIDIA's.
+        OSError: No NVIDIA driver is installed.
     """
     return ctypes.CDLL("libcuda.so.1")
 
 
 def accept(call: str, error: int, about: str = "PyTorch's context") -> None:
-    """Raise :class:`DriverError` unless a call by :mod:`ctypes` returned success."""
+    """Raise :class:`DriverError` unless a driver call made through :mod:`ctypes` returned 0 (success)."""
     if error:
         raise DriverError(call, got=f"error {error}", about=about)
 
 
 def bound(call: str, *arguments: Any, about: str = "PyTorch's context") -> Any:
-    """Return the result of a call through ``cuda-bindings``.
+    """Call a driver function through ``cuda-bindings`` and return its first result, or ``None`` if it has none.
 
     Raises:
-        DriverError: The driver refused.
+        DriverError: The driver returned an error.
     """
     from cuda.bindings import driver
 
@@ -47,10 +47,10 @@ def bound(call: str, *arguments: Any, about: str = "PyTorch's context") -> Any:
 
 @functools.cache
 def primary_context(index: int) -> int:
-    """Return the primary context of a device, which is PyTorch's own. It is retained for as long as the process lives.
+    """Return the handle of a device's primary context, the one that PyTorch uses. It stays retained until the process ends.
 
     Raises:
-        DriverError: The driver refused.
+        DriverError: The driver returned an error.
     """
     driver, context, device, about = library(), ctypes.c_void_p(), ctypes.c_int(), f"the context of device {index}"
     accept("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index), about)
@@ -59,13 +59,14 @@ def primary_context(index: int) -> int:
 
 
 def make_context_current() -> None:
-    """Give this thread the context of PyTorch's current device where it has none, as tensor maps need one.
+    """Make the context of PyTorch's current device current in this thread, if the thread has none.
 
-    A thread begins without, PyTorch's own for backward passes too, and gets one from the first call of the CUDA runtime that
-    needs it. Where memory and kernels come from caches there may have been no such call.
+    Encoding a tensor map needs a current context. A new thread has none; this includes PyTorch's threads for backward passes. The
+    first call of the CUDA runtime that needs a context sets one. If memory and kernels come from caches, no such call may have
+    happened yet.
 
     Raises:
-        DriverError: The driver refused.
+        DriverError: The driver returned an error.
     """
     driver, context = library(), ctypes.c_void_p()
     error = driver.cuCtxGetCurrent(ctypes.byref(context))
@@ -80,7 +81,7 @@ def make_context_current() -> None:
 
 @contextlib.contextmanager
 def current_context(index: int) -> Iterator[None]:
-    """Make the primary context of a device this thread's current one, and put back the one before at the end."""
+    """Make the primary context of a device current in this thread, and restore the previous one at the end."""
     driver, before = library(), ctypes.c_void_p()
     accept("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(ctypes.c_void_p(primary_context(index))))
     try:

@@ -1,4 +1,4 @@
-"""Capture of enqueued work in a CUDA graph."""
+"""Capture enqueued work in a CUDA graph, undisturbed by other threads and by Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 Result = TypeVar("Result")
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Lock held during a capture. A capture first empties PyTorch's cache of free memory, which another capture may be using."""
+"""Lock held during a capture: a capture first empties PyTorch's cache of free memory, which another capture may be using."""
 
 
 def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Result:
     """Capture the work that a function enqueues, and return the function's result.
 
-    Python collects no garbage meanwhile. A collection in this thread may destroy another graph, which CUDA does not allow
-    during a capture. Other threads may go on using the GPU.
+    Garbage collection is off during the capture: a collection in this thread could destroy another CUDA graph, which CUDA does
+    not allow during a capture. Other threads may use the GPU meanwhile.
 
     Args:
         step: Function to capture. Call it once before, on the same stream, if it compiles kernels or allocates workspaces.
@@ -28,11 +28,11 @@ def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: tor
         stream: Stream to capture on; not the default stream of its device.
 
     Raises:
-        Exception: Whatever the function raises. A capture that broke has an error of its own, but that one hides the reason.
+        Exception: The error that ``step`` raised. The broken capture raises a second error, which would hide the reason.
     """
     first: BaseException | None = None
     try:
-        # By default PyTorch captures on a stream of the device that captured first, and fails on what other threads do meanwhile.
+        # PyTorch's default is a stream of the device that captured first, and a mode that other threads' CUDA calls may break.
         with (
             _ONE_AT_A_TIME,
             _no_garbage_collection(),
@@ -52,6 +52,7 @@ def capture(step: Callable[[], Result], graph: torch.cuda.CUDAGraph, stream: tor
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
+    """Turn the garbage collector off inside, and back on at the end if it was on before."""
     enabled = gc.isenabled()
     gc.disable()
     try:

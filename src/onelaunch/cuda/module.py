@@ -1,4 +1,4 @@
-"""Kernels of CUDA C++ loaded on a device, and their launches through the driver."""
+"""Load CUDA C++ kernels on a device and launch them through the driver."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from onelaunch.errors import DriverError
 from onelaunch.wording import listing
 
 Kind = Literal["pointer", "i32", "i64", "f32", "map"]
-"""Kind of a kernel's argument: a tensor or ``None``, a number, or a :func:`tensor_map` by value (``const __grid_constant__``)."""
+"""Kind of a kernel's argument.
 
+``pointer`` takes a tensor or ``None``, ``i32``, ``i64`` and ``f32`` take a number, and ``map`` takes the bytes of a
+:func:`tensor_map`, which the kernel receives by value (``const __grid_constant__``).
+"""
 
 _PACKED: dict[Kind, tuple[str, int, int]] = {
     "pointer": ("Q", 8, 8),
@@ -29,20 +32,18 @@ _PACKED: dict[Kind, tuple[str, int, int]] = {
     "f32": ("f", 4, 4),
     "map": ("128s", 128, 128),
 }
-"""Format of :mod:`struct`, bytes and alignment of each kind."""
-
+"""Format character of :mod:`struct`, size in bytes and alignment in bytes of each kind."""
 
 _PORTABLE_CLUSTER = 8
-"""Most CTAs of a cluster that every kernel may have: larger clusters need an attribute of their own."""
-
+"""Largest number of CTAs in a portable cluster. A larger cluster needs the attribute NON_PORTABLE_CLUSTER_SIZE_ALLOWED."""
 
 _OVERLAP_CAPTURED = 12030
-"""Version of the first driver that can capture overlapping launches in a graph: CUDA 12.3's."""
+"""First driver version (CUDA 12.3) that can capture programmatic dependent launches in a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Configuration of a launch except the grid: see :func:`load`."""
+    """Launch configuration without the grid. :func:`load` documents the fields."""
 
     threads: int
     shared_bytes: int
@@ -62,22 +63,25 @@ def load(
     cooperative: bool = False,
     overlap: bool = False,
 ) -> Function:
-    """Return a kernel ready to be launched on a device; compiled and loaded once. Not while a CUDA graph is captured.
+    """Return a kernel that is ready to be launched on a device. The first call compiles and loads it.
+
+    Do not call it for the first time during the capture of a CUDA graph.
 
     Args:
-        source: the kernel.
-        device: an NVIDIA GPU.
-        kinds: kinds of the kernel's arguments, in their order.
-        threads: threads of a CTA.
-        shared_bytes: dynamic shared memory of a CTA.
+        source: Kernel to compile.
+        device: NVIDIA GPU to load it on.
+        kinds: Kinds of the kernel's arguments, in order.
+        threads: Threads of a CTA.
+        shared_bytes: Dynamic shared memory of a CTA, in bytes.
         cluster: CTAs of a cluster along x.
-        cooperative: whether all CTAs must be resident at once, as for a grid barrier.
-        overlap: whether CTAs may begin before the launch before them has ended; the kernel has to wait for that itself
-            (``griddepcontrol.wait``) before it touches memory. Left alone where the driver cannot capture such launches.
+        cooperative: Flag for a cooperative launch, in which all CTAs are resident at once, as a grid barrier needs.
+        overlap: Flag for programmatic dependent launch: CTAs may begin before the previous launch has ended. The kernel itself
+            must execute ``griddepcontrol.wait`` before it accesses memory. The flag is ignored if the driver cannot capture such
+            launches.
 
     Raises:
-        CompilerMissing, CompileError: as :func:`compile_source`.
-        DriverError: the driver does not take the code, or the device has less shared memory.
+        CompilerMissing, CompileError: As :func:`compile_source` raises them.
+        DriverError: The driver refused the code, or the device has less shared memory.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     return _load(source, index, kinds, _Shape(threads, shared_bytes, cluster, cooperative, overlap))
@@ -91,9 +95,9 @@ def _load(source: Source, index: int, kinds: tuple[Kind, ...], shape: _Shape) ->
 
 
 class Function:
-    """A kernel loaded on one device, made by :func:`load`. Calling it launches it on PyTorch's current stream there.
+    """Kernel loaded on one device by :func:`load`. A call launches it on PyTorch's current stream of that device.
 
-    A launch neither allocates on the device nor waits for it, and can be captured in a CUDA graph. Threads may share a function.
+    A launch neither allocates device memory nor synchronizes, and can be captured in a CUDA graph. Threads may share a function.
     """
 
     def __init__(self, cubin: bytes, entry: str, index: int, kinds: tuple[Kind, ...], shape: _Shape) -> None:
@@ -104,9 +108,9 @@ class Function:
         self._index = index
         self._pointers = tuple(at for at, kind in enumerate(kinds) if kind == "pointer")
         self._driver = driver
-        self._stream = torch._C._cuda_getCurrentRawStream  # noqa: SLF001  a tenth of the time of torch.cuda.current_stream
+        self._stream = torch._C._cuda_getCurrentRawStream  # noqa: SLF001  takes a tenth of the time of torch.cuda.current_stream
         torch.cuda.init()
-        self._context = primary_context(index)  # PyTorch's own
+        self._context = primary_context(index)  # the context that PyTorch uses
         with current_context(self._index):
             module = bound("cuModuleLoadData", cubin, about=f"the code of {entry}")
             self._function = bound("cuModuleGetFunction", module, entry.encode(), about=entry)
@@ -124,12 +128,12 @@ class Function:
         """Launch the kernel.
 
         Args:
-            grid: CTAs along x, y and z; those along x are a multiple of the cluster.
-            arguments: one for each kind: a tensor or ``None`` for ``pointer``, a number, the bytes of a tensor map.
+            grid: Numbers of CTAs along x, y and z. The number along x is a multiple of the cluster size.
+            *arguments: One value for each kind: a tensor or ``None`` for ``pointer``, a number, or the bytes of a tensor map.
 
         Raises:
-            TypeError: other arguments than the function takes.
-            DriverError: the driver refused the launch.
+            TypeError: The arguments do not match the kinds.
+            DriverError: The driver refused the launch.
         """
         packet = self._packet
         values = list(arguments)
@@ -144,7 +148,7 @@ class Function:
         config.hStream = self._stream(self._index)
         if int(self._driver.cuCtxGetCurrent()[1]) == self._context:
             (error,) = self._driver.cuLaunchKernelEx(config, self._function, packet.parameters, 0)
-        else:  # another device is current, or none yet in this thread
+        else:  # the context of another device is current, or this thread has none yet
             with current_context(self._index):
                 (error,) = self._driver.cuLaunchKernelEx(config, self._function, packet.parameters, 0)
         if error:
@@ -152,7 +156,10 @@ class Function:
 
 
 class _Packet(threading.local):
-    """Arguments and configuration of a launch, written anew by each: one for each thread, for the driver runs without the GIL."""
+    """Buffers for the arguments and the configuration of a launch, which every launch overwrites.
+
+    Each thread has its own, since the driver call releases the GIL.
+    """
 
     def __init__(self, kinds: tuple[Kind, ...], shape: _Shape) -> None:
         self.layout, offsets = _layout(kinds)
@@ -165,7 +172,7 @@ class _Packet(threading.local):
 
 
 def _layout(kinds: Sequence[Kind]) -> tuple[struct.Struct, list[int]]:
-    """Return the layout of arguments, one after the other, and the offset of each."""
+    """Return the packed layout of the arguments, and the offset of each in bytes."""
     form, offsets, end = "=", [], 0
     for kind in kinds:
         code, size, alignment = _PACKED[kind]
@@ -177,7 +184,7 @@ def _layout(kinds: Sequence[Kind]) -> tuple[struct.Struct, list[int]]:
 
 
 def _configuration(shape: _Shape) -> Any:
-    """Return the driver's configuration of a launch, without grid and stream."""
+    """Return the driver's launch configuration with its attributes; each launch sets the grid and the stream."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()

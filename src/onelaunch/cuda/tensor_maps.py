@@ -1,4 +1,4 @@
-"""Tensor maps: descriptors by which the TMA unit of Hopper and later GPUs addresses a tensor."""
+"""Encode tensor maps: the descriptors with which TMA (Hopper and later) addresses a tensor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from onelaunch.errors import DriverError
 from onelaunch.wording import listing
 
 MAP_BYTES = 128
-"""Size of a tensor map."""
+"""Size of a tensor map in bytes. Buffers for one are aligned to it."""
 
-
-_ELEMENTS = {  # as cuda.h numbers them
+_ELEMENTS = {  # values of CUtensorMapDataType in cuda.h
     torch.uint8: 0,
     torch.float8_e4m3fn: 0,
     torch.int32: 3,
@@ -26,17 +25,17 @@ _ELEMENTS = {  # as cuda.h numbers them
     torch.bfloat16: 9,
 }
 
-
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-
+"""Values of CUtensorMapSwizzle in cuda.h, by swizzle width in bytes."""
 
 _PROMOTE_256 = 3
-
+"""Value of CU_TENSOR_MAP_L2_PROMOTION_L2_256B."""
 
 _ALIGNMENT = 16
-
+"""Alignment of the address, the strides and the width of a box, in bytes."""
 
 _MOST_BOX = 256
+"""Largest number of elements along a side of a box."""
 
 
 def tensor_map(
@@ -48,28 +47,30 @@ def tensor_map(
     *,
     swizzle: Literal[0, 32, 64, 128] = 128,
 ) -> bytes:
-    """Return a descriptor by which TMA moves boxes of a tensor of 2 to 5 dimensions; elements outside read as zero.
+    """Return a tensor map with which TMA copies boxes of a tensor of 2 to 5 dimensions. Elements outside the tensor read as zero.
 
-    It holds the address and keeps nothing alive. Making one costs some microseconds: keep it as long as the tensor stays.
+    The map holds the address and does not keep the memory alive. Encoding one takes some microseconds, so keep it while the
+    tensor stays at its address.
 
     Args:
-        dtype: float16, bfloat16, float32, int32, uint8 or float8_e4m3fn.
-        address: of the first element, such as ``tensor.data_ptr()``.
-        sizes: elements of each dimension, innermost first.
-        strides: bytes from one index to the next of each dimension but the innermost, whose elements lie side by side.
-        box: elements of each dimension that one copy moves.
-        swizzle: bytes over which 16-byte pieces are permuted in shared memory; a box is at most as wide. 0 for none.
+        dtype: Element type: float16, bfloat16, float32, int32, uint8 or float8_e4m3fn.
+        address: Address of the first element, such as ``tensor.data_ptr()``.
+        sizes: Number of elements along each dimension, innermost first.
+        strides: Stride of each dimension in bytes, without the innermost dimension, which is contiguous.
+        box: Number of elements along each dimension that one copy moves.
+        swizzle: Swizzle width in bytes, over which 16-byte pieces are permuted in shared memory; 0 for none. The box is at most
+            this wide.
 
     Raises:
-        ValueError: something that TMA cannot address; says what.
-        DriverError: the driver refused the rest.
+        ValueError: TMA cannot address this tensor; the message says why.
+        DriverError: The driver refused the map for another reason.
     """
     if problem := _unaddressable(dtype, address, sizes, strides, box, swizzle):
-        raise ValueError(f"The copy engine cannot address this tensor: {problem}.")
+        raise ValueError(f"TMA cannot address this tensor: {problem}.")
     make_context_current()
     rank = len(sizes)
     buffer = ctypes.create_string_buffer(2 * MAP_BYTES)
-    # by ctypes: cuda-bindings keeps the descriptor where Python puts objects, and the driver wants it aligned
+    # Called by ctypes: the driver wants an aligned descriptor, and cuda-bindings stores it wherever Python allocates it.
     at = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % MAP_BYTES
     error = _encode()(
         at,
@@ -80,10 +81,10 @@ def tensor_map(
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
-        0,  # not interleaved
+        0,  # no interleaving
         _SWIZZLES[swizzle],
         _PROMOTE_256,
-        0,  # zeros outside
+        0,  # fill elements outside with zeros
     )
     if error:
         from cuda.bindings import driver
@@ -96,12 +97,15 @@ def tensor_map(
 def _unaddressable(
     dtype: torch.dtype, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
 ) -> str | None:
-    """Return what TMA does not take, or ``None``."""
+    """Return why TMA cannot address the tensor, or ``None`` if it can."""
     rank = len(sizes)
     if dtype not in _ELEMENTS:
         return f"dtype is {dtype}; it must be one of {listing(str(known).removeprefix('torch.') for known in _ELEMENTS)}"
     if not 2 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:
-        return f"it has {rank} sizes, {len(strides)} strides and {len(box)} sides of a box; 2 to 5, one fewer, as many are wanted"
+        return (
+            f"it has {rank} sizes, {len(strides)} strides and {len(box)} box sides; there must be 2 to 5 sizes, one stride fewer "
+            "than sizes, and as many box sides as sizes"
+        )
     if address % _ALIGNMENT:
         return f"its address {address:#x} must be a multiple of {_ALIGNMENT}"
     if any(stride % _ALIGNMENT or not 0 < stride < 1 << 40 for stride in strides):
@@ -121,6 +125,7 @@ def _unaddressable(
 
 @functools.cache
 def _encode() -> Any:
+    """Return the driver's ``cuTensorMapEncodeTiled`` with its argument types declared."""
     function = library().cuTensorMapEncodeTiled
     pointer, number = ctypes.c_void_p, ctypes.c_uint32
     function.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]

@@ -1,1 +1,1 @@
-"""Facts about devices, their measured peaks, and the tools that are installed."""
+"""Device facts, chip architectures, measured peaks, and the tools that are installed on this machine."""

@@ -1,8 +1,8 @@
-"""Chip families that kernels are compiled for, and devices that stand for them on machines without one.
+"""Table of the chip architectures that kernels are compiled for, and pretended devices for machines without such a chip.
 
-:func:`pretended` gives a PyTorch device whose index no machine has. Fake tensors on it carry a call through the library as if
-such a chip were here, so that what a call would launch can be compiled and inspected anywhere. The questions of
-:mod:`onelaunch.device.hardware` are answered for it from the table below.
+:func:`pretended` returns a PyTorch device whose index no machine has. Calls on fake tensors of that device choose the same
+launches as on a real chip, so that these can be compiled and inspected anywhere. The functions of
+:mod:`onelaunch.device.hardware` answer for it from the table below.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from onelaunch.errors import UnknownArchitecture
 
 HOPPER_SHARED_BYTES = 227 * 1024
-"""Shared memory that a CTA may have on Hopper, and on Blackwell's data centre chips."""
+"""Shared memory that one CTA may use on Hopper and on data-centre Blackwell, in bytes."""
 
 HOPPER_SMS = 132
-"""SMs of an H200 and of an H100 SXM. Constants that were fitted to one of them are given for one SM."""
+"""Number of SMs of an H200 and of an H100 SXM. Constants that were fitted on one of these chips are stated per SM."""
 
 _NVIDIA_SMALL = 99 * 1024
 _MMA = ("HMMA", "IMMA", "DMMA")
@@ -26,21 +26,21 @@ _MMA = ("HMMA", "IMMA", "DMMA")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A chip family that kernels are compiled for."""
+    """Chip architecture that kernels are compiled for."""
 
     name: str
     backend: str
-    """Triton's name of the compiler: ``cuda`` or ``hip``."""
+    """Name of Triton's compiler backend: ``cuda`` or ``hip``."""
     target: int | str
-    """Triton's name of the chip: the compute capability as a number, or a name such as ``gfx942``."""
+    """Triton's target: the compute capability as a number (90), or a name such as ``gfx942``."""
     warp: int
-    """Threads of a warp."""
+    """Threads per warp (wavefront)."""
     matrix: tuple[str, ...]
-    """Beginnings of the names of its matrix instructions, those meant for large tiles."""
+    """Prefixes of the mnemonics of its matrix instructions for large tiles."""
     shared_bytes: int
-    """Shared memory that one CTA may use."""
+    """Shared memory that one CTA may use, in bytes."""
     processors: int
-    """SMs (compute units) of its usual chip."""
+    """Number of SMs (compute units) of its usual chip."""
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -62,20 +62,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Architecture("gfx950", "hip", "gfx950", 64, ("v_mfma", "v_smfmac"), 160 * 1024, 256),
     )
 }
-"""Architectures that kernels can be compiled for and inspected on, by name."""
+"""Architectures that kernels can be compiled and inspected for, by name."""
 
 CHECKED = ("sm_80", "sm_90a", "sm_100a", "gfx942")
-"""Architectures that the test-suite compiles every kernel for."""
+"""Names of the architectures that the test suite compiles every kernel for."""
 
 FIRST_INDEX = 100
-"""Index of the first pretended device: more GPUs than a machine has."""
+"""Device index of the first pretended device. No machine has that many GPUs."""
 
 
 def find_architecture(name: str) -> Architecture:
-    """Return the architecture of that name; ``sm_90`` means ``sm_90a``.
+    """Return the architecture of a name; ``sm_90`` means ``sm_90a``.
 
     Raises:
-        UnknownArchitecture: There is none.
+        UnknownArchitecture: The table has no architecture of this name.
     """
     for candidate in (name, f"{name}a"):
         if candidate in ARCHITECTURES:
@@ -84,12 +84,12 @@ def find_architecture(name: str) -> Architecture:
 
 
 def pretended(architecture: str) -> torch.device:
-    """Return the device that stands for a chip of this architecture; only fake tensors can be on it."""
+    """Return the pretended device of an architecture. Only fake tensors can be on it."""
     return torch.device("cuda", FIRST_INDEX + list(ARCHITECTURES).index(find_architecture(architecture).name))
 
 
 def architecture_of(device: torch.device) -> Architecture | None:
-    """Return the architecture that a pretended device stands for; ``None`` for every real one."""
+    """Return the architecture of a pretended device, or ``None`` for a real device."""
     if device.index is None or device.index < FIRST_INDEX or device.type != "cuda":
         return None
     return list(ARCHITECTURES.values())[device.index - FIRST_INDEX]

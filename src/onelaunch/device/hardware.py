@@ -1,7 +1,7 @@
-"""Facts about devices, and the record of the rates that a device was measured to reach.
+"""Facts about devices, and the record of a device's measured peaks.
 
-A :class:`Device` holds facts read from the driver. :class:`Ceilings` hold measured peaks, the only rates that a roofline bound
-may rest on; :mod:`onelaunch.device.peaks` measures them.
+A :class:`Device` holds facts read from the driver. A :class:`Ceilings` holds measured peaks, the only rates from which a roofline
+bound may be computed; :mod:`onelaunch.device.peaks` measures them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from onelaunch.device.architectures import HOPPER_SMS, architecture_of
 from onelaunch.errors import DeviceMemoryError, NoDeviceError
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""Folder in which a container sees the limits of its own control group (version 2)."""
+"""Folder in which a container finds the limits of its own control group (cgroup version 2)."""
 
 INTERPRETED_PROCESSORS = HOPPER_SMS
-"""Number of SMs that code which cuts work for a GPU is told where kernels are interpreted: an H200's."""
+"""Number of SMs that schedules are computed for when kernels are interpreted on a CPU: those of an H200."""
 
 LEAST_SHARED_BYTES = 64 * 1024
-"""Shared memory of a CTA where a device does not say more: AMD's."""
+"""Shared memory of a CTA in bytes where the device reports no larger limit. It is the size of AMD's LDS."""
 
 SLUG = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9._-]{0,79}")
-"""Pattern that the whole name of a device's files and folders must match: no separator of folders, and no two dots in a row."""
+"""Pattern for the names of a device's files and folders. It excludes path separators and two dots in a row."""
 
 
 @dataclass(frozen=True)
@@ -40,55 +40,61 @@ class Device:
     type: str
     """``cuda`` (NVIDIA and AMD) or ``cpu``."""
     name: str
+    """Name that the driver reports."""
     architecture: str
-    """``sm_90``, ``gfx942``; for a CPU the machine's name (``x86_64``)."""
+    """Architecture such as ``sm_90`` or ``gfx942``; for a CPU the machine type, such as ``x86_64``."""
     processors: int
-    """Streaming multiprocessors, or CPU cores."""
+    """Number of SMs (compute units on AMD), or of CPU cores."""
     cache_bytes: int
-    """Last-level cache."""
+    """Size of the last-level cache in bytes: L2 on a GPU."""
     memory_bytes: int
+    """Size of the device's memory in bytes."""
 
     @property
     def slug(self) -> str:
-        """Name of the folder of this device's results, such as ``nvidia-h200``; ``cpu`` for every CPU. Matches :data:`SLUG`."""
+        """Folder name for this device's results, such as ``nvidia-h200``; ``cpu`` for every CPU. It matches :data:`SLUG`."""
         return "cpu" if self.type == "cpu" else _slug(self.name)
 
     @property
     def table(self) -> str:
-        """Name of the files that hold what was measured on this device, for :func:`table_name`."""
+        """File name, without suffix, of what was measured on this device; see :func:`table_name`."""
         return table_name(self.slug, self.name)
 
 
 def table_name(slug: str, device: str) -> str:
-    """Return the name of the files that hold what was measured on a device, from its slug and its name.
+    """Return the file name, without suffix, of what was measured on a device.
 
-    The slug itself for a GPU. A CPU's holds its model, such as ``cpu-amd-epyc``, since times of one CPU say nothing of another.
+    For a GPU it is the slug. For a CPU it includes the model, such as ``cpu-amd-epyc``, since times measured on one CPU model do
+    not hold for another.
     """
     return _slug(f"cpu {device}") if slug == "cpu" else slug
 
 
 def _slug(name: str) -> str:
+    """Return a name in lower case with hyphens in place of other characters, at most 80 characters long."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:80].rstrip("-") or "unnamed"
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured peak rates of a device. Seconds, bytes and operations are plain SI units."""
+    """Measured peak rates of a device, in bytes per second, FLOPs per second and seconds."""
 
     copy_bytes_per_second: float
-    """Bytes read plus bytes written per second by a large copy."""
+    """Bandwidth of a large copy: bytes read plus bytes written, per second."""
     matrix_flops_per_second: dict[str, float]
-    """FLOPs per second by dtype of a large square product of random matrices through PyTorch; float8 where the device has units
-    for it."""
+    """FLOPs per second of a large square matrix product of random matrices through PyTorch, by dtype. float8 is present where the
+    device has matrix units for it."""
     launch_seconds: float
-    """Duration of an empty kernel: a node of a CUDA graph on a GPU, an addition of one element on a CPU."""
+    """Duration of a minimal kernel in seconds: a node of a CUDA graph on a GPU, an addition of one element on a CPU."""
     measured_at: str
+    """Date and time of the measurement in ISO 8601, UTC."""
     software: str
+    """Versions of PyTorch and of CUDA or ROCm, as :func:`onelaunch.device.peaks.software` returns them."""
     read_bytes_per_second: float | None = None
-    """Bytes read per second by the fastest kernel that only reads. ``None`` in records from before it was measured."""
+    """Bandwidth of the fastest kernel that only reads, in bytes per second. ``None`` in records older than this field."""
     spread: dict[str, float] | None = None
-    """Relative distance between the fastest samples of each peak (0.01 is 1 %), keyed ``copy``, ``read``, ``launch`` and dtypes.
-    ``None`` in records from before it was kept."""
+    """Relative distance between the fastest samples of each peak (0.01 is 1 %), by ``copy``, ``read``, ``launch`` and dtype.
+    ``None`` in records older than this field."""
 
 
 def present() -> list[str]:
@@ -97,7 +103,11 @@ def present() -> list[str]:
 
 
 def resolve(name: str = "auto") -> torch.device:
-    """Return a device by name; ``auto`` is the first GPU, or the CPU. :class:`NoDeviceError` when it is not here."""
+    """Return a device by name; ``auto`` is the first GPU, or the CPU if there is no GPU.
+
+    Raises:
+        NoDeviceError: PyTorch sees no device of this name.
+    """
     if name == "auto":
         return torch.device(present()[0])
     wanted = f"{name}:0" if name == "cuda" else name
@@ -107,7 +117,7 @@ def resolve(name: str = "auto") -> torch.device:
 
 
 def is_hip(device: torch.device) -> bool:
-    """Return whether a GPU is AMD's, run through ROCm."""
+    """Return whether a GPU is an AMD GPU, which PyTorch runs through ROCm."""
     pretended = architecture_of(device)
     return bool(torch.version.hip) if pretended is None else pretended.backend == "hip"
 
@@ -122,7 +132,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def compute_capability(device: torch.device) -> int | None:
-    """Return the generation of an NVIDIA GPU, 9 for Hopper; ``None`` for every other device."""
+    """Return the major compute capability of an NVIDIA GPU, such as 9 for Hopper; ``None`` for every other device."""
     found = capability(device)
     return None if found is None else found[0]
 
@@ -140,9 +150,9 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of SMs of a GPU; :data:`INTERPRETED_PROCESSORS` for every other device, and without a GPU.
+    """Return the number of SMs of a GPU, or :data:`INTERPRETED_PROCESSORS` for a CPU and on a machine without a GPU.
 
-    Fake tensors may be on a GPU where there is none.
+    A CUDA device may be asked for on a machine without a GPU, since fake tensors can be on it.
     """
     if (pretended := architecture_of(device)) is not None:
         return pretended.processors
@@ -152,7 +162,7 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory that a CTA may have on a GPU; else, and without a GPU, :data:`LEAST_SHARED_BYTES`."""
+    """Return the shared memory that a CTA may use on a GPU in bytes; on a machine without a GPU, :data:`LEAST_SHARED_BYTES`."""
     if (pretended := architecture_of(device)) is not None:
         return pretended.shared_bytes
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -161,7 +171,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated: on a GPU the driver's and those that PyTorch's allocator keeps for later."""
+    """Return the bytes that can still be allocated. On a GPU they include free memory that PyTorch's allocator has cached."""
     if device.type == "cpu":
         return _cpu_free_bytes()
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -169,7 +179,7 @@ def free_memory(device: torch.device) -> int:
 
 @contextmanager
 def room_for(what: str, device: torch.device) -> Iterator[None]:
-    """Raise :class:`DeviceMemoryError`, which names what is allocated inside, when there is no room for it."""
+    """Turn an out-of-memory error of PyTorch inside into a :class:`DeviceMemoryError` that names what was allocated."""
     try:
         yield
     except torch.OutOfMemoryError as problem:
@@ -178,7 +188,7 @@ def room_for(what: str, device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def describe(device: str) -> Device:
-    """Return the facts of a device that is here."""
+    """Return the facts of a device of this machine."""
     if torch.device(device).type == "cpu":
         return Device("cpu", _cpu_name(), platform.machine(), os.cpu_count() or 1, _cpu_cache_bytes(), _cpu_memory_bytes())
     facts = torch.cuda.get_device_properties(device)
@@ -216,7 +226,7 @@ def _cpu_memory_bytes() -> int:
 
 
 def _cpu_free_bytes() -> int:
-    """Return the memory that the system calls available, or less where the control group of the process allows less."""
+    """Return the memory in bytes that the system reports as available, or less if the process's control group allows less."""
     try:
         match = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
@@ -225,7 +235,7 @@ def _cpu_free_bytes() -> int:
     try:
         most, used = (int((CONTROL_GROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         facts = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-        used -= int(facts["file"])  # the page cache counts as used, and is given up for what is allocated
-    except (OSError, ValueError, KeyError):  # ValueError: the limit is "max"
+        used -= int(facts["file"])  # The page cache counts as used, but the kernel reclaims it for allocations.
+    except (OSError, ValueError, KeyError):  # ValueError: the limit is the word "max"
         return free
     return min(free, max(most - used, 0))

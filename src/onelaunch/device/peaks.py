@@ -1,11 +1,11 @@
-"""Measured peaks of a device: memory bandwidth of copies and of reads, matrix products per dtype, and the cost of a launch.
+"""Measure the peaks of a device: bandwidth of copies and of reads, matrix products per dtype, and the cost of a launch.
 
 A peak is a maximum, so other work on the device can only make a sample too slow. Every method of every quantity is timed in turn,
-round by round with pauses between, and a peak is its fastest sample; rounds are added while the fastest samples of a quantity are
-further apart than :data:`SPREAD`. Where they stay further apart than :data:`TRUSTED`, the device was busy: no peak rests on one
-such sample, a warning says so, and the device is measured again the next time. Peaks are kept in the cache folder, one entry per
-software stack. A load that lasts as long as all rounds is not seen by this: :func:`remeasure` is asked before a time is called
-impossible.
+round by round with pauses between, and a peak is the fastest sample. Rounds are added while the fastest samples of a quantity are
+further apart than :data:`SPREAD`. If they stay further apart than :data:`TRUSTED`, the device was busy. Then the peak is the
+slowest of the :data:`AGREEING` fastest samples, a warning says so, and the next command measures again. Peaks are kept in the
+cache folder, one entry per software stack. A load that lasts through all rounds cannot be detected this way. Therefore the
+workbench calls :func:`remeasure` before it marks a time as impossible.
 """
 
 from __future__ import annotations
@@ -30,67 +30,71 @@ from onelaunch.device.read_rate import checksum, read_kernels
 from onelaunch.errors import BusyDeviceNotice, FallbackNotice, OneLaunchError
 
 AGREEING = 3
-"""Fastest samples of a quantity whose distance is its spread."""
+"""Number of fastest samples from which the spread of a quantity is computed."""
 
 SPREAD = 0.05
-"""Relative distance of the fastest samples above which another round is taken."""
+"""Relative distance of the fastest samples above which another round is measured."""
 
 TRUSTED = 0.2
-"""Relative distance of the fastest samples above which a peak is not trusted: other work held the device during most rounds."""
+"""Relative distance of the fastest samples above which a peak is not trusted, since other work used the device in most rounds."""
 
 LEAST_ROUNDS, MOST_ROUNDS = 7, 25
+"""Smallest and largest number of rounds."""
 
 CPU_SECONDS = 3.5
-"""Seconds after which no round begins on a CPU once :data:`AGREEING` are taken."""
+"""Time limit on a CPU in seconds. No round begins after it, once :data:`AGREEING` rounds are done."""
 
 PAUSE_SECONDS = 0.02
-"""Pause between two rounds, so that one burst of other work does not fall on all samples."""
+"""Pause between two rounds in seconds, so that one burst of other work does not slow all samples."""
 
 SAMPLE_SECONDS = 5e-3
-"""Least duration of a sample; a method that is faster is called several times within one."""
+"""Smallest duration of a sample in seconds. A faster method is called several times within one sample."""
 
 GPU_BUFFER_BYTES = 4 << 30
-"""Most bytes of the buffer that is read or copied on a GPU, whose cache keeps 1 to 2 % of them from pass to pass."""
+"""Largest size in bytes of the buffer that is read or copied on a GPU. Its L2 cache keeps 1 to 2 % of it between passes."""
 
 CPU_BUFFER_BYTES = (64 << 20, 1 << 30)
-"""Least and most bytes of the buffer that is read or copied on a CPU."""
+"""Smallest and largest size in bytes of the buffer that is read or copied on a CPU."""
 
 CPU_CACHES = 4
-"""Size of the buffer on a CPU in last-level caches, between the bounds of :data:`CPU_BUFFER_BYTES`."""
+"""Size of the buffer on a CPU as a multiple of the last-level cache, within the bounds of :data:`CPU_BUFFER_BYTES`."""
 
 MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the multiplied matrices, by device type."""
 
 LAUNCHES = 500
-"""Empty kernels of one sample."""
+"""Number of minimal kernels in one call of the launch probe."""
 
 
 @dataclass
 class Probe:
-    """One way to reach a peak, and the samples taken of it."""
+    """One method of measuring a quantity, with its samples."""
 
     quantity: str
-    """``copy``, ``read``, ``launch`` or a dtype."""
+    """Name of the quantity: ``copy``, ``read``, ``launch`` or a dtype."""
     method: str
+    """Name of the method in listings."""
     amount: float
-    """Bytes, FLOPs or launches of one call."""
+    """Number of bytes, FLOPs or launches of one call."""
     run: Callable[[], object]
+    """Function that enqueues one call."""
     calls: int = 1
-    """Calls of one sample."""
+    """Number of calls in one sample."""
     rates: list[float] = field(default_factory=list)
-    """Amount per second, by sample."""
+    """Amount per second of each sample."""
 
     @property
     def peak(self) -> float:
-        """Rate of the fastest sample; of the slowest of the fastest :data:`AGREEING` where their spread is not trusted.
+        """Rate of the fastest sample, or of the slowest of the :data:`AGREEING` fastest ones if their spread is not trusted.
 
-        One sample alone may be fast by an error of the clock. A rate that several samples reached was reached.
+        A single fast sample may be an error of the clock. A rate that several samples reached is real.
         """
         best = sorted(self.rates)[-AGREEING:]
         return best[-1] if self.spread <= TRUSTED else best[0]
 
     @property
     def spread(self) -> float:
-        """Relative distance of the fastest samples."""
+        """Relative distance between the fastest and the slowest of the :data:`AGREEING` fastest samples."""
         if len(self.rates) < AGREEING:
             return math.inf
         best = sorted(self.rates)[-AGREEING:]
@@ -98,23 +102,27 @@ class Probe:
 
 
 def ceilings(device: str, *, refresh: bool = False) -> Ceilings:
-    """Return the device's peaks: those in the cache for this device and software, else measured now and kept."""
+    """Return the device's peaks from the cache, or measure and store them if there are none for this software.
+
+    With ``refresh`` they are always measured.
+    """
     found = None if refresh else stored(device)
     if found is not None:
         return found
-    with folders.alone(folders.cache_folder() / "locks", "peaks"):  # two processes would slow each other down
+    # Two processes that measure at once would slow each other down.
+    with folders.process_lock(folders.cache_folder() / "locks", "peaks"):
         found = None if refresh else stored(device)
         return found or remember(device, measure(device))
 
 
 _UNKEPT: dict[tuple[Path, str], Ceilings] = {}
-"""Peaks that this process measured and could not write, by file and software."""
+"""Peaks that this process measured but could not write to the cache, by file and software."""
 
 
 def stored(device: str) -> Ceilings | None:
-    """Return the peaks that the cache holds for this device and software, or ``None`` where it has none that are trusted.
+    """Return the peaks in the cache for this device and software, or ``None`` if it holds none that are complete and trusted.
 
-    Where the cache cannot be written, those that this process measured stand for it.
+    If the cache cannot be written, the peaks that this process measured are used instead.
     """
     place = cache_path(device), software(device)
     found = _UNKEPT.get(place) or _entries(device).get(place[1])
@@ -125,23 +133,23 @@ def stored(device: str) -> Ceilings | None:
 
 
 def unsteady(found: Ceilings) -> list[str]:
-    """Return the quantities whose fastest samples are further apart than :data:`TRUSTED`: the device was busy."""
+    """Return the quantities whose fastest samples are further apart than :data:`TRUSTED`, since the device was busy."""
     return [quantity for quantity, spread in (found.spread or {}).items() if spread > TRUSTED]
 
 
 def remeasure(device: str, believed: Ceilings) -> Ceilings:
-    """Measure again, and return ``believed`` with the peaks that came out higher, or ``believed`` itself where none did.
+    """Measure again, and return ``believed`` with higher peaks where the new ones are higher, else ``believed`` itself.
 
-    :func:`higher` says which peaks are higher. The peaks that were raised are kept in the cache.
+    :func:`higher` decides which peaks are higher. Raised peaks are written to the cache.
     """
     raised = higher(believed, measure(device))
     return believed if raised is believed else remember(device, raised)
 
 
 def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
-    """Return ``believed`` with those peaks of ``fresh`` that exceed it by more than their own spread, or :data:`SPREAD` if less.
+    """Return ``believed`` with those peaks of ``fresh`` that exceed it by more than their spread, at most :data:`SPREAD`.
 
-    The spread of ``believed`` plays no part: a peak that was measured on a busy device has a large one, and is to be corrected.
+    The spread of ``believed`` is not used: a peak measured on a busy device has a large spread, and must still be corrected.
     """
     spreads = (believed.spread or {}, fresh.spread or {})
 
@@ -161,7 +169,7 @@ def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
     }
     copy = chosen("copy", fresh.copy_bytes_per_second, believed.copy_bytes_per_second)
     read = chosen("read", fresh.read_bytes_per_second, believed.read_bytes_per_second)
-    if not taken:  # a launch's cost bounds nothing, and is taken over only beside others
+    if not taken:  # The launch cost sets no roofline bound, so it is updated only together with other peaks.
         return believed
     launch = 1 / chosen("launch", 1 / fresh.launch_seconds, 1 / believed.launch_seconds)
     spread = {**spreads[0], **{quantity: spreads[1][quantity] for quantity in taken if quantity in spreads[1]}}
@@ -177,10 +185,10 @@ def higher(believed: Ceilings, fresh: Ceilings) -> Ceilings:
 
 
 def measure(device: str) -> Ceilings:
-    """Measure all peaks of a device now, which takes some seconds, and warn once per process where the device was busy."""
+    """Measure all peaks of a device now, which takes some seconds. Warn once per process if the device was busy."""
     best = fastest(survey(device))
     rates = {name: probe.peak for name, probe in best.items() if name not in ("copy", "read", "launch")}
-    if torch.device(device).type == "cpu":  # 16-bit products run at most at the float32 rate there
+    if torch.device(device).type == "cpu":  # A CPU multiplies 16-bit matrices at most at its float32 rate.
         rates |= {"float16": rates["float32"], "bfloat16": rates["float32"]}
     found = Ceilings(
         copy_bytes_per_second=best["copy"].peak,
@@ -192,41 +200,41 @@ def measure(device: str) -> Ceilings:
         spread={name: round(probe.spread, 4) for name, probe in best.items()},
     )
     if unsteady(found):
-        _say_busy(device)
+        _warn_busy(device)
     return found
 
 
 @functools.cache
-def _say_busy(device: str) -> None:
+def _warn_busy(device: str) -> None:
     warnings.warn(BusyDeviceNotice(device, apart=TRUSTED), stacklevel=3)
 
 
 def survey(device: str) -> list[Probe]:
-    """Time every method of every quantity on a device.
+    """Time every method of every quantity on a device, and return the probes with their samples.
 
     Raises:
-        DeviceMemoryError: the device has no room for the buffers.
+        DeviceMemoryError: The device has too little free memory for the buffers.
     """
     where = torch.device(device)
     with torch.no_grad(), room_for("the buffers that peaks are measured with", where), _current(where):
         probes = [*_memory_probes(where), *_product_probes(where), _launch_probe(where)]
         sample(probes, _clock(where), seconds=CPU_SECONDS if where.type == "cpu" else math.inf)
         for probe in probes:
-            probe.run = _released  # with it go the buffers, before the memory is given back
+            probe.run = _released  # Drop the reference to the buffers before _current returns the memory to the device.
     return probes
 
 
 def _released() -> None:
-    """Stand for the call of a probe whose samples are taken."""
+    """Do nothing, in place of the call of a probe whose samples are complete."""
 
 
 def sample(probes: Sequence[Probe], clock: Callable[[Callable[[], object], int], float], *, seconds: float = math.inf) -> None:
-    """Take samples of all probes in turn until the fastest of each quantity agree, or :data:`MOST_ROUNDS` are taken.
+    """Take samples of all probes in turn, until the fastest of each quantity agree or :data:`MOST_ROUNDS` rounds are done.
 
     Args:
-        probes: receive the samples.
-        clock: returns the seconds that a function takes when called a number of times in a row.
-        seconds: time after which no round begins once :data:`AGREEING` are taken.
+        probes: Probes, to whose ``rates`` the samples are appended.
+        clock: Function that returns the seconds of a given number of consecutive calls of a function.
+        seconds: Time limit. No round begins after it, once :data:`AGREEING` rounds are done.
     """
     end = time.perf_counter() + seconds
     for probe in probes:
@@ -243,7 +251,7 @@ def sample(probes: Sequence[Probe], clock: Callable[[Callable[[], object], int],
 
 
 def fastest(probes: Iterable[Probe]) -> dict[str, Probe]:
-    """Return the probe of the fastest method of each quantity."""
+    """Return the probe of the fastest method for each quantity."""
     best: dict[str, Probe] = {}
     for probe in probes:
         if probe.rates and (probe.quantity not in best or probe.peak > best[probe.quantity].peak):
@@ -252,7 +260,7 @@ def fastest(probes: Iterable[Probe]) -> dict[str, Probe]:
 
 
 def buffer_bytes(device: torch.device) -> int:
-    """Return the size of the buffer that is read or copied: much more than caches hold, at most a quarter of the free memory."""
+    """Return the bytes of the buffer to read or copy: larger than the caches, and at most a quarter of the free memory."""
     size = GPU_BUFFER_BYTES
     if device.type == "cpu":
         least, most = CPU_BUFFER_BYTES
@@ -261,13 +269,14 @@ def buffer_bytes(device: torch.device) -> int:
 
 
 def _random(size: int, device: torch.device) -> torch.Tensor:
-    """Return random float32 numbers of so many bytes, none of them subnormal, since CPUs add those slowly."""
-    if device.type == "cpu":  # a mebibyte over and over, since a CPU makes random numbers slowly
+    """Return ``size`` bytes of random float32 numbers. None is subnormal, since CPUs add subnormal numbers slowly."""
+    if device.type == "cpu":  # One mebibyte is repeated, since a CPU generates random numbers slowly.
         return torch.rand(1 << 18).repeat(size >> 20)
     return torch.empty(size // 4, device=device).uniform_()
 
 
 def _memory_probes(device: torch.device) -> list[Probe]:
+    """Return the probes of copies and of reads, over one common buffer."""
     numbers = _random(buffer_bytes(device), device)
     source = numbers.view(torch.int16)
     target = torch.empty_like(source)
@@ -284,25 +293,27 @@ def _memory_probes(device: torch.device) -> list[Probe]:
     }
     return [
         Probe("copy", "torch.Tensor.copy_", moved, lambda: target.copy_(source)),
-        # An H200's driver was once seen to copy at two thirds of the kernel's rate.
+        # The driver's copy on an H200 once reached only two thirds of this kernel's rate, so both methods are timed.
         Probe("copy", "torch.neg", moved, lambda: torch.neg(source, out=target)),
         *(Probe("read", name, read, run) for name, run in reads.items()),
     ]
 
 
 def _reads_all(name: str, run: Callable[[], torch.Tensor], expected: int) -> bool:
-    """Return whether a kernel's checksum is right, and warn where it is not."""
+    """Return whether a kernel's checksum equals the expected one, and warn if it does not."""
     if (found := checksum(run())) == expected:
         return True
-    said = f"{name} read {found:#010x} where {expected:#010x} is right, so its rate is not used as a measured peak"
+    said = f"{name} returned the checksum {found:#010x} instead of {expected:#010x}, so its rate is not used as a measured peak"
     warnings.warn(
-        f"{said}; other methods are. Please report this with the output of onelaunch doctor.", FallbackNotice, stacklevel=2
+        f"{said}. The other methods are used. Please report this with the output of onelaunch doctor.",
+        FallbackNotice,
+        stacklevel=2,
     )
     return False
 
 
 def _read_kernels_here(source: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return :func:`read_kernels`, or none where the compiler or the driver refuses one: PyTorch's reductions are left."""
+    """Return :func:`read_kernels`, or no kernels if the compiler or the driver refuses one. PyTorch's reductions remain."""
     try:
         return read_kernels(source)
     except OneLaunchError:
@@ -310,6 +321,7 @@ def _read_kernels_here(source: torch.Tensor) -> dict[str, Callable[[], torch.Ten
 
 
 def _product_probes(device: torch.device) -> Iterator[Probe]:
+    """Yield one probe for each dtype whose matrix product is measured."""
     side = MATRIX_SIDE[device.type]
     for dtype in _multiplied(str(device)):
         yield Probe(_name(dtype), f"product of {side} x {side}", 2.0 * side**3, _product(device, dtype, side))
@@ -323,10 +335,11 @@ def _product(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[]
         return lambda: torch.mm(a, b, out=out)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     one = torch.ones((), dtype=torch.float32, device=device)
-    return lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16)  # noqa: SLF001 - has no other name
+    return lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16)  # noqa: SLF001 - PyTorch has no public name for it
 
 
 def _launch_probe(device: torch.device) -> Probe:
+    """Return the probe of the cost of a launch: :data:`LAUNCHES` minimal kernels in one CUDA graph, or additions on a CPU."""
     one = torch.zeros(1, device=device)
     if device.type == "cpu":
         return Probe("launch", "addition of one element", LAUNCHES, lambda: [one.add_(1) for _ in range(LAUNCHES)])
@@ -337,7 +350,7 @@ def _launch_probe(device: torch.device) -> Probe:
 
 
 def _clock(device: torch.device) -> Callable[[Callable[[], object], int], float]:
-    """Return a function that tells the seconds of so many calls in a row: by the device's own events on a GPU."""
+    """Return a function that measures the seconds of a number of consecutive calls; on a GPU it uses CUDA events."""
 
     def by_host(run: Callable[[], object], calls: int) -> float:
         start = time.perf_counter()
@@ -359,7 +372,7 @@ def _clock(device: torch.device) -> Callable[[Callable[[], object], int], float]
 
 @contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """Make a GPU PyTorch's current device, and give the memory that was used back to it at the end."""
+    """Make a GPU PyTorch's current device, and return the cached memory to it at the end."""
     if device.type == "cpu":
         yield
         return
@@ -371,7 +384,7 @@ def _current(device: torch.device) -> Iterator[None]:
 
 
 def _multiplied(device: str) -> tuple[torch.dtype, ...]:
-    """Return the dtypes whose products are measured."""
+    """Return the dtypes whose matrix products are measured on a device."""
     here = torch.device(device)
     if here.type == "cpu":
         return (torch.float32,)
@@ -383,21 +396,21 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def software(device: str) -> str:
-    """Return the software that tells on measured peaks, which keys the entries of the cache."""
+    """Return the versions of PyTorch and CUDA or ROCm, on which peaks depend. They are the key of an entry in the cache."""
     stack = "CPU" if torch.device(device).type == "cpu" else torch.version.cuda or torch.version.hip
     return f"torch {torch.__version__}, {stack}"
 
 
-# The cache: one file per device, in it one entry per software stack
+# The cache: one file per device, with one entry per software stack
 
 
 def cache_path(device: str) -> Path:
-    """Return the file of the cache that holds a device's peaks. CPUs of different models have different files."""
+    """Return the path of the cache file with a device's peaks. CPUs of different models have different files."""
     return folders.cache_folder() / f"ceilings-{describe(device).table}.json"
 
 
 def remember(device: str, found: Ceilings) -> Ceilings:
-    """Add an entry to the device's file, beside those of other software, and return it."""
+    """Write peaks to the device's cache file, keep the entries of other software, and return the peaks."""
     entries = {**_entries(device), found.software: found}
     table = {"entries": [asdict(entry) for entry in entries.values()]}
     path = cache_path(device)
@@ -409,23 +422,23 @@ def remember(device: str, found: Ceilings) -> Ceilings:
 
 
 def _entries(device: str) -> dict[str, Ceilings]:
-    """Return the believable entries of the device's file, by software. Others are left out with a notice."""
+    """Return the valid entries of the device's cache file, by software. Invalid ones are ignored with a warning."""
     path = cache_path(device)
     if (data := folders.kept(path)) is None:
         return {}
     try:
         listed = list(json.loads(data)["entries"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        folders.say_unusable(path, "holds no table of peaks as this version writes it")
+        folders.warn_unusable(path, "holds no table of peaks in the format of this version")
         return {}
     found = [_entry(each) for each in listed]
     if None in found:
-        folders.say_unusable(path, "has an entry that this version does not believe")
+        folders.warn_unusable(path, "has an entry that is not valid in this version")
     return {entry.software: entry for entry in found if entry is not None}
 
 
 def _entry(value: Any) -> Ceilings | None:
-    """Return one entry of a file, or ``None`` where a field is unknown, missing, or no positive number."""
+    """Return one entry of a cache file, or ``None`` if a field is unknown, missing, or not a positive number."""
     if not isinstance(value, Mapping) or not value.keys() <= {each.name for each in fields(Ceilings)}:
         return None
     try:

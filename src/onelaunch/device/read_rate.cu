@@ -1,17 +1,34 @@
 // Two kernels that read a buffer once and write almost nothing, to measure the rate at which a GPU reads its memory.
 //
-// read_vectors: 16-byte loads past the L1 cache, VECTORS of them in flight per thread; for every GPU.
-// read_bulk:    one producer thread per CTA keeps STAGES copies of CHUNK bytes (cp.async.bulk) in flight into a ring in shared
-//               memory, and WARPS consumer warps read them there; for Hopper and later.
-// Checksum:     each warp writes the sum of the 32-bit words that it read, modulo 2^32, to sums[CTA * WARPS + warp]. The host
-//               compares the total with PyTorch's, which proves that every byte arrived and that no load was removed.
+// Computes:  sums[CTA * WARPS + warp] = sum of the 32-bit words that this warp read, modulo 2^32. The host compares the total of
+//            `sums` with the sum that PyTorch computes. This proves that every byte arrived and that the compiler removed no load.
+// Macros:    WARPS (consumer warps of a CTA), VECTORS (16-byte loads in flight per thread), CHUNK (bytes of one bulk copy),
+//            STAGES (bulk copies in flight per CTA). read_rate.py sets them and the grids.
+// Memory:    every kernel reads the whole buffer once and writes 4 bytes per warp.
+//
+// read_vectors, for every NVIDIA GPU
+//   Grid:    any number of CTAs of 32 * WARPS threads, in a grid-stride loop.
+//   Loads:   ld.global.nc.L1::no_allocate of 16 bytes, VECTORS of them in flight per thread. Shared memory is not used.
+//
+// read_bulk, for Hopper and later
+//   Grid:    one CTA per SM, of 32 * (WARPS + 1) threads. CTA c reads a set of chunks, see the kernel.
+//   Warps:   warp WARPS is the producer, of which lane 0 issues cp.async.bulk; warps 0 to WARPS - 1 are the consumers.
+//   Shared:  ring[STAGES][CHUNK] (dynamic) and two mbarriers per stage.
+//   Sync:    full[stage] completes when the bulk copy has written CHUNK bytes. The consumers wait for it before they read the
+//            stage. empty[stage] completes when all WARPS consumer warps have arrived after their reads. The producer waits for it
+//            before it overwrites the stage. In use number t = i / STAGES of a stage, the consumers wait for parity t & 1 of
+//            full[stage], and the producer waits for parity (t - 1) & 1 of empty[stage], except in use 0.
+//
+// Source:    docs/notebook/peaks.md.
 
-__device__ __forceinline__ unsigned int sum_of_warp(unsigned int sum) {
+// Return the sum over the warp, modulo 2^32, to every lane. All 32 lanes must call.
+__device__ __forceinline__ unsigned int warp_sum(unsigned int sum) {
   for (int mask = 16; mask; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
   return sum;
 }
 
-// Grid-stride loop over `count` vectors of 16 bytes; each step of a CTA reads VECTORS rows of blockDim.x neighbouring vectors.
+// `from`: the buffer, aligned to 16 bytes. `count`: its length in vectors of 16 bytes. `sums`: one word per warp of the grid.
+// In each step of the grid-stride loop a CTA reads VECTORS rows of blockDim.x adjacent vectors.
 extern "C" __global__ void __launch_bounds__(32 * WARPS) read_vectors(const uint4* from, long long count, unsigned int* sums) {
   const long long step = (long long)gridDim.x * blockDim.x * VECTORS;
   unsigned int sum = 0;
@@ -29,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) read_vectors(const uint
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) sum += v[i].x + v[i].y + v[i].z + v[i].w;
   }
-  sum = sum_of_warp(sum);
+  sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) sums[blockIdx.x * WARPS + threadIdx.x / 32] = sum;
 }
 
@@ -38,7 +55,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) read_vectors(const uint
 
 extern __shared__ __align__(128) char ring[];  // [STAGES][CHUNK]
 
-// CTA c reads the chunks c * first, c * first + stride, ...: at most `each` of them, all below `chunks`.
+// `from`: the buffer of `chunks` chunks of CHUNK bytes. `sums`: WARPS words per CTA.
+// CTA c reads the chunks c * first, c * first + stride, ...: at most `each` of them, all below `chunks`. With first = 1 and
+// stride = gridDim.x the chunks are interleaved over the CTAs; with first = each and stride = 1 each CTA reads a contiguous range.
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     read_bulk(const char* from, long long chunks, long long first, long long stride, long long each, unsigned int* sums) {
   __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
@@ -54,9 +73,9 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
   const long long left = begin < chunks ? (chunks - begin + stride - 1) / stride : 0;
   const int count = (int)(left < each ? left : each), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  if (warp == WARPS) {  // the producer
+  if (warp == WARPS) {  // producer
     if (lane) return;
-    u64 once;  // nothing is read twice, so nothing needs to stay in L2
+    u64 once;  // cache policy: no byte is read twice, so none needs to stay in L2
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
     for (int i = 0; i < count; ++i) {
       const int stage = i % STAGES, turn = i / STAGES;
@@ -81,10 +100,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
       const uint4 v = ld_shared_v4_u32(at + row * 512 * WARPS);
       sum += v.x + v.y + v.z + v.w;
     }
-    __syncwarp();  // all lanes have read before the stage may be overwritten
+    __syncwarp();  // all lanes must have read the stage before lane 0 releases it to the producer
     if (lane == 0) mbarrier_arrive(shared_address(empty + stage));
   }
-  sum = sum_of_warp(sum);
+  sum = warp_sum(sum);
   if (lane == 0) sums[blockIdx.x * WARPS + warp] = sum;
 }
 #endif

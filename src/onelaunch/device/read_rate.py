@@ -1,4 +1,4 @@
-"""Kernels that only read, and so measure the bandwidth of reads."""
+"""CUDA C++ kernels that only read a buffer. They measure the bandwidth of reads for :mod:`onelaunch.device.peaks`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from onelaunch import cuda
 from onelaunch.device.hardware import compute_capability, processors
 
 WARPS, VECTORS = 8, 4
-"""Warps of a CTA that read, and 16-byte loads in flight per thread of ``read_vectors``."""
-
+"""Number of reading warps of a CTA in both kernels, and of 16-byte loads in flight per thread of ``read_vectors``."""
 
 VECTOR_CTAS = 8
 """CTAs of ``read_vectors`` per SM."""
 
-
 RINGS = ((32 << 10, 6), (16 << 10, 8))
-"""Bytes of a bulk copy, and how many of them one CTA of ``read_bulk`` keeps in flight.
+"""Ring configurations of ``read_bulk``: the bytes of a bulk copy, and the number of copies that one CTA keeps in flight.
 
 An H100 reads 3.17 TB/s with the second, interleaved; an H200 4.61 TB/s with the first, contiguous. Rings of 8 to 64 KB with 3
 to 24 copies in flight reach no more (docs/notebook/peaks.md).
@@ -27,9 +25,10 @@ to 24 copies in flight reach no more (docs/notebook/peaks.md).
 
 
 def read_kernels(source: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return this project's kernels that read a contiguous tensor on an NVIDIA GPU, by name; none where they cannot be compiled.
+    """Return this project's kernels that read a contiguous tensor on an NVIDIA GPU, as functions by name.
 
-    Each call launches one, and returns a tensor whose sum is that of the tensor's 32-bit words, modulo 2^32.
+    The dictionary is empty on other devices, and where CUDA C++ cannot be compiled. Each function launches its kernel once and
+    returns an int32 tensor; the sum of its elements equals the sum of the source's 32-bit words, modulo 2^32.
     """
     capability = compute_capability(source.device)
     if capability is None or cuda.missing():
@@ -56,7 +55,7 @@ def read_kernels(source: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def read_source(entry: Literal["read_vectors", "read_bulk"], chunk: int = RINGS[0][0], stages: int = RINGS[0][1]) -> cuda.Source:
-    """Return the source of one kernel of ``read_rate.cu``."""
+    """Return the source of one kernel of ``read_rate.cu``. ``chunk`` (bytes) and ``stages`` set the ring of ``read_bulk``."""
     return cuda.Source(
         "read_rate.cu",
         cuda.read("onelaunch.device", "read_rate.cu"),
@@ -67,7 +66,7 @@ def read_source(entry: Literal["read_vectors", "read_bulk"], chunk: int = RINGS[
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the sum of a contiguous tensor's 32-bit words, modulo 2^32."""
+    """Return the sum of a contiguous tensor's 32-bit words, modulo 2^32, by PyTorch's own reduction."""
     return int(tensor.view(torch.int32).sum(dtype=torch.int64)) % 2**32
 
 

@@ -1,4 +1,4 @@
-"""Packages and tools that are installed beside onelaunch."""
+"""Look-up of optional packages and of NVIDIA's profiler on this machine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def package_installed(name: str) -> bool:
-    """Return whether a package, or a module of one such as ``fla.layers``, can be imported. Nothing but its parents is run."""
+    """Return whether a package, or a module such as ``fla.layers``, is installed. Only its parent packages are imported."""
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # its parent is missing, or a module of that name has no specification
+    except (ImportError, ValueError):  # The parent package is missing, or a loaded module has no specification.
         return False
 
 
 def find_ncu() -> str | None:
-    """Return the path of NVIDIA's profiler: on ``PATH``, else where CUDA is installed, else ``None``."""
+    """Return the path of NVIDIA's profiler ``ncu``, from ``PATH`` or the usual folders of CUDA; ``None`` if it is not found."""
     if found := shutil.which("ncu"):
         return found
     homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]

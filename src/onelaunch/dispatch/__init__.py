@@ -1,4 +1,4 @@
-"""Choice of the variant that runs a call, with its explanation, and the check of results."""
+"""Choose the variant that runs a call, explain the choice, and check a variant's results."""
 
 from onelaunch.dispatch.choice import CONFIRMED, TIE, choose, forget, pick, run
 from onelaunch.dispatch.explanation import Explanation, Standing, explain

@@ -1,4 +1,4 @@
-"""``torch.compile`` as variants use it: a graph for each shape, and a reason where it cannot run."""
+"""Use of ``torch.compile`` by variants: one static graph per shape, and the predicate that says why it cannot run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from onelaunch.operation import Query
 
 SHAPES = 256
-"""Shapes that a process may compile a function for."""
+"""Largest number of shapes for which a process compiles one function."""
 
 R = TypeVar("R")
 
 
 def compiler_missing(query: Query) -> str | None:
-    """Return why torch.compile, which needs a C++ compiler on a CPU, cannot run, or ``None``."""
+    """Return why torch.compile cannot run a call, or ``None``. On a CPU it needs a C++ compiler."""
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if query.device_type == "cpu" and not any(shutil.which(name) for name in compilers):
         return "needs a C++ compiler (g++ or clang++) on a CPU"
@@ -28,7 +28,11 @@ def compiler_missing(query: Query) -> str | None:
 
 @functools.cache
 def compile_static(function: Callable[..., R]) -> Callable[..., R]:
-    """Compile a function once per shape: studies sweep shapes, and a dynamic graph would be a slower baseline than people get."""
+    """Return a function compiled once per shape.
+
+    Studies sweep over shapes. After the second shape ``torch.compile`` would make a dynamic graph, which is a slower baseline
+    than users of a single shape get.
+    """
     compiled_function = torch.compile(function, dynamic=False)
 
     def call(*arguments: Any) -> R:
@@ -36,7 +40,7 @@ def compile_static(function: Callable[..., R]) -> Callable[..., R]:
             return function(*arguments)
         from torch._dynamo import config as dynamo  # slow to import
 
-        with dynamo.patch(recompile_limit=SHAPES):  # past the limit, Dynamo would run it uncompiled
+        with dynamo.patch(recompile_limit=SHAPES):  # beyond the limit Dynamo would run the function uncompiled
             return compiled_function(*arguments)
 
     return call

@@ -1,8 +1,8 @@
-"""Choice of the variant that runs a call.
+"""Choose the variant that runs a call.
 
-Three parts: the key (:class:`onelaunch.operation.Query`), the tables of what was measured on a device (the user's and the
-package's, see :mod:`onelaunch.dispatch.measured`), and the choice. Where nothing near was measured, the operation's own order of
-preference decides.
+The choice is a function of the dispatch key (:class:`onelaunch.operation.Query`) and of the tables of measured times for the
+device (the user's and the package's, see :mod:`onelaunch.dispatch.measured`). If no similar call was measured, the operation's
+own order of preference decides.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from onelaunch.errors import ArgumentError, UnknownVariant, VariantUnsupported
 from onelaunch.operation import AUTO, Call, Operation, Query, Variant, find_operation
 
 CONFIRMED = 4096
-"""Number of queries for which a variant remembers that its results were accepted."""
-
+"""Largest number of queries for which a variant remembers that its results were checked."""
 
 TIE = 1.03
-"""Ratio of times up to which variants count as equal to the fastest; the operation's own order then decides."""
+"""Ratio to the fastest time up to which variants count as equally fast. Among these the operation's own order decides."""
 
 
 def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
-    """Run a checked call by the named variant, or the one that :func:`choose` names for ``"auto"``.
+    """Run a checked call with the named variant, or for ``"auto"`` with the one that :func:`choose` returns.
 
-    The first results of a variant for a query are checked in number, device and shape; not while ``torch.compile`` traces.
+    The number, devices and shapes of a variant's first results for each query are checked, except while ``torch.compile`` traces.
 
     Raises:
-        ArgumentError: ``variant`` is no string.
-        UnknownVariant: The operation has no variant of that name.
+        ArgumentError: ``variant`` is not a string.
+        UnknownVariant: The operation has no variant of this name.
         VariantUnsupported: The variant cannot run this call.
-        VariantResultError: The variant returned something else than the operation's results.
+        VariantResultError: The variant did not return the operation's results.
     """
     query = call.query()
     if torch.compiler.is_compiling():
         return operation.variants[_constant_name(variant, *query)].run(call)
     chosen = operation.variants[_name(variant, query)]
     results = chosen.run(call)
-    if query is not chosen.latest:  # contracts hand out one query for one kind of call: comparing identity saves a hash
+    if (
+        query is not chosen.latest
+    ):  # Contracts cache queries, so equal calls share one object, and comparing identity saves a hash.
         if query not in chosen.confirmed:
             check_results(chosen, call, results)
             if len(chosen.confirmed) >= CONFIRMED:
@@ -55,15 +56,16 @@ def run(operation: Operation[..., Any], call: Call, variant: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def choose(query: Query) -> Variant:
-    """Return the variant for a call: the fastest measured near it that can run, else the first of the operation's defaults.
+    """Return the variant for a call: the fastest one measured at a similar call that can run, else the first in preference.
 
-    Other libraries run by name alone: they are measured beside ours, and promise less (such as for decays of -inf, or accuracy).
+    Variants of other libraries run only by name. They are measured too, but guarantee less, for example for decays of -inf or in
+    accuracy.
     """
     operation = find_operation(query.operation)
     runnable = [operation.variants[name] for name in able(operation, query)]
     automatic = {variant.name: variant for variant in runnable if variant.capabilities.automatic}
     if not automatic:
-        reasons = {name: variant.why_not(query) or "runs by name alone" for name, variant in operation.variants.items()}
+        reasons = {name: variant.why_not(query) or "runs only by name" for name, variant in operation.variants.items()}
         raise VariantUnsupported(
             operation.name, AUTO, reason="; ".join(f"{name} {reason}" for name, reason in reasons.items()), instead=()
         )
@@ -76,29 +78,33 @@ def choose(query: Query) -> Variant:
 
 
 def pick(variant: str, query: Query) -> Variant:
-    """Return the variant that would run a call: :func:`choose`'s for ``"auto"``, else the named one, which must support it."""
+    """Return the variant that would run a call: that of :func:`choose` for ``"auto"``, else the named one.
+
+    Raises:
+        ArgumentError, UnknownVariant, VariantUnsupported: As :func:`run` raises them.
+    """
     return find_operation(query.operation).variants[_name(variant, query)]
 
 
 def _name(variant: str, query: Query) -> str:
-    """Return the name of the variant that will run, checked."""
+    """Return the checked name of the variant that will run a call."""
     if not isinstance(variant, str):
         raise ArgumentError(f"variant is {variant!r}; it must be the name of a variant of {query.operation}, or {AUTO!r}.")
     return choose(query).name if variant == AUTO else _checked(variant, query)
 
 
 def _constant_name(variant: str, *query: Any) -> str:
-    """Return the name as a constant under ``torch.compile``, since shapes are known when a graph is traced."""
+    """Return the name of the variant, as a constant for ``torch.compile``: shapes are known when a graph is traced."""
     return _name(variant, Query(*query))
 
 
-# What torch.compiler.assume_constant_result does; to call that would import the compiler, a second at every start.
+# This is what torch.compiler.assume_constant_result does. Calling that would import the compiler, which takes a second.
 vars(_constant_name)["_dynamo_marked_constant"] = True
 
 
 @functools.lru_cache(maxsize=4096)
 def _checked(variant: str, query: Query) -> str:
-    """Return the name of a variant that supports a call; raise where there is none of that name, or it does not."""
+    """Return the name of a variant if it exists and supports a call; else raise UnknownVariant or VariantUnsupported."""
     operation = find_operation(query.operation)
     if variant not in operation.variants:
         raise UnknownVariant(variant, (AUTO, *operation.variants))
@@ -108,7 +114,7 @@ def _checked(variant: str, query: Query) -> str:
 
 
 def forget() -> None:
-    """Forget all choices and checked names, as a new process would have none."""
+    """Clear the caches of choices and of checked names."""
     choose.cache_clear()
     _checked.cache_clear()
 
@@ -119,7 +125,10 @@ def able(operation: Operation[..., Any], query: Query) -> list[str]:
 
 
 def measured_near(operation: Operation[..., Any], query: Query) -> Measured | None:
-    """Return what was measured nearest to a query; nothing for a device that is not here, or that computes nothing."""
+    """Return the measured times of the call nearest to a query, or ``None``.
+
+    It is ``None`` too for a device that this machine does not have, and for one that computes nothing, such as the meta device.
+    """
     if architecture_of(torch.device(query.device)) is not None:
         return None
     if query.device_type != "cpu" and not (query.device_type == "cuda" and torch.cuda.is_available()):

@@ -1,4 +1,4 @@
-"""Explanations of the dispatcher's choice, with a line for every variant."""
+"""Explain the dispatcher's choice, with the standing of every variant."""
 
 from __future__ import annotations
 
@@ -13,32 +13,38 @@ from onelaunch.operation import Operation, Query, find_operation
 
 @dataclass(frozen=True)
 class Standing:
-    """Standing of one variant for one call in the dispatcher's choice."""
+    """Standing of one variant in the dispatcher's choice for one call."""
 
     variant: str
+    """Name of the variant."""
     chosen: bool
+    """Flag that the dispatcher chooses this variant."""
     reason_against: str | None
-    """Reason why it cannot run; ``None`` when it can."""
+    """Reason why the variant cannot run the call; ``None`` if it can."""
     microseconds: float | None
-    """Time measured nearest to this call; ``None`` where there is none."""
+    """Time in microseconds of the nearest measured call; ``None`` if there is none."""
     times_slower: float | None
-    """Time as a multiple of that of the fastest measured variant that can run."""
+    """Ratio of this time to that of the fastest measured variant that can run."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Dispatcher's answer with its grounds."""
+    """Dispatcher's choice for one call, with its reasons."""
 
     query: Query
+    """Dispatch key of the call."""
     chosen: str
+    """Name of the chosen variant."""
     because: str
+    """Reason for the choice, as a clause that completes "chosen because ..."."""
     standings: tuple[Standing, ...]
+    """Standing of every variant, in order of registration."""
     table: Path | None = None
-    """File that the measured times were read from, where something near was measured."""
+    """File with the measured times, if a similar call was measured."""
 
 
 def explain(query: Query) -> Explanation:
-    """Explain the answer of :func:`choose`, with a line for every variant."""
+    """Explain the choice of :func:`choose` for a call."""
     operation = find_operation(query.operation)
     chosen = choose(query)
     measured = measured_near(operation, query)
@@ -56,19 +62,19 @@ def explain(query: Query) -> Explanation:
         for name, variant in operation.variants.items()
     )
     if chosen.name in times and measured:
-        because = f"fastest measured of ours, or within {TIE - 1:.0%} of it, at {measured.where()}"
+        because = f"it is the fastest of our variants, or at most {TIE - 1:.0%} slower, as measured at {measured.where()}"
     else:
         order = f"{operation.name}'s order of preference on {query.device_type}"
-        because = f"first in {order} that can run; {_unmeasured(operation, query, measured)}"
+        because = f"it is the first in {order} that can run; {_unmeasured(operation, query, measured)}"
     return Explanation(query, chosen.name, because, standings, measured.path if measured else None)
 
 
 def _unmeasured(operation: Operation[..., Any], query: Query, measured: Measured | None) -> str:
-    """Return why no measured time decides: for a call in one direction, times in the other say nothing."""
+    """Return why no measured time decides. Times of one direction are not used for a call in the other."""
     if measured is not None:
-        return f"near it only others were measured, at {measured.where()}"
+        return f"at the nearest measured call, {measured.where()}, it was not measured"
     other = measured_near(operation, query._replace(grad=not query.grad))
     if other is None:
-        return "nothing near was measured"
-    said = "forward was measured near it, forward_backward was not"
-    return said if query.grad else "forward_backward was measured near it, forward was not"
+        return "no similar call was measured"
+    measured_direction, this = ("forward", "forward_backward") if query.grad else ("forward_backward", "forward")
+    return f"for a similar call, {measured_direction} was measured and {this} was not"

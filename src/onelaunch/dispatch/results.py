@@ -1,4 +1,4 @@
-"""Checks of the results of a variant: number, type, device and shape."""
+"""Check the number, types, devices and shapes of a variant's results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from onelaunch.wording import listing
 
 
 def check_results(variant: Variant, call: Call, results: Any) -> None:
-    """Check number, device and shape of what a variant returned for a checked call; the gate judges dtypes and values.
+    """Check the number, devices and shapes of the results of a variant for a checked call.
 
-    Shapes are checked where the operation declares them (:meth:`onelaunch.operation.Operation.shapes`).
+    Shapes are checked if the operation declares them (:meth:`onelaunch.operation.Operation.shapes`). The verification gate judges
+    dtypes and values.
 
     Raises:
-        VariantResultError: They are not the results of the operation; names the variant and what it must return.
+        VariantResultError: The results are not those of the operation. The message names the variant and what it must return.
     """
     operation, device = variant.operation, call.query().device
     names = operation.outputs if isinstance(operation.outputs, tuple) else None
@@ -39,7 +40,7 @@ def check_results(variant: Variant, call: Call, results: Any) -> None:
 
 
 def _wrong_result(name: str, value: object, device: str, want: tuple[int, ...] | None) -> str | None:
-    """Return what is wrong with one result, in words that complete "the variant ...", or ``None``."""
+    """Return what is wrong with one result, as a predicate that completes "the variant ...", or ``None``."""
     if value is not None and not isinstance(value, torch.Tensor):
         return f"returned {name} as {type(value).__name__}; it must be a torch.Tensor"
     if value is not None and str(value.device) != device:

@@ -1,1 +1,1 @@
-"""The launch of a kernel, and how PyTorch and the inspector see it."""
+"""Kernel launches as objects, and what is derived from them: PyTorch operators, fake results and builds for inspection."""

@@ -1,7 +1,7 @@
-"""Kernels in one configuration each, so that they can be compiled and inspected where nothing can run them.
+"""Builds: kernels in one configuration each, which can be compiled and inspected on a machine without a GPU.
 
-:func:`build_of` makes one from a launch that was recorded. Triton's own binder decides there, as it does at a launch, which
-arguments become constants and which count as multiples of 16.
+:func:`build_of` makes a build from a recorded launch. As at a real launch, Triton's own binder decides which arguments become
+constants and which are specialized as multiples of 16.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from onelaunch.device.architectures import Architecture
 from onelaunch.launch.launch import CudaKernel, CudaLaunch, Launch, Mma
 
 Path: TypeAlias = tuple[int, ...]
-"""Place of an argument: its index, and for members of a tuple the index in it."""
+"""Position of an argument: its index, followed by the index inside it for a member of a tuple."""
 
 
 @dataclass(frozen=True)
 class KernelBuild:
-    """One Triton kernel of a variant in one configuration: enough to compile it on a machine without a GPU."""
+    """Triton kernel of a variant in one configuration, which can be compiled on a machine without a GPU."""
 
     name: str
+    """Name in reports."""
     kernel: Any
     """Function made by ``triton.jit``."""
     signature: Mapping[str, Any]
-    """Triton type of every argument, ``constexpr`` for constants; for an argument that is a tuple, those of its members."""
+    """Triton type of every argument (``constexpr`` for constants), as a tuple of types for an argument that is a tuple."""
     constants: Mapping[Any, Any]
-    """Values of constants by name, or by path (:data:`Path`) where Triton's binder made the build."""
+    """Values of constants by name, or by :data:`Path` if Triton's binder made the build."""
     num_warps: int = 4
     num_stages: int = 3
     matrix: bool = False
-    """Flag that matrix instructions must be in the machine code."""
+    """Flag that the machine code must contain matrix instructions."""
     by_warps: bool = False
-    """Flag that they are those of single warps on every NVIDIA architecture but Blackwell, see ``launch/warp_mma.py``."""
+    """Flag that these are warp-level instructions (``mma.sync``) on every NVIDIA architecture but Blackwell, see
+    ``launch/warp_mma.py``."""
     attributes: Mapping[Path, Any] | None = None
-    """Attributes of arguments by path as Triton's binder found them. ``None`` for a build written by hand, whose pointers count
-    as aligned to 16 bytes and whose integers as multiples of 16 where their type ends in ``:16``."""
+    """Attributes of arguments by path, as Triton's binder found them. ``None`` for a build written by hand: its pointers count as
+    aligned to 16 bytes, and its integers as multiples of 16 if their type ends in ``:16``."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of Triton's, such as ``maxnreg``."""
+    """Further compiler options of Triton, such as ``maxnreg``."""
     warp_mma: bool | None = None
-    """Flag that Triton is told to take the instructions of single warps; ``None`` where ``by_warps`` says it."""
+    """Flag that Triton is told to use warp-level matrix instructions; ``None`` if ``by_warps`` decides it."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Everything that decides the machine code, as a hashable value."""
+        """Hashable value of everything that decides the machine code."""
         forced = self.by_warps if self.warp_mma is None else self.warp_mma
         parts = (self.signature, self.constants, self.attributes, self.num_warps, self.num_stages, self.options, forced)
         return (self.kernel.__module__, self.kernel.__name__, *map(repr, parts))
@@ -56,31 +58,32 @@ class KernelBuild:
 
 @dataclass(frozen=True)
 class CudaBuild:
-    """One CUDA C++ kernel of a variant in one configuration: enough to compile it on a machine without a GPU."""
+    """CUDA C++ kernel of a variant in one configuration, which can be compiled on a machine without a GPU."""
 
     name: str
+    """Name in reports."""
     source: Source
     threads: int
-    """Threads of a CTA."""
+    """Number of threads of a CTA."""
     shared_bytes: int = 0
-    """Dynamic shared memory of a CTA."""
+    """Dynamic shared memory of a CTA in bytes."""
     matrix: bool = False
-    """Flag that matrix instructions must be in the machine code."""
+    """Flag that the machine code must contain matrix instructions."""
     by_warps: bool = False
-    """Flag that they are those of single warps (``mma.sync``) on every architecture."""
+    """Flag that these are warp-level instructions (``mma.sync``) on every architecture."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Everything that decides the machine code and the resources of a CTA, as a hashable value."""
+        """Hashable value of everything that decides the machine code and the resources of a CTA."""
         return (self.source, self.threads, self.shared_bytes)
 
 
 Build: TypeAlias = KernelBuild | CudaBuild
-"""A kernel as a variant lists it, by :meth:`onelaunch.operation.Variant.builds`."""
+"""Build of a kernel, as :meth:`onelaunch.operation.Variant.builds` lists it."""
 
 
 def build_of(launch: Launch | CudaLaunch, architecture: Architecture, name: str) -> Build:
-    """Return the kernel of a recorded launch in the configuration in which an architecture runs it."""
+    """Return the build of a recorded launch, in the configuration in which an architecture would run it."""
     if isinstance(launch, CudaLaunch):
         return build_of_kernel(launch.kernel, name)
     kernel = launch.kernel
@@ -104,17 +107,17 @@ def build_of(launch: Launch | CudaLaunch, architecture: Architecture, name: str)
 
 
 def build_of_kernel(kernel: CudaKernel, name: str) -> CudaBuild:
-    """Return a kernel of CUDA C++ as a build."""
+    """Return the build of a CUDA C++ kernel."""
     matrix, warps = kernel.mma is not Mma.NONE, kernel.mma is Mma.WARP
     return CudaBuild(name, kernel.source, kernel.threads, kernel.shared_bytes, matrix, warps)
 
 
 def builds_of(launches: Sequence[tuple[str, Launch | CudaLaunch]], architecture: Architecture) -> list[Build]:
-    """Return the distinct builds of launches, each named after its kernel and, where there are several, the call it is of.
+    """Return the distinct builds of launches, named after their kernels, and after the call if a kernel has several builds.
 
     Args:
-        launches: Name of the call and launch, in order.
-        architecture: Architecture that the calls were recorded on.
+        launches: Pairs of the name of a call and one of its launches, in order.
+        architecture: Architecture for which the calls were recorded.
     """
     distinct: dict[tuple[object, ...], tuple[str, Launch | CudaLaunch, Build]] = {}
     for call, launch in launches:
@@ -133,13 +136,14 @@ def builds_of(launches: Sequence[tuple[str, Launch | CudaLaunch]], architecture:
 
 
 def _name(launch: Launch | CudaLaunch) -> str:
+    """Return the name of a launch's kernel."""
     if isinstance(launch, CudaLaunch):
         return launch.kernel.source.entry
     return launch.kernel.__name__.removesuffix("_kernel")
 
 
 class _StandIn:
-    """A tensor as Triton's binder looks at it."""
+    """Replacement for a fake tensor with those attributes that Triton's binder reads."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
@@ -148,15 +152,16 @@ class _StandIn:
         self._bytes = int(tensor.untyped_storage().nbytes())
 
     def data_ptr(self) -> int:
-        """Return an address that is aligned as the tensor's is, whose storage begins at a multiple of 256 bytes."""
+        """Return an address with the alignment of the real tensor, if storage is aligned to 256 bytes as PyTorch's is."""
         return self._offset
 
     def ptr_range(self) -> int:
-        """Return the bytes that can be reached from it."""
+        """Return the size of the storage in bytes, which bounds the offsets from the pointer."""
         return self._bytes
 
 
 def _stand_in(argument: Any) -> Any:
+    """Return an argument with its tensors replaced by :class:`_StandIn`."""
     if isinstance(argument, torch.Tensor):
         return _StandIn(argument)
     if type(argument) is tuple:
@@ -166,7 +171,7 @@ def _stand_in(argument: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _binder(kernel: Any, backend: str, target: int | str, warp: int) -> tuple[Any, Any]:
-    """Return Triton's compiler for an architecture, and the function that binds a kernel's arguments for it."""
+    """Return Triton's compiler backend for an architecture, and the function that binds a kernel's arguments for it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature

@@ -1,4 +1,7 @@
-"""Launches of an operation's own kernels by the names of its variants, as the operator that all of them share finds them."""
+"""Registry from the names of an operation's variants to the functions that launch their kernels.
+
+All variants share one registered PyTorch operator. An operator takes strings but no functions, so it receives the variant's name.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class Launches(Generic[F]):
-    """Registered by ``@launches("fused")``, called as ``launches["fused"](...)``: an operator takes no functions, but names."""
+    """Registry of launching functions: ``@launches("fused")`` registers one, and ``launches["fused"](...)`` calls it."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, F] = {}
 
     def __call__(self, name: str) -> Callable[[F], F]:
-        """Decorator: register the launches of the variant of this name."""
+        """Return a decorator that registers the launching function of the variant of this name."""
 
         def register(function: F) -> F:
             if name in self._by_name:
-                raise ArgumentError(f"Launches of a variant {name!r} are registered already.")
+                raise ArgumentError(f"A function that launches the variant {name!r} is registered already; choose another name.")
             self._by_name[name] = function
             return function
 

@@ -1,8 +1,8 @@
-"""Atomic operations by global instructions on AMD GPUs, where Triton cannot compile all of them as buffer instructions.
+"""Workaround for AMD GPUs: compile atomic operations as global instructions instead of buffer instructions.
 
-Triton knows of a tensor below 2 GiB that 32 bits address it, and then replaces global instructions by buffer instructions. For an
-atomic exchange, which the look-back of :mod:`onelaunch.kernels.scan` publishes its words by, Triton 3.7.1 names an intrinsic of
-LLVM that does not exist (``llvm.amdgcn.raw.ptr.buffer.atomic.exch``), and the kernel does not compile.
+For a tensor below 2 GiB, which 32-bit offsets can address, Triton replaces global instructions by buffer instructions. For an
+atomic exchange, Triton 3.7.1 then names an LLVM intrinsic that does not exist (``llvm.amdgcn.raw.ptr.buffer.atomic.exch``), and
+the kernel does not compile. The look-back of :mod:`onelaunch.kernels.scan` publishes its words with atomic exchanges.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from onelaunch.launch.switch import Switch
 
 _SWITCH = Switch("AMDGCN_USE_BUFFER_ATOMICS", "0")
-"""Environment variable of Triton that turns buffer instructions off for atomic operations alone."""
+"""Environment variable of Triton that turns buffer instructions off for atomic operations only."""
 
 
 def global_atomics() -> Switch:
-    """Let what is compiled inside for AMD make its atomic operations by global instructions."""
+    """Return the context in which kernels compiled for AMD use global instructions for atomic operations."""
     return _SWITCH

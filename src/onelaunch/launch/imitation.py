@@ -1,8 +1,9 @@
-"""Launches that are not made: calls on fake tensors, recorded or only imitated.
+"""Fake and recorded launches: calls on fake tensors that launch no kernel.
 
-Code that launches kernels runs in one of three ways. Usually it launches. While it is *imitated*, every launch does nothing, and
-what comes back are the empty tensors that the launch would fill: so PyTorch's tracers learn the shapes of results. While it is
-*recorded*, launches are noted as well: so the inspector and the tests learn which kernels a call launches, without a GPU.
+Code that launches kernels runs in one of three modes. Normally it launches. While launches are *imitated*, each does nothing and
+the call returns the empty tensors that the kernels would fill; PyTorch's tracers learn the shapes of results this way. While
+launches are *recorded*, they are also appended to a list; the inspector and the tests learn from it, without a GPU, which kernels
+a call launches.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ from onelaunch.device.architectures import pretended
 
 
 class _State(threading.local):
-    """Mode in which this thread makes launches."""
+    """Mode of this thread for launches."""
 
     imitated = False
     """Flag that launches do nothing."""
-    notes: list[Any] | None = None
-    """List that takes the launches, where they are noted."""
+    launches: list[Any] | None = None
+    """List to which launches are appended, or ``None`` if they are not recorded."""
 
 
 _STATE = _State()
 
 
 def imitated() -> bool:
-    """Return whether launches do nothing now, because their tensors are fake."""
+    """Return whether launches of this thread do nothing now, because their tensors are fake."""
     return _STATE.imitated
 
 
 def recorded() -> bool:
-    """Return whether launches on a pretended device are noted now."""
-    return _STATE.imitated and _STATE.notes is not None
+    """Return whether launches of this thread, on a pretended device, are recorded now."""
+    return _STATE.imitated and _STATE.launches is not None
 
 
-def note(launch: Any) -> bool:
-    """Take a launch into the notes, if there are any, and return whether it is to be left undone."""
-    if _STATE.notes is not None:
-        _STATE.notes.append(launch)
+def record_launch(launch: Any) -> bool:
+    """Append a launch to the list of the thread if there is one, and return whether the caller must skip the launch."""
+    if _STATE.launches is not None:
+        _STATE.launches.append(launch)
     return _STATE.imitated
 
 
 @contextmanager
 def imitate() -> Iterator[None]:
-    """Let launches of this thread do nothing inside."""
+    """Make launches of this thread do nothing inside."""
     before = _STATE.imitated
     _STATE.imitated = True
     try:
@@ -62,29 +63,32 @@ def imitate() -> Iterator[None]:
 
 @contextmanager
 def observe() -> Iterator[list[Any]]:
-    """Note the launches that this thread makes inside, and make them."""
-    before = _STATE.notes
-    _STATE.notes = notes = []
+    """Record the launches of this thread inside, and execute them. Yields the list of launches."""
+    before = _STATE.launches
+    _STATE.launches = launches = []
     try:
-        yield notes
+        yield launches
     finally:
-        _STATE.notes = before
+        _STATE.launches = before
 
 
 @contextmanager
 def record(architecture: str) -> Iterator[tuple[torch.device, list[Any]]]:
-    """Note the launches of calls on fake tensors, as a chip of an architecture would make them.
+    """Record the launches of calls on fake tensors, as on a chip of an architecture.
 
     Yields:
-        The device on which to make the tensors, inside, and the list of launches in their order.
+        The pretended device on which to create the tensors inside, and the list of launches in order.
     """
-    with observe() as notes, imitate(), _no_context(), warnings.catch_warnings(), fake_tensor.FakeTensorMode(), _Brackets():
+    with observe() as launches, imitate(), _no_context(), warnings.catch_warnings(), fake_tensor.FakeTensorMode(), _Brackets():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield pretended(architecture), notes
+        yield pretended(architecture), launches
 
 
 class _Brackets(TorchFunctionMode):
-    """Indexing by functions: Python's brackets make the tensor's device the current one, which a pretended device cannot be."""
+    """Mode that replaces indexing with brackets by function calls.
+
+    PyTorch's ``tensor[...]`` makes the tensor's device current, which fails for a pretended device.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func == torch.Tensor.__setitem__:  # a fake tensor holds no values
@@ -98,7 +102,7 @@ class _Brackets(TorchFunctionMode):
 
 
 def _indexed(tensor: torch.Tensor, items: tuple[Any, ...]) -> torch.Tensor:
-    """Return the view that numbers, slices, ``None`` and one ``...`` in brackets give."""
+    """Return the view for an index of integers, slices, ``None`` and at most one ``...``."""
     named = sum(each is not None and each is not Ellipsis for each in items)
     dimension = 0
     for item in items:
@@ -117,7 +121,7 @@ def _indexed(tensor: torch.Tensor, items: tuple[Any, ...]) -> torch.Tensor:
 
 @contextmanager
 def _no_context() -> Iterator[None]:
-    """Keep PyTorch from making a context on the device of a fake tensor, which for a pretended device it cannot."""
+    """Keep PyTorch from creating a CUDA context for the device of a fake tensor, which fails for a pretended device."""
     before = fake_tensor.init_gpu_context
     setattr(fake_tensor, "init_gpu_context", lambda device: None)  # noqa: B010 - pyrefly knows its type
     try:

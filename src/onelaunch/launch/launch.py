@@ -1,9 +1,9 @@
-"""The launch of a kernel: the one place where its arguments, grid, constants and options are written.
+"""Launch objects: the only place that states the arguments, grid, constants and options of a kernel launch.
 
-A :class:`Launch` of a Triton or Gluon kernel, or a :class:`CudaLaunch` of one in CUDA C++, is made by the function that allocates
-its results, and run there. What else must know of it is derived: the fake results for ``torch.compile`` come from the same
-function on fake tensors (:mod:`onelaunch.launch.imitation`), and what CI compiles and ``onelaunch inspect`` shows is built from
-the launches that example calls make (:mod:`onelaunch.launch.build`).
+The function that allocates a kernel's results makes a :class:`Launch` (Triton, Gluon) or a :class:`CudaLaunch` (CUDA C++) and
+runs it. Everything else is derived from it. The fake results for ``torch.compile`` come from the same function on fake tensors
+(:mod:`onelaunch.launch.imitation`). The builds that CI compiles and ``onelaunch inspect`` shows come from the launches of example
+calls (:mod:`onelaunch.launch.build`).
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ import torch
 from onelaunch.cuda.compiler import Source
 from onelaunch.cuda.module import Function, Kind, load
 from onelaunch.launch.global_atomics import global_atomics
-from onelaunch.launch.imitation import note
+from onelaunch.launch.imitation import record_launch
 from onelaunch.launch.warp_mma import warp_mma
 
 
 class Mma(Enum):
-    """Matrix instructions that a kernel's products must become."""
+    """Requirement on the matrix instructions of a kernel, which the inspector checks in its machine code."""
 
     NONE = "none"
-    """No matrix instructions are asked for."""
+    """No matrix instructions are required."""
     WIDEST = "widest"
-    """Instructions that the architecture has for large tiles, such as WGMMA on Hopper."""
+    """Instructions for large tiles are required, such as WGMMA on Hopper."""
     WARP = "warp"
-    """Instructions of single warps (``mma.sync``) on Hopper too, by :mod:`onelaunch.launch.warp_mma`."""
+    """Warp-level instructions (``mma.sync``) are required. On Hopper :mod:`onelaunch.launch.warp_mma` enforces them."""
     WARP_OR_NONE = "warp or none"
-    """Those of single warps as for :attr:`WARP`, but none are asked for: products of float32 without loss are made of single
-    multiplications where a chip has no instruction for them."""
+    """Warp-level instructions as for :attr:`WARP` are allowed, but none are required: float32 products without loss of precision
+    consist of scalar multiplications on a chip that has no matrix instruction for them."""
     SMALL = "small"
-    """Instructions of single warps on Hopper, since the tile has too few rows for WGMMA; none are asked for on Blackwell."""
+    """Warp-level instructions are required on Hopper, since the tile has too few rows for WGMMA; none are on Blackwell."""
 
 
 class Launch:
-    """One launch of a Triton or Gluon kernel.
+    """Launch of a Triton or Gluon kernel.
 
     Args:
         kernel: Function made by ``triton.jit`` or ``gluon.jit``.
-        grid: CTAs along each dimension.
+        grid: Number of CTAs along each dimension.
         *arguments: Arguments that are no constants, in the kernel's order: tensors, descriptors, numbers, ``None`` for an absent
             tensor, or tuples of these.
-        mma: Matrix instructions that its products must become; the inspector checks it.
-        **constants: Constants of the kernel by name, and Triton's options ``num_warps``, ``num_stages``, ``maxnreg``.
+        mma: Requirement on the matrix instructions in the machine code.
+        **constants: Values of the kernel's ``constexpr`` parameters by name, and Triton's options ``num_warps``, ``num_stages``
+            and ``maxnreg``.
     """
 
     __slots__ = ("arguments", "constants", "grid", "kernel", "mma")
@@ -61,12 +62,12 @@ class Launch:
         return f"<launch of {self.kernel.__name__} on a grid of {self.grid}>"
 
     def _launch(self) -> None:
-        """Launch at once: ``kernel[grid](...)`` would pack the arguments once more."""
+        """Launch the kernel by ``kernel.run``, since ``kernel[grid](...)`` would pack the arguments a second time."""
         self.kernel.run(*self.arguments, grid=self.grid, warmup=False, **self.constants)
 
     def run(self) -> None:
-        """Launch the kernel on the current stream; not while launches are imitated."""
-        if note(self):
+        """Launch the kernel on the current stream, unless launches are imitated."""
+        if record_launch(self):
             return
         if torch.version.hip:
             with global_atomics():
@@ -79,18 +80,18 @@ class Launch:
 
 
 class CudaKernel:
-    """One kernel of CUDA C++ in one configuration, with all of its launches that their arguments and grid do not change.
+    """CUDA C++ kernel with the part of its launch configuration that is the same for all launches.
 
     Args:
-        source: The kernel with its headers and macros.
+        source: Kernel with its headers and macros.
         kinds: Kind of each argument.
-        threads: Threads of a CTA.
-        shared_bytes: Dynamic shared memory of a CTA.
-        cluster: CTAs of a cluster along x.
-        cooperative: Flag that all CTAs must be resident at once, as for a grid barrier.
-        overlap: Flag that CTAs may begin before the launch before them has ended (programmatic dependent launch); the kernel
-            waits for that itself.
-        mma: Matrix instructions that its products must become; the inspector checks it.
+        threads: Number of threads of a CTA.
+        shared_bytes: Dynamic shared memory of a CTA in bytes.
+        cluster: Number of CTAs of a cluster along x.
+        cooperative: Flag for a cooperative launch, in which all CTAs are resident at once, as a grid barrier needs.
+        overlap: Flag for programmatic dependent launch: CTAs may begin before the previous launch has ended, and the kernel
+            itself waits for its end.
+        mma: Requirement on the matrix instructions in the machine code.
     """
 
     def __init__(
@@ -119,10 +120,10 @@ class CudaKernel:
         return f"<kernel {self.source.entry} of {self.source.name}>"
 
     def on(self, device: torch.device) -> Function:
-        """Return the kernel loaded on a device; compiled and loaded at the first call.
+        """Return the kernel loaded on a device. The first call compiles and loads it.
 
         Raises:
-            CompilerMissing, CompileError, DriverError: As :func:`onelaunch.cuda.load`.
+            CompilerMissing, CompileError, DriverError: As :func:`onelaunch.cuda.load` raises them.
         """
         found = self._loaded.get(device)
         if found is None:
@@ -140,14 +141,14 @@ class CudaKernel:
 
 
 class CudaLaunch:
-    """One launch of a kernel of CUDA C++.
+    """Launch of a CUDA C++ kernel.
 
     Args:
-        kernel: The kernel.
+        kernel: Kernel with its launch configuration.
         device: NVIDIA GPU that it runs on.
-        grid: CTAs along x, y and z; those along x are a multiple of the cluster.
-        *arguments: One for each of the kernel's kinds: a tensor or ``None`` for a pointer, a number, the bytes of a tensor map.
-        owners: Tensors whose memory the tensor maps address; the launch keeps it until it is run.
+        grid: Number of CTAs along x, y and z. The number along x is a multiple of the cluster size.
+        *arguments: One value for each kind: a tensor or ``None`` for a pointer, a number, or the bytes of a tensor map.
+        owners: Tensors whose memory the tensor maps address. The launch keeps them alive until it has run.
     """
 
     __slots__ = ("arguments", "device", "grid", "kernel", "owners")
@@ -170,6 +171,6 @@ class CudaLaunch:
         return f"<launch of {self.kernel.source.entry} on a grid of {self.grid}>"
 
     def run(self) -> None:
-        """Launch the kernel on PyTorch's current stream of the device; not while launches are imitated."""
-        if not note(self):
+        """Launch the kernel on PyTorch's current stream of the device, unless launches are imitated."""
+        if not record_launch(self):
             self.kernel.on(self.device)(self.grid, *self.arguments)

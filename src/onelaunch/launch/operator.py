@@ -1,4 +1,4 @@
-"""Functions of our kernels as PyTorch sees them: operators where code is compiled, plain autograd functions where it is not."""
+"""Wrap functions that launch kernels: as registered operators for compiled code, as autograd functions for eager code."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ from onelaunch.launch.imitation import imitate, recorded
 from onelaunch.tracing import is_traced, is_transformed
 
 Gradients = tuple[torch.Tensor | None, ...]
+"""Gradient, or ``None``, for every input of a function."""
 
 
 class Operator:
-    """A function from tensors to new tensors, as PyTorch sees it; differentiable if its gradients are given.
+    """Function from tensors to new tensors that PyTorch can trace, and differentiate if ``gradients`` is given.
 
-    Compiled code calls the registered operator ``onelaunch::NAME``, which Dynamo does not look into. Eager code calls the
-    function itself, inside an autograd function if anybody asked for gradients: the operator's own boundary costs several times
-    as much. Both forms are made of the same parts::
+    Compiled code calls the registered operator ``onelaunch::NAME``, into which Dynamo does not trace. Eager code calls the
+    function itself, inside an autograd function if a gradient is needed, since calling the operator costs the host several
+    times as much. Both forms are built from the same parts::
 
         backward = Operator("scan_backward", run_backward, fake=...)
         forward = Operator("scan_forward", run_forward, fake=..., save=..., gradients=..., backward=backward, outputs=2)
         y, final_state, *_ = forward(*inputs, grad=call.query().grad)
 
     Args:
-        name: of the operator, without the namespace.
-        run: the function, annotated as PyTorch's ``custom_op`` asks for: it reads the operator's schema there. It must
-            return new tensors, never an input or a view of one.
-        fake: function from the same inputs to empty tensors of the shapes, dtypes and strides that ``run`` gives back. By
-            default ``run`` itself, whose launches then do nothing.
-        save: ``save(ctx, inputs, output)`` keeps what ``gradients`` needs, as ``setup_context`` of an autograd function does.
-        gradients: ``gradients(ctx, backward, *grad_outputs)`` returns a gradient, or ``None``, for every input of ``run``, by
-            the ``backward`` that it is handed and by functions of PyTorch. They are not differentiable again. The gradient of
-            an output that took no part comes as zeros, or as ``None`` if ``save`` called ``ctx.set_materialize_grads(False)``.
-        backward: what ``gradients`` is handed: its operator in compiled code, its function in eager code. Default: this
-            operator itself, for a function whose gradient is made of calls of the same function.
-        outputs: how many of the outputs, the first ones, are differentiable; ``gradients`` is handed as many. The others are
-            what ``save`` keeps.
-        views: ``views(inputs, output)`` cuts the first of several outputs into views, by those inputs that are no tensors (the
-            others may be ``None``). Callers then get the views alone, and ``gradients`` is handed a gradient for each. Eager
-            code never puts these together; compiled code does, since an operator may not return views.
+        name: Name of the operator, without the namespace.
+        run: Function to wrap. PyTorch's ``custom_op`` reads the operator's schema from its annotations. It must return new
+            tensors, never an input or a view of one.
+        fake: Function from the same inputs to empty tensors with the shapes, dtypes and strides of the results of ``run``. The
+            default is ``run`` itself with its launches imitated.
+        save: Function ``save(ctx, inputs, output)`` that saves what ``gradients`` needs, like ``setup_context`` of an autograd
+            function.
+        gradients: Function ``gradients(ctx, backward, *grad_outputs)`` that returns a gradient, or ``None``, for every input of
+            ``run``. It may call the given ``backward`` and PyTorch functions. Its results are not differentiable. The gradient of
+            an unused output is zeros, or ``None`` if ``save`` called ``ctx.set_materialize_grads(False)``.
+        backward: Operator that is passed to ``gradients``: its registered form in compiled code, its function in eager code. The
+            default is this operator itself, for a function whose gradient consists of calls of the same function.
+        outputs: Number of leading outputs that are differentiable and whose gradients are passed to ``gradients``. The other
+            outputs exist only for ``save``.
+        views: Function ``views(inputs, output)`` that splits the first of several outputs into views. It may use only those
+            inputs that are not tensors (the others may be ``None``). Callers then get only the views, and ``gradients`` gets one
+            gradient for each view. Compiled code concatenates these gradients, since an operator may not return views; eager
+            code does not.
     """
 
     def __init__(
@@ -105,11 +108,11 @@ class Operator:
         self._recorded = run_both_ways
         once = torch.autograd.function.once_differentiable(differentiate)
         methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(once)}
-        function: Any = type(name, (torch.autograd.Function,), methods)  # profiles show the name
+        function: Any = type(name, (torch.autograd.Function,), methods)  # profilers show this name
         self.eager = function.apply
 
     def __call__(self, *inputs: Any, grad: bool) -> Any:
-        """Return the function's results; ``grad`` says whether the call may have to be differentiated.
+        """Return the function's results; ``grad`` says whether the call may be differentiated later.
 
         Raises:
             TransformUnsupported: The call is inside a transform of ``torch.func``.
@@ -117,7 +120,7 @@ class Operator:
         if is_transformed():
             raise TransformUnsupported(self.name)
         if recorded():
-            with torch.no_grad():  # as inside an autograd function
+            with torch.no_grad():  # as the forward of an autograd function would run
                 output = self._recorded(*inputs) if grad and self._recorded else self.run(*inputs)
             return output if self.views is None else self.views(inputs, output[0])
         traced = is_traced(inputs[0])
@@ -128,13 +131,16 @@ class Operator:
 
 
 def _imitated(run: Callable[..., Any], *inputs: Any) -> Any:
-    """Return the results of a function on fake tensors, without its launches."""
+    """Return the results of a function on fake tensors, with its launches imitated."""
     with imitate():
         return run(*inputs)
 
 
 class _Context:
-    """Context of an autograd function for a pass that is recorded: tensors that require gradients take them, or all."""
+    """Context of an autograd function for a recorded backward pass.
+
+    Gradients are asked for by the inputs that require them, or by all floating-point inputs if none does.
+    """
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         required = tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
@@ -146,4 +152,4 @@ class _Context:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Do nothing: a gradient comes for every result."""
+        """Do nothing, since a recorded pass gets a gradient for every output."""

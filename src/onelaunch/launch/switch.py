@@ -1,4 +1,4 @@
-"""Environment variables that switch what Triton's compiler does, set while kernels are launched that need it."""
+"""Set an environment variable that configures Triton's compiler while kernels are launched that need it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 
 
 class Switch:
-    """Environment variable that has a value inside ``with`` blocks, and its former value once no thread is inside one.
+    """Context manager that sets an environment variable, and restores its former value once no thread is inside.
 
-    The environment is the process's. Without the count of threads inside, one that leaves would take the value from another that
-    still compiles, or put back a value that was set by the other.
+    The environment belongs to the whole process, so the threads inside are counted. Otherwise a thread that leaves would remove
+    the value while another thread still compiles, or would restore a value that the other thread had set.
 
     Args:
         name: Name of the variable.
-        value: Value inside.
+        value: Value of the variable inside the context.
     """
 
     def __init__(self, name: str, value: str) -> None:

@@ -1,8 +1,12 @@
-"""Products of single warps (``mma.sync``), where Triton's use of WGMMA cannot be relied on.
+"""Workaround for Hopper: make Triton use warp-level matrix instructions (``mma.sync``) where its WGMMA code is wrong.
 
-On Hopper GPUs ``tl.dot`` becomes WGMMA wherever four warps and 64 rows allow it. Two ways of writing a kernel then go wrong, with
-Triton 3.6 at least: products on both sides of a branch (the assembler leaves descriptors of one side for the other: illegal
-addresses), and products of a masked and transposed operand (wrong numbers). docs/notebook/gla.md has both.
+On Hopper, ``tl.dot`` becomes WGMMA wherever four warps and 64 rows allow it. Two patterns then go wrong, with Triton 3.6 at
+least:
+
+- products on both sides of a branch: the assembler leaves descriptors of one side for the other, which gives illegal addresses;
+- products with a masked and transposed operand, which give wrong numbers.
+
+docs/notebook/gla.md describes both.
 """
 
 from __future__ import annotations
@@ -10,12 +14,12 @@ from __future__ import annotations
 from onelaunch.launch.switch import Switch
 
 _SWITCH = Switch("DISABLE_MMA_V3", "1")
-"""Environment variable of Triton that turns WGMMA off. It is part of the keys of Triton's cache."""
+"""Environment variable of Triton that turns WGMMA off. It is part of the key of Triton's compile cache."""
 
 
 def warp_mma() -> Switch:
-    """Let what is compiled inside take each warp's own matrix instructions, as before Hopper.
+    """Return the context in which kernels are compiled with warp-level matrix instructions, as on architectures before Hopper.
 
-    The switch holds for the whole process: a kernel that another thread compiles meanwhile is right as well, but may be slower.
+    The variable is set for the whole process. A kernel that another thread compiles meanwhile is correct too, but may be slower.
     """
     return _SWITCH

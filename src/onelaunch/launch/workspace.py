@@ -1,8 +1,9 @@
-"""Memory through which the CTAs of one launch talk to each other; zero when made, reusable without clearing.
+"""Device memory through which the CTAs of one launch communicate. It is zeroed when allocated, and reused without clearing.
 
-A kernel that uses :mod:`onelaunch.kernels.scan.look_back` needs words that nobody else writes while it runs. Launches on one
-stream follow each other and share a workspace. A captured graph may be replayed on any stream, so every captured call gets words
-of its own, cut from a reserve that eager calls keep filled: a memset inside the graph would be a second launch.
+A kernel that uses :mod:`onelaunch.kernels.scan.look_back` needs int64 words that no other launch writes while it runs. Launches
+on one stream run one after another and share a workspace. A captured graph may be replayed on any stream, so each captured call
+gets its own words. They are taken from a zeroed reserve that eager calls keep filled, since a memset in the graph would be a
+second launch.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from triton.runtime import driver
 from onelaunch.launch.imitation import imitated
 
 RESERVE = 4 << 20
-"""int64 words of the reserve for captured calls (32 MiB per device, made by the first eager call)."""
+"""Number of int64 words in the reserve for captured calls: 32 MiB per device, allocated by the first eager call."""
 
 LARGE = RESERVE // 4
-"""Captured calls that need more words than this clear their own memory in the graph: its memset is short beside their work."""
+"""Largest number of words taken from the reserve. A captured call that needs more clears its own memory in the graph, since
+the memset is short compared with its work."""
 
 
 class Reserve:
-    """Zeroed words of one device, handed out once and never taken back: a graph keeps its words as long as it may be replayed."""
+    """Zeroed words of one device. Each word is handed out once and never reused, since a graph may be replayed at any time."""
 
     def __init__(self) -> None:
         self._words: torch.Tensor | None = None
         self._used: list[torch.Tensor] = []
-        """Spent reserves: graphs still write into them, so they are never freed."""
+        """Used-up reserves. Graphs still write into them, so they are never freed."""
         self._next = 0
 
     def fill(self, device: torch.device) -> None:
-        """Make sure that at least half of a reserve is left; not during capture."""
+        """Allocate a new reserve if less than half of the present one is left. Do not call it during a capture."""
         if self._words is None or self._next > RESERVE // 2:
             if self._words is not None:
                 self._used.append(self._words)
@@ -39,27 +41,31 @@ class Reserve:
             self._next = 0
 
     def take(self, words: int) -> torch.Tensor | None:
-        """Return words for one captured call, or ``None`` when too few are left."""
+        """Return words for one captured call, or ``None`` if too few are left or too many are asked for."""
         start = self._next
         if self._words is None or words > LARGE or start + words > RESERVE:
             return None
-        self._next += words + words % 2  # 16-byte alignment
+        self._next += words + words % 2  # keeps the next words aligned to 16 bytes
         return self._words[start : start + words]
 
 
 @functools.cache
 def _reserve(device: torch.device) -> Reserve:
+    """Return the reserve of a device."""
     return Reserve()
 
 
 @functools.lru_cache(maxsize=64)
 def _shared(device: torch.device, stream: int, words: int) -> torch.Tensor:
-    """Return the words of a stream, one tensor for each number of them: every launch must write all of its words."""
+    """Return the shared words of a stream, one tensor for each number of words. Every launch must write all of its words."""
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
 def _stream(device: torch.device) -> int:
-    """Return the stream that Triton will launch on, by Triton's own look-up: PyTorch's makes an object of it, at every launch."""
+    """Return the handle of the stream that Triton will launch on, by Triton's own look-up.
+
+    PyTorch's look-up would create a stream object at every launch.
+    """
     return driver.active.get_current_stream(device.index)
 
 
@@ -67,7 +73,7 @@ def workspace(device: torch.device, words: int) -> torch.Tensor:
     """Return int64 words for one launch on the current stream; the launch must write every one of them."""
     if imitated():
         return torch.empty(words, dtype=torch.int64, device=device)
-    if device.type != "cuda":  # the interpreter: launches run one after another
+    if device.type != "cuda":  # Triton's interpreter, whose launches run one after another
         return _shared(device, 0, words)
     if torch.cuda.is_current_stream_capturing():
         taken = _reserve(device).take(words)
@@ -78,13 +84,13 @@ def workspace(device: torch.device, words: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _counters(device: torch.device, stream: int, words: int) -> torch.Tensor:
-    """Return zeroed words of a stream, apart from those of :func:`_shared`, which launches leave as they please."""
+    """Return zeroed words of a stream. They are separate from those of :func:`_shared`, which launches leave with any values."""
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
 def counters(device: torch.device, words: int) -> torch.Tensor:
-    """Return int64 words for one launch on the current stream: zero when it begins, and it must leave them so."""
+    """Return zeroed int64 words for one launch on the current stream; the launch must leave them zero."""
     if imitated() or torch.cuda.is_current_stream_capturing():
-        return workspace(device, words)  # nobody else's
+        return workspace(device, words)  # words that no other launch uses
     _reserve(device).fill(device)
     return _counters(device, _stream(device), words)

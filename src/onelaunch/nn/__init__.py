@@ -1,4 +1,4 @@
-"""Torch modules made of the operations: layers that train, load the checkpoints of others, and decode with a cache."""
+"""PyTorch modules built on the operations: layers that train, load checkpoints of other libraries, and decode with a cache."""
 
 from onelaunch.nn.cache import Cache, LayerState
 from onelaunch.nn.convolution import ShortConvolution

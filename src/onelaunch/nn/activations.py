@@ -1,4 +1,4 @@
-"""Activations by the names that layers' arguments have for them."""
+"""Activations, by the names that layers' arguments accept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from onelaunch.wording import did_you_mean, listing
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """``relu(x)^2``"""
+    """Return ``relu(x)^2``."""
     return F.relu(x).square()
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its approximation with tanh."""
+    """Return GELU by its approximation with tanh."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -31,14 +31,14 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sqrelu": squared_relu,
     "gelu": tanh_gelu,
 }
-"""fla's names, but for ``bias_gelu``, which needs a bias that no layer has."""
+"""Activations by fla's names, without ``bias_gelu``, which needs a bias that no layer has."""
 
 IN_PROJECTION: dict[str, Activation] = {"sigmoid": "sigmoid", "logsigmoid": "logsigmoid", "silu": "silu", "swish": "silu"}
-"""Those that :func:`onelaunch.ops.projections` applies to a segment."""
+"""Activations that :func:`onelaunch.ops.projections` can apply to a segment, by fla's name."""
 
 
 def checked(argument: str, name: object) -> str:
-    """The name, if it is one of an activation."""
+    """Return the name of an activation; raise :class:`ArgumentError` if there is no such activation."""
     if not isinstance(name, str) or name not in FUNCTIONS:
         hint = did_you_mean(str(name), FUNCTIONS)
         raise ArgumentError(f"{argument} is {name!r}; it must be one of {listing(FUNCTIONS)}.{hint}")

@@ -1,4 +1,4 @@
-"""Short causal convolutions over time, one filter a channel, on PyTorch's own functions."""
+"""Short causal convolutions over time, one filter per channel, built on PyTorch's own functions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch.nn import functional as F
 
 
 class ShortConvolution(nn.Conv1d):
-    """Depthwise causal convolution and SiLU; its parameters are those of ``fla.modules.ShortConvolution``.
+    """Depthwise causal convolution and SiLU, with the parameters of ``fla.modules.ShortConvolution``.
 
         y_t = silu(bias + sum_j weight_j * x_{t - W + 1 + j})        per channel, j from 0 to W - 1
 
     Args:
         channels: number of channels, D.
         kernel_size: W, at least 1.
-        bias: whether there is one.
+        bias: whether the convolution has a bias.
     """
 
     def __init__(self, channels: int, kernel_size: int, bias: bool = False) -> None:
@@ -25,12 +25,12 @@ class ShortConvolution(nn.Conv1d):
     def forward(  # pyrefly: ignore[bad-override]  (a convolution with a memory)
         self, x: torch.Tensor, state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve.
+        """Convolve and apply SiLU.
 
         Args:
-            x: ``[B, T, D]``.
-            state: the last W - 1 inputs ``[N, D, W - 1]``, the newest last. Default: zeros.
-            cu_seqlens: ``[N + 1]`` offsets of packed sequences, ``B = 1``. They cost W gathered copies of x.
+            x: input, ``[B, T, D]``.
+            state: the previous W - 1 inputs ``[N, D, W - 1]``, the newest last. Default: zeros.
+            cu_seqlens: ``[N + 1]`` offsets of packed sequences; needs ``B = 1``. Packing costs W gathered copies of x.
 
         Returns:
             ``y [B, T, D]`` and the new state.
@@ -49,12 +49,12 @@ class ShortConvolution(nn.Conv1d):
         return y.transpose(1, 2), inputs[..., inputs.shape[-1] - self.past :]
 
     def _packed(self, x: torch.Tensor, state: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [T, D]``. No sequence sees its neighbour's inputs: what lies before its first step comes from its own state."""
+        """Convolve packed sequences ``x [T, D]``; inputs before a sequence's first step come from its own state."""
         past, offsets = self.past, cu_seqlens.long()
         known = torch.cat([state.transpose(1, 2).flatten(0, 1), x])  # [N (W - 1) + T, D]
 
         def row(sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-            """Of an input in ``known``; positions below 0 lie in the state."""
+            """Return the row of an input in ``known``; positions below 0 lie in the sequence's state."""
             in_state = sequence * past + past + position
             return torch.where(position < 0, in_state, len(state) * past + offsets[sequence] + position)
 

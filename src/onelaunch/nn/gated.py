@@ -1,4 +1,4 @@
-"""What the gated linear attention layers share: heads, packed projections, short convolutions, the way out."""
+"""Base class of the gated linear attention layers: heads, packed projections, short convolutions, norm and output projection."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from onelaunch.wording import did_you_mean, listing
 
 
 class Projected(NamedTuple):
-    """What the layer's input becomes. Heads of keys, values and decays may be shared by groups of queries."""
+    """Projections of a layer's input. A head of keys, values and decays may be shared by a group of query heads."""
 
     q: torch.Tensor
-    """``[B, T, H, K]``"""
+    """Queries, ``[B, T, H, K]``."""
     k: torch.Tensor
-    """``[B, T, H_kv, K]``"""
+    """Keys, ``[B, T, H_kv, K]``."""
     v: torch.Tensor
-    """``[B, T, H_kv, V]``"""
+    """Values, ``[B, T, H_kv, V]``."""
     gate: torch.Tensor | None
-    """``[B, T, H, V]``"""
+    """Gate, ``[B, T, H, V]``, or ``None``."""
     decay: torch.Tensor
-    """Log-decays that are at most 0: ``[B, T, H_kv, K]``, or ``[B, T, H]`` per head."""
+    """Log-decays, at most 0: ``[B, T, H_kv, K]`` per channel, or ``[B, T, H]`` per head."""
 
 
 class GatedLayer(PackedModule, ABC):
-    """Queries, keys, values, gate and decay by one packed weight, gated linear attention, per-head norm, gate, projection."""
+    """Layer with packed projections, gated linear attention, per-head norm, gate and output projection."""
 
     modes: tuple[str, ...]
-    """fla's names for the kernels of this layer."""
+    """Names of fla's kernels that the argument ``mode`` accepts."""
 
     in_proj_weight: nn.Parameter
 
@@ -103,7 +103,7 @@ class GatedLayer(PackedModule, ABC):
         return size
 
     def _add_norm(self, norm_eps: float, fuse_norm: bool, affine: bool) -> None:
-        """The norm's weight, under the name that fla's layer of these arguments has for it."""
+        """Add the norm's weight, under the name that fla's layer with these arguments uses."""
         self.norm_eps = inputs.number("norm_eps", norm_eps, least=0)
         self.fuse_norm = bool(fuse_norm)
         norm = nn.RMSNorm(self.head_v_dim, eps=self.norm_eps, elementwise_affine=affine)
@@ -112,12 +112,12 @@ class GatedLayer(PackedModule, ABC):
         self.add_module(self.norm_name, norm)
 
     def pack_projections(self, decay: Segment, decay_parts: dict[str, int]) -> None:
-        """One weight for all that is projected; ``decay_parts`` are the rows of ``decay`` by state-dict key."""
+        """Add one packed weight for all projections; ``decay_parts`` are the row counts of ``decay`` by state-dict key."""
         early = self.feature_map is not None and not self.use_short_conv
         mapped = activations.IN_PROJECTION.get(self.feature_map or "", "none") if early else "none"
         self._map_later = self.feature_map is not None and mapped == "none"
         gate_fn = activations.IN_PROJECTION.get(self.gate_fn, "none")
-        # SiLU waits for the norm: applied here, its input would be kept for the gradient as well
+        # output_chain applies SiLU: applied here, its input would be saved for the gradient as well.
         self._silu_on_the_way_out = gate_fn == "silu"
         gate = Segment("gate", self.num_heads, self.head_v_dim, "none" if gate_fn == "silu" else gate_fn)
         self.segments: tuple[Segment, ...] = (
@@ -133,7 +133,7 @@ class GatedLayer(PackedModule, ABC):
         self.pack("in_proj_weight", {**parts, **decay_parts}, self.hidden_size)
 
     def reset_parameters(self) -> None:
-        """Begin again as a new layer does: like :class:`torch.nn.Linear`, all projections, and norms with 1."""
+        """Initialize all parameters as in a new layer: projections like :class:`torch.nn.Linear`, norms with 1."""
         for name in self.packed:
             if name.endswith("_weight"):
                 init_linear(self.get_parameter(name), self._parameters.get(name.removesuffix("weight") + "bias"))
@@ -143,16 +143,16 @@ class GatedLayer(PackedModule, ABC):
 
     @abstractmethod
     def project(self, x: torch.Tensor) -> Projected:
-        """Everything that is linear in ``x [B, T, D]``, the gate and the decay through their activations."""
+        """Return all projections of ``x [B, T, D]``, with gate and decay activated."""
 
     def whole(self, given: Inputs) -> torch.Tensor | None:
-        """The result, where all of the layer is one operation; else ``None``."""
+        """Return the result if one operation computes the whole layer, else ``None``."""
         return None
 
     def with_decay(
         self, decay: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: torch.Tensor
     ) -> Projected:
-        """What the packed projection gave, and the decay."""
+        """Return the results of the packed projection together with the decay."""
         gate = gates[0] if gates else None
         if gate is not None and self.gate_fn not in activations.IN_PROJECTION:
             gate = activations.FUNCTIONS[self.gate_fn](gate)
@@ -176,19 +176,21 @@ class GatedLayer(PackedModule, ABC):
 
         Args:
             hidden_states: ``[B, T, hidden_size]`` float16, bfloat16 or float32, dtype of the parameters.
-            attention_mask: ``[B, at least T]``, 0 for padding, of which the last T columns are read. Padding changes no state,
-                and what comes out there is 0. With short convolutions it must lie at the ends of a sequence, with ``use_cache``
-                before its tokens. Not together with ``cu_seqlens``.
-            past_key_values: states of the calls before, from which this one goes on.
-            use_cache: keep the state after the last step: in ``past_key_values``, or in a new :class:`onelaunch.nn.Cache`.
-            output_attentions: must be false, there are none.
+            attention_mask: ``[B, at least T]``, 0 for padding; the last T columns are read. Padding does not change the state,
+                and its outputs are 0. With short convolutions padding must lie at the ends of a sequence, and with
+                ``use_cache`` before its tokens. Not together with ``cu_seqlens``.
+            past_key_values: states of the previous calls, from which this call continues.
+            use_cache: whether to store the state after the last step, in ``past_key_values`` or in a new
+                :class:`onelaunch.nn.Cache`.
+            output_attentions: must be false: linear attention has no attention weights.
             cu_seqlens: ``[N + 1]`` int32 or int64 offsets of packed sequences; needs ``B = 1``.
 
         Returns:
             ``(o [B, T, hidden_size], None, past_key_values)``
 
         Raises:
-            ShapeError, DTypeError, DeviceError, PackingError, ArgumentError: naming the argument and what it has to be.
+            ShapeError, DTypeError, DeviceError, PackingError, ArgumentError: an argument is invalid; the message names it and
+                what it must be.
         """
         given = inputs.read_inputs(
             hidden_states,
@@ -225,7 +227,7 @@ class GatedLayer(PackedModule, ABC):
         return given.without_padding(out), None, given.cache
 
     def _for_every_head(self, value: torch.Tensor) -> torch.Tensor:
-        """Keys, values or decays of a group, once for each of its queries."""
+        """Repeat keys, values or decays of a group for each of its query heads."""
         if self.num_kv_groups == 1 or value.shape[2] == self.num_heads:
             return value
         return value.repeat_interleave(self.num_kv_groups, dim=2)
@@ -233,7 +235,7 @@ class GatedLayer(PackedModule, ABC):
     def _convolve(
         self, given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Queries, keys and values through their convolutions, and the states of these."""
+        """Return queries, keys and values after their convolutions, and the convolutions' new states."""
         inputs.check_convolved_padding(given)
         old = None if given.last is None else given.last.conv_state
         convolved, states = [], []
@@ -242,5 +244,5 @@ class GatedLayer(PackedModule, ABC):
             convolved.append(y.unflatten(-1, value.shape[2:]))
             states.append(state)
         if self.v_conv1d.bias is not None:
-            convolved[2] = given.without_padding(convolved[2])  # a bias makes values of padding
+            convolved[2] = given.without_padding(convolved[2])  # a bias makes the values of padding nonzero
         return tuple(convolved), tuple(states)

@@ -1,4 +1,4 @@
-"""Gated linear attention with a decay per key channel, as a layer."""
+"""The layer of gated linear attention with a decay per key channel."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ class GatedLinearAttention(GatedLayer):
         o = gla(q, k, v, gk);  out = (rmsnorm(o) * swish(g)) W_o        norm per head
 
     One parameter ``in_proj_weight`` holds W_q, W_k, W_v, W_g and W_1. A state dict holds them as ``q_proj.weight``,
-    ``k_proj.weight``, ``v_proj.weight``, ``g_proj.weight`` and ``gk_proj.0.weight``, so that those of fla 0.6.0 load, and
-    ours load there.
+    ``k_proj.weight``, ``v_proj.weight``, ``g_proj.weight`` and ``gk_proj.0.weight``, so that state dicts of
+    fla 0.6.0 load here, and ours load there.
 
     Args:
-        mode: ``chunk``, ``fused_recurrent`` or ``fused_chunk``, fla's kernels; here the dispatcher chooses in any case.
-        hidden_size: D, of inputs and outputs.
-        expand_k: channels of all query heads over ``hidden_size``. Heads have 16 to 512 channels.
-        expand_v: channels of all value heads over ``hidden_size``, likewise.
+        mode: ``chunk``, ``fused_recurrent`` or ``fused_chunk``, names of fla's kernels; without effect here, since the
+        dispatcher chooses.
+        hidden_size: channels of inputs and outputs, D.
+        expand_k: ratio of the channels of all query heads to ``hidden_size``. Heads have 16 to 512 channels.
+        expand_v: ratio of the channels of all value heads to ``hidden_size``. Heads have 16 to 512 channels.
         num_heads: number of query heads, H.
         num_kv_heads: heads of keys, values and decays, each shared by a group of queries. Default: ``num_heads``.
-        feature_map: applied to queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
+        feature_map: activation of queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
             ``gelu``. Default: none.
-        use_short_conv: convolve queries, keys and values over time, with SiLU. By PyTorch's own functions.
-        conv_size: steps that such a convolution sees.
-        conv_bias: whether it has a bias.
+        use_short_conv: whether queries, keys and values go through short causal convolutions with SiLU, by PyTorch's functions.
+        conv_size: steps that a convolution covers.
+        conv_bias: whether the convolutions have a bias.
         use_output_gate: whether the result is gated.
         gate_fn: activation of the gate, a name as for ``feature_map``.
         elementwise_affine: whether the norm has a weight.
-        norm_eps: of the norm; at least 0.
-        gate_logit_normalizer: above 0.
+        norm_eps: constant that the norm adds to the mean of squares, at least 0.
+        gate_logit_normalizer: divisor of the log-decays, above 0.
         gate_low_rank_dim: columns of W_1.
         clamp_min: the least log-decay of a step; at most 0. Default: none.
-        fuse_norm: only decides, as in fla, whether the norm's weight is ``g_norm_swish_gate.weight`` or ``g_norm.weight``.
-        layer_idx: where the layer's state lies in a :class:`onelaunch.nn.Cache`.
+        fuse_norm: as in fla, decides whether the norm's weight is ``g_norm_swish_gate.weight`` or ``g_norm.weight``.
+        layer_idx: key of the layer's state in a :class:`onelaunch.nn.Cache`.
 
     Raises:
-        ArgumentError: naming the argument, what it was and what it has to be.
+        ArgumentError: an argument is invalid; the message names it, what it was and what it must be.
 
     Source: Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024).
     """
@@ -102,7 +103,7 @@ class GatedLinearAttention(GatedLayer):
             raise ArgumentError(f"clamp_min is {clamp_min!r}; it must be at most 0, as log-decays are, or None.")
         self.clamp_min = clamp_min
         self.gate_low_rank_dim = rank = inputs.count("gate_low_rank_dim", gate_low_rank_dim)
-        # the narrow product reads all of x: in the packed weight it costs no launch and no pass over x of its own
+        # The narrow product reads all of x. As part of the packed weight it needs no launch and no pass over x of its own.
         self.pack_projections(Segment("low_rank", rank, 1), {"gk_proj.0.weight": rank})
         heads, size, normalizer = self.num_kv_heads, self.head_k_dim, self.gate_logit_normalizer
         self.decay_segments = (Segment("gk", heads, size, "logsigmoid", normalizer, bias=True),)
@@ -111,7 +112,10 @@ class GatedLinearAttention(GatedLayer):
         self.reset_parameters()
 
     def whole(self, given: Inputs) -> torch.Tensor | None:
-        """By ``gla_layer``, whose backward pass is one: without a cache, padding or packed sequences, and as it is by default."""
+        """Return the result by ``gla_layer``, or ``None`` if it cannot compute this call.
+
+        It can with the layer's default options, and without a cache, padding or packed sequences.
+        """
         plain = self._silu_on_the_way_out and self.use_output_gate and self.feature_map is None and not self.use_short_conv
         norm_weight = cast("torch.Tensor | None", self.get_submodule(self.norm_name).weight)
         if not plain or self.num_kv_groups > 1 or self.clamp_min is not None or norm_weight is None:
@@ -132,6 +136,7 @@ class GatedLinearAttention(GatedLayer):
         return out
 
     def project(self, x: torch.Tensor) -> Projected:
+        """Return all projections of ``x``; the decay comes from two factors of low rank."""
         *projected, decay = project(
             x, self.in_proj_weight, self.segments, self.gk_proj_weight, self.gk_proj_bias, self.decay_segments
         )

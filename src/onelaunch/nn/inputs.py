@@ -1,4 +1,4 @@
-"""What every layer checks alike: arguments of constructors, and those of a call with its cache, mask and packed sequences."""
+"""Checks that all layers share: constructor arguments, and a call's inputs with its cache, mask and packed sequences."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from onelaunch.nn.cache import Cache, LayerState
 
 
 def count(argument: str, value: object) -> int:
-    """The value, if it is an integer of at least 1."""
+    """Return the value; raise :class:`ArgumentError` unless it is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ArgumentError(f"{argument} is {value!r}; it must be an integer of at least 1.")
     return value
 
 
 def index(argument: str, value: object) -> int | None:
-    """The value, if it is ``None`` or an integer of at least 0."""
+    """Return the value; raise :class:`ArgumentError` unless it is ``None`` or an integer of at least 0."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
         raise ArgumentError(f"{argument} is {value!r}; it must be an integer of at least 0, or None.")
     return value
 
 
 def number(argument: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
-    """The value, if it is a finite number in its range."""
+    """Return the value; raise :class:`ArgumentError` unless it is a finite number in its range."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if above is not None and not (real and value > above):
         raise ArgumentError(f"{argument} is {value!r}; it must be a number above {above:g}.")
@@ -37,7 +37,7 @@ def number(argument: str, value: Any, *, above: float | None = None, least: floa
 
 
 def expanded(hidden_size: int, argument: str, ratio: Any) -> int:
-    """``hidden_size * ratio``, if that is a whole number."""
+    """Return ``hidden_size * ratio``; raise :class:`ArgumentError` unless it is a whole number."""
     width = hidden_size * number(argument, ratio, above=0)
     if round(width) < 1 or not math.isclose(width, round(width)):
         raise ArgumentError(f"{argument} is {ratio!r}; hidden_size * {argument} must be a whole number, and is {width:g}.")
@@ -48,27 +48,28 @@ class Inputs(NamedTuple):
     """Checked arguments of a layer's call."""
 
     x: torch.Tensor
-    """``[B, T, D]``, zero where it is padding."""
+    """Input, ``[B, T, D]``, with zeros at padding."""
     padding: torch.Tensor | None
-    """``[B, T]`` bool: steps that are not there."""
+    """Mask of padding, ``[B, T]`` bool, or ``None``."""
     cu_seqlens: torch.Tensor | None
     cache: Cache | None
     use_cache: bool
     layer_idx: int | None
     last: LayerState | None
-    """What the layer kept from the call before."""
+    """State of the layer after the previous call."""
 
     @property
     def initial_state(self) -> torch.Tensor | None:
+        """State that the call starts from, or ``None``."""
         return None if self.last is None else self.last.recurrent_state
 
     def store(self, recurrent_state: torch.Tensor | None, conv_state: tuple[torch.Tensor, ...] | None = None) -> None:
-        """Keep the layer's state for the next call, if that was asked for."""
+        """Store the layer's state in the cache for the next call, if ``use_cache`` is set."""
         if self.use_cache and self.cache is not None and self.layer_idx is not None and recurrent_state is not None:
             self.cache.update(self.layer_idx, recurrent_state, conv_state, self.x.shape[1])
 
     def without_padding(self, value: torch.Tensor) -> torch.Tensor:
-        """``[B, T, ...]`` with zeros at steps that are padding: a log-decay of 0 hands the state on as it is."""
+        """Return ``[B, T, ...]`` with zeros at padding; a log-decay of 0 leaves the state unchanged."""
         if self.padding is None:
             return value
         return value.masked_fill(self.padding.reshape(*self.padding.shape, *(1,) * (value.dim() - 2)), 0)
@@ -84,7 +85,7 @@ def read_inputs(
     output_attentions: bool | None,
     cu_seqlens: torch.Tensor | None,
 ) -> Inputs:
-    """The checked arguments; raises :class:`ArgumentError` and its kinds, naming the argument."""
+    """Check the arguments of a call and return them; raise :class:`ArgumentError` or a subclass that names the argument."""
     checks.rank("hidden_states", checks.tensor("hidden_states", hidden_states), "[B, T, D]")
     checks.dtype("hidden_states", hidden_states, checks.FLOATS)
     if hidden_states.shape[2] != width:
@@ -107,7 +108,7 @@ def read_inputs(
 
 
 def _cache(past_key_values: object, use_cache: bool, layer_idx: int | None) -> Cache | None:
-    """The cache of a call; a new one where states are to be kept and none is given."""
+    """Return the cache of a call: the given one, or a new one if ``use_cache`` is set without one."""
     if past_key_values is not None and not isinstance(past_key_values, Cache):
         raise ArgumentError(f"past_key_values is {type(past_key_values).__name__}; it must be a onelaunch.nn.Cache, or None.")
     if (past_key_values is not None or use_cache) and layer_idx is None:
@@ -117,7 +118,7 @@ def _cache(past_key_values: object, use_cache: bool, layer_idx: int | None) -> C
 
 
 def _padding(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """``[B, T]`` bool, true for padding; of a mask that may reach back over earlier calls."""
+    """Return ``[B, T]`` bool, true for padding; the mask may also cover the steps of earlier calls."""
     if attention_mask is None:
         return None
     batch, length, _ = hidden_states.shape
@@ -130,9 +131,9 @@ def _padding(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -
 
 
 def check_convolved_padding(given: Inputs) -> None:
-    """Raise unless no short convolution takes padding for steps (where values are checked).
+    """Raise if a short convolution would mix padding with tokens; only where values are checked.
 
-    Behind all tokens it does no harm, except to what the next call would convolve.
+    Padding behind all tokens is harmless, except to the inputs that the next call would convolve.
     """
     if given.padding is None or not checks.values_are_checked(given.padding):
         return

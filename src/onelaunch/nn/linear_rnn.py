@@ -1,4 +1,4 @@
-"""A linear RNN as a layer."""
+"""The layer of a linear RNN."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class LinearRNN(PackedModule):
         log_decay = logsigmoid(x W_gk + b) / gate_logit_normalizer
         s_t = exp(log_decay_t) * s_{t-1} + x_t W_v;  out = (s * silu(x W_g)) W_o
 
-    One parameter ``in_proj_weight`` holds W_g and W_gk; W_v is its own, since :func:`onelaunch.ops.linear_rnn` multiplies and
-    scans in one launch. A state dict holds ``v_proj.weight``, ``g_proj.weight``, ``gk_proj.weight``, ``gk_proj.bias`` and
-    ``o_proj.weight``.
+    One parameter ``in_proj_weight`` holds W_g and W_gk; W_v is a parameter of its own, since
+    :func:`onelaunch.ops.linear_rnn` multiplies by it and scans in one launch. A state dict holds ``v_proj.weight``,
+    ``g_proj.weight``, ``gk_proj.weight``, ``gk_proj.bias`` and ``o_proj.weight``.
 
     Args:
-        hidden_size: D, of inputs and outputs.
-        expand_v: channels V of the state over ``hidden_size``.
-        gate_logit_normalizer: above 0; the larger, the longer the memory.
-        layer_idx: where the layer's state lies in a :class:`onelaunch.nn.Cache`.
+        hidden_size: channels of inputs and outputs, D.
+        expand_v: ratio of the state's channels V to ``hidden_size``.
+        gate_logit_normalizer: divisor of the log-decays, above 0; larger values give a longer memory.
+        layer_idx: key of the layer's state in a :class:`onelaunch.nn.Cache`.
 
     Raises:
-        ArgumentError: naming the argument, what it was and what it has to be.
+        ArgumentError: an argument is invalid; the message names it, what it was and what it must be.
 
     Source: experiment 040; the decay is that of gated linear attention.
     """
@@ -60,7 +60,7 @@ class LinearRNN(PackedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin again as a new layer does: like :class:`torch.nn.Linear`, all projections."""
+        """Initialize all projections as in a new layer, like :class:`torch.nn.Linear`."""
         init_linear(self.in_proj_weight, self.in_proj_bias)
         self.v_proj.reset_parameters()
         self.o_proj.reset_parameters()

@@ -1,4 +1,4 @@
-"""Parameters that hold several weights one behind the other, and are separate ones, by name, in a state dict."""
+"""Packed parameters: several weights concatenated in one parameter, with separate names in a state dict."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 
 
 class Part(NamedTuple):
-    """Rows of a packed parameter that a state dict holds under a name of their own."""
+    """Rows of a packed parameter that have a name of their own in a state dict."""
 
     key: str
-    """In the state dict, behind the module's prefix: ``q_proj.weight``."""
+    """Key in the state dict, without the module's prefix, such as ``q_proj.weight``."""
     rows: int
 
 
 class PackedModule(nn.Module):
-    """A module some of whose parameters are packed: one for the optimizer and for kernels, several in a state dict.
+    """Module with packed parameters: one tensor for the optimizer and for kernels, several in a state dict.
 
-    State dicts hold the parts alone, as views of the parameter; loading them fills its rows. Keys that are missing, left over or
-    of the wrong shape are those of the parts.
+    State dicts hold only the parts, as views of the parameter; loading them fills its rows. Messages about missing or
+    unexpected keys and wrong shapes name the parts.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class PackedModule(nn.Module):
         self.packed: dict[str, tuple[Part, ...]] = {}
 
     def pack(self, name: str, parts: Mapping[str, int], columns: int | None = None) -> None:
-        """Register the parameter ``[sum of rows, columns]``, or ``[sum of rows]``; ``parts`` are rows by state-dict key."""
+        """Register a parameter ``[sum of rows, columns]``, or ``[sum of rows]``; ``parts`` are row counts by state-dict key."""
         rows = sum(parts.values())
         self.register_parameter(name, nn.Parameter(torch.empty(rows if columns is None else (rows, columns))))
         self.packed[name] = tuple([Part(key, count) for key, count in parts.items()])
@@ -60,7 +60,7 @@ class PackedModule(nn.Module):
             found = _pieces(state_dict, prefix, parts, whole, error_msgs)
             if strict:
                 missing_keys.extend([prefix + part.key for part in parts if prefix + part.key not in state_dict])
-            for part in parts:  # taken: PyTorch would call them unexpected
+            for part in parts:  # handled here; PyTorch would call them unexpected
                 state_dict.pop(prefix + part.key, None)
             if whole.is_meta and 0 < len(found) < len(parts):
                 error_msgs.append(f"{prefix}{name} is on the meta device: load all of {', '.join(part.key for part in parts)}.")
@@ -72,7 +72,7 @@ class PackedModule(nn.Module):
 def _pieces(
     state_dict: Mapping[str, Any], prefix: str, parts: tuple[Part, ...], whole: torch.Tensor, error_msgs: list[str]
 ) -> dict[str, torch.Tensor]:
-    """The parts that a state dict holds in the right shape; the others get a message in PyTorch's words."""
+    """Return the parts that a state dict holds in the right shape; append a message in PyTorch's wording for each other part."""
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         if (value := state_dict.get(prefix + part.key)) is None:
@@ -91,7 +91,10 @@ def _pieces(
 
 
 def _joined(whole: nn.Parameter, parts: tuple[Part, ...], found: Mapping[str, torch.Tensor], assign: bool) -> torch.Tensor:
-    """The packed parameter with the rows that were found; those that were not stay. Dtype and device as loading has them."""
+    """Return the packed tensor with the rows of ``found``; other rows keep their values.
+
+    With ``assign`` it has the dtype and device of the loaded parts, else those of the parameter.
+    """
     like = next(iter(found.values())) if assign else whole
     kept = whole.detach().split([part.rows for part in parts])
     pieces = [found.get(part.key, old) for part, old in zip(parts, kept, strict=True)]
@@ -101,7 +104,7 @@ def _joined(whole: nn.Parameter, parts: tuple[Part, ...], found: Mapping[str, to
 
 
 def init_linear(weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
-    """As :class:`torch.nn.Linear` begins: its range depends on the number of inputs, which all parts of a weight share."""
+    """Initialize like :class:`torch.nn.Linear`; the range depends on the number of inputs, which all parts of a weight share."""
     bound = 1 / math.sqrt(weight.shape[1])
     nn.init.uniform_(weight, -bound, bound)
     if bias is not None:

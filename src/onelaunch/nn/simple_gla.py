@@ -1,4 +1,4 @@
-"""Gated linear attention with a decay per head, as a layer."""
+"""The layer of gated linear attention with a decay per head."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class SimpleGatedLinearAttention(GatedLayer):
     fla 0.6.0: ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``, ``g_proj.weight``, ``gk_proj.weight``.
 
     Args:
-        mode: ``chunk`` or ``fused_recurrent``, fla's kernels; here the dispatcher chooses in any case.
-        hidden_size: D, of inputs and outputs.
-        expand_k: channels of all query heads over ``hidden_size``. Heads have 16 to 512 channels.
-        expand_v: channels of all value heads over ``hidden_size``, likewise.
+        mode: ``chunk`` or ``fused_recurrent``, names of fla's kernels; without effect here, since the dispatcher chooses.
+        hidden_size: channels of inputs and outputs, D.
+        expand_k: ratio of the channels of all query heads to ``hidden_size``. Heads have 16 to 512 channels.
+        expand_v: ratio of the channels of all value heads to ``hidden_size``. Heads have 16 to 512 channels.
         num_heads: number of query heads, H.
         num_kv_heads: heads of keys and values, each shared by a group of queries; every query's head has a decay of its own.
             Default: ``num_heads``.
-        feature_map: applied to queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
+        feature_map: activation of queries and keys: ``relu``, ``sigmoid``, ``logsigmoid``, ``silu`` or ``swish``, ``sqrelu``,
             ``gelu``. Default: none.
-        use_short_conv: convolve queries, keys and values over time, with SiLU. By PyTorch's own functions.
-        conv_size: steps that such a convolution sees.
-        conv_bias: whether it has a bias.
+        use_short_conv: whether queries, keys and values go through short causal convolutions with SiLU, by PyTorch's functions.
+        conv_size: steps that a convolution covers.
+        conv_bias: whether the convolutions have a bias.
         gate_fn: activation of the output gate, a name as for ``feature_map``.
         elementwise_affine: whether the norm has a weight.
-        norm_eps: of the norm; at least 0.
-        gate_logit_normalizer: above 0.
-        fuse_norm: only decides, as in fla, whether the norm's weight is ``g_norm_swish_gate.weight`` or ``g_norm.weight``.
-        layer_idx: where the layer's state lies in a :class:`onelaunch.nn.Cache`.
+        norm_eps: constant that the norm adds to the mean of squares, at least 0.
+        gate_logit_normalizer: divisor of the log-decays, above 0.
+        fuse_norm: as in fla, decides whether the norm's weight is ``g_norm_swish_gate.weight`` or ``g_norm.weight``.
+        layer_idx: key of the layer's state in a :class:`onelaunch.nn.Cache`.
 
     Raises:
-        ArgumentError: naming the argument, what it was and what it has to be.
+        ArgumentError: an argument is invalid; the message names it, what it was and what it must be.
 
     Source: the layer of that name in flash-linear-attention; decays per head as in RetNet and Mamba-2.
     """
@@ -91,5 +91,6 @@ class SimpleGatedLinearAttention(GatedLayer):
         self.reset_parameters()
 
     def project(self, x: torch.Tensor) -> Projected:
+        """Return all projections of ``x``."""
         *projected, decay = projections(x, self.in_proj_weight, self.segments, bias=self.in_proj_bias)
         return self.with_decay(decay, *projected)

@@ -1,4 +1,4 @@
-"""A SwiGLU MLP."""
+"""The SwiGLU MLP."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from onelaunch.nn.packed import PackedModule, init_linear
 from onelaunch.ops import swiglu
 
 ROUNDED_TO = 256
-"""Channels that a default ``intermediate_size`` is a multiple of."""
+"""Number of channels that a default ``intermediate_size`` is rounded up to a multiple of."""
 
 
 class SwiGLU(PackedModule):
-    """The MLP of most language models, like ``fla.modules.GatedMLP`` and the MLPs of Llama in ``transformers``.
+    """MLP of most language models, like ``fla.modules.GatedMLP`` and the MLPs of Llama in ``transformers``.
 
         out = (silu(x W_gate) * (x W_up)) W_down
 
@@ -24,15 +24,16 @@ class SwiGLU(PackedModule):
     ``down_proj.weight``, as the others do.
 
     Args:
-        hidden_size: of inputs and outputs.
-        hidden_ratio: of the default ``intermediate_size``: ``hidden_size * hidden_ratio * 2 / 3``, rounded up to a multiple of
+        hidden_size: channels of inputs and outputs.
+        hidden_ratio: ratio that gives the default ``intermediate_size``: ``hidden_size * hidden_ratio * 2 / 3``, rounded up to
+        a multiple of
             256. Default: 4.
         intermediate_size: columns of W_gate and of W_up.
         hidden_act: ``swish`` or ``silu``, which are the same.
-        fuse_swiglu: taken as fla has it, and without effect: variants decide what is fused.
+        fuse_swiglu: accepted as in fla, without effect: variants decide what is fused.
 
     Raises:
-        ArgumentError: naming the argument, what it was and what it has to be.
+        ArgumentError: an argument is invalid; the message names it, what it was and what it must be.
 
     Source: Shazeer, GLU Variants Improve Transformer (2020).
     """
@@ -63,7 +64,7 @@ class SwiGLU(PackedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin again as a new module does: like :class:`torch.nn.Linear`."""
+        """Initialize all weights as in a new module, like :class:`torch.nn.Linear`."""
         init_linear(self.gate_up_weight)
         self.down_proj.reset_parameters()
 
@@ -71,10 +72,10 @@ class SwiGLU(PackedModule):
         return f"{self.hidden_size}, intermediate_size={self.intermediate_size}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From ``[..., hidden_size]`` to the same, float16, bfloat16 or float32, of at least two dimensions.
+        """Run the MLP on ``x [..., hidden_size]``, float16, bfloat16 or float32, of at least two dimensions.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: naming the argument, what it was and what it has to be.
+            ShapeError, DTypeError, DeviceError: an argument is invalid; the message names it, what it was and what it must be.
         """
         if checks.tensor("x", x).dim() < 2 or x.shape[-1] != self.hidden_size:
             raise ShapeError(

@@ -1,7 +1,7 @@
-"""Operations and their variants: the one registry that everything else reads.
+"""Operations, their variants, and the registry that the rest of the package reads.
 
-An :class:`Operation` is a mathematical contract, a :class:`Variant` one way to carry it out. The public functions, the tests, the
-studies, the dispatcher and the documentation all read these objects; nothing else in the project lists variants.
+An :class:`Operation` is a mathematical contract, and a :class:`Variant` is one implementation of it. The public functions, the
+tests, the studies, the dispatcher and the documentation all read these objects; nothing else in the project lists variants.
 """
 
 from onelaunch.operation.case import Bundle, Case, Reading

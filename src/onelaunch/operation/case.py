@@ -1,4 +1,4 @@
-"""Cases: calls described without their tensors, the arguments made for them, and arguments of several tensors."""
+"""Descriptions of calls without tensors, the arguments made for them, and arguments that consist of several tensors."""
 
 from __future__ import annotations
 
@@ -14,40 +14,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """Several tensors that make one argument, such as a quantized matrix and its scales. Base of immutable dataclasses.
+    """One argument that consists of several tensors, such as a quantized matrix and its scales. Base of immutable dataclasses.
 
-    Whoever copies, casts or watches arguments does it through :meth:`tensors` and :meth:`map`, and need not know what they mean.
+    Code that copies, casts or compares arguments uses :meth:`tensors` and :meth:`map`, and need not know what the tensors mean.
     """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that there are, by name."""
+        """Return the tensors by field name, without those that are ``None``."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return a copy with a function applied to each tensor."""
+        """Return a copy in which a function is applied to each tensor."""
         return replace(self, **{name: function(value) for name, value in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> Self:
-        """Return a copy on a device."""
+        """Return a copy whose tensors are on a device."""
         return self.map(lambda tensor: tensor.to(device))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operation, described without its tensors: what tests and studies enumerate."""
+    """Description of one call of an operation without its tensors. Tests and studies enumerate cases."""
 
     operation: str
+    """Name of the operation."""
     sizes: Mapping[str, int]
+    """Size of each of the operation's dimensions, by name."""
     dtype: torch.dtype
+    """Dtype of the call's inputs."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Choices of the operation's input maker that differ from its defaults."""
+    """Options of the operation's input maker that differ from their defaults."""
     name: str = ""
+    """Name in reports; by default it is composed of the sizes, the dtype and the options."""
 
     def __str__(self) -> str:
         parts = [f"{key}{value}" for key, value in self.sizes.items()] + [str(self.dtype).removeprefix("torch.")]
@@ -57,7 +61,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Reading:
-    """The public function's inputs for one case, and which of them take gradients."""
+    """Arguments of the public function for one case, and the names of those that take gradients."""
 
     arguments: dict[str, Any]
+    """Keyword arguments of the public function."""
     differentiable: tuple[str, ...]
+    """Names of the arguments that take gradients."""

@@ -1,4 +1,4 @@
-"""Costs: the work that a call cannot avoid, as plain arithmetic."""
+"""Lower bounds on the work of a call: FLOPs, bytes and launches, computed from its sizes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Work that a way of computing cannot avoid: pure arithmetic, no measurement."""
+    """Work that an implementation cannot avoid. It is computed from the sizes and never measured."""
 
     flops: int
-    """FLOPs of the matrix products; the elementwise rest never decides here. 0 sets no bound."""
+    """FLOPs of the matrix products. Elementwise work is left out, since it never sets the bound here. 0 sets no bound."""
     bytes: int
-    """Fewest bytes to and from memory: every launch reads its inputs once and writes its outputs once. 0 sets no bound."""
+    """Smallest number of bytes to and from device memory, if every launch reads its inputs once and writes its outputs once. 0
+    sets no bound."""
     launches: int | None = None
-    """Kernels in the default path; ``None`` when a compiler decides."""
+    """Number of kernel launches in the default path; ``None`` if a compiler decides it."""
     matrix_dtype: str | None = None
-    """Dtype of the matrix products' operands, where it is not the case's: the peak of this dtype bounds ``flops``."""
+    """Dtype of the matrix products' operands if it differs from the case's dtype. Its measured peak bounds ``flops``."""
     written: int | None = None
-    """Bytes of ``bytes`` that are written. Where they are few, the bandwidth of reads sets the bound; ``None``, where nothing is
-    said, leaves it to that of copies."""
+    """Written part of ``bytes``. If it is small, the bandwidth of reads sets the bound. If it is large or ``None`` (not stated),
+    the bandwidth of copies does."""
 
     def __post_init__(self) -> None:
         for name in ("flops", "bytes", "launches", "written"):
@@ -53,12 +54,15 @@ class Cost:
 
 
 def _sum(one: int | None, other: int | None) -> int | None:
-    """Return the sum of two numbers, or ``None`` where one of them is not known."""
+    """Return the sum of two numbers, or ``None`` if one of them is not known."""
     return None if one is None or other is None else one + other
 
 
 def launch_count(variant: Variant | None, direction: Direction) -> int | None:
-    """Return the launches that a variant declares: ``launches`` forward, plus ``backward_launches``; for ``None``, the fewest."""
+    """Return the number of launches that a variant declares for a direction; for ``None``, the smallest possible number.
+
+    Forward and backward together have ``launches`` plus ``backward_launches``.
+    """
     if variant is None:
         return 1 if direction == "forward" else 2
     forward, backward = variant.capabilities.launches, variant.capabilities.backward_launches

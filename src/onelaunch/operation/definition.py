@@ -1,4 +1,4 @@
-"""Operations: mathematical contracts with an oracle, an input maker, a cost and variants."""
+"""Definition of an operation: a mathematical contract with an oracle, an input maker, a cost and variants."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from onelaunch.wording import did_you_mean, listing
 
 
 class Operation(Generic[P, R]):
-    """A mathematical contract with an oracle, an input maker, a cost and variants. Calling it is the public function.
+    """Mathematical contract with an oracle, an input maker, a cost and variants. Calling it calls the public function.
 
-    Built up by the files of its folder: the contract makes it with :func:`operation`, the others register into it.
+    The files of its folder build it up: ``contract.py`` creates it with :func:`operation`, and the other files register into it.
 
     Attributes:
-        name: what the registry and the command line call it.
-        dimensions: names of its sizes, in the order that :class:`Query` holds them.
-        outputs: names of the public function's results, or how they follow from its arguments.
-        options: the input maker's choices with their defaults; a case may override them.
-        stages: how many operations in a row it is made of, each of which rounds what it hands on: the gate's caps on errors are
-            for one, and grow with the root of their number, as errors that know nothing of each other add up.
-        defaults: per device type, the variants to prefer where nothing was measured.
-        variants: by name, in order of registration.
+        name: Name in the registry and on the command line.
+        dimensions: Names of its sizes, in the order in which :class:`Query` holds them.
+        outputs: Names of the public function's results, or a function that returns them for the arguments of a call.
+        options: Options of the input maker with their defaults. A case may override them.
+        stages: Number of consecutive operations that it consists of, each of which rounds its result. The caps on errors of the
+            verification gate hold for one stage. They grow with the square root of this number, as independent errors do.
+        defaults: Variants to prefer where nothing was measured, by device type.
+        variants: Variants by name, in order of registration.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Operation(Generic[P, R]):
         self.dimensions = dimensions
         self.outputs = outputs
         self.bind = bind
-        """The checked call made of the public function's arguments (without ``variant``)."""
+        """Function that checks the public function's arguments (without ``variant``) and returns the checked call."""
         self.options = dict(options)
         self.defaults = dict(defaults)
         self.stages = stages
         self.variants: dict[str, Variant] = {}
         self.controls: dict[str, Control] = {}
         self.loops: dict[str, LoopMaker] = {}
-        """Makers of a variant's loop from the public function's arguments, by the regime in which studies time it."""
+        """Functions that make a :class:`Loop` from a variant and the public function's arguments, by regime of a study."""
         self._function = function
         self._oracle: Callable[..., tuple[torch.Tensor | None, ...]] | None = None
         self._inputs: Callable[[Case, torch.device, torch.Generator], Reading] | None = None
@@ -65,7 +65,7 @@ class Operation(Generic[P, R]):
         self._preference: Callable[[Query], tuple[str, ...]] | None = None
         self._query: Callable[[Case, str, bool], Query] | None = None
         self.shapes_of: Callable[[Any], Shapes] | None = None
-        """The function registered with :meth:`shapes`, if any."""
+        """Function registered with :meth:`shapes`, or ``None``."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._function(*args, **kwargs)
@@ -74,27 +74,27 @@ class Operation(Generic[P, R]):
         return f"<operation {self.name}: {listing(self.variants)}>"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
-        from onelaunch.operation.registry import operation_by_name  # the registry is made of operations
+        from onelaunch.operation.registry import operation_by_name  # imported here, since the registry imports this module
 
         return operation_by_name, (self.__module__, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Operation[P, R]:
         return self
 
-    # Registration, used by the files of the operation's folder and by plugins
+    # Registration: decorators for the files of the operation's folder and for plug-ins
 
     def variant(self, name: str, **tags: Any) -> Callable[[Callable[..., Any]], Variant]:
-        """Decorator: register a function from the checked call to the tuple of results as a variant.
+        """Register the decorated function, from a checked call to the tuple of results, as a variant.
 
         Args:
-            name: Name of the variant, new in this operation.
-            **tags: Facts about it. Those that are fields of :class:`~onelaunch.operation.Capabilities` are what the library acts
-                on, and are checked. All that are not functions are what studies select by; common ones beside the fields are
-                ``fuses`` (tuple of step names), ``gemm`` (``cublas``, ``triton``...) and ``maker`` (whose code it is, where it is
-                not ours: ``pytorch``, ``liger``...).
+            name: Name of the variant, which must be new in this operation.
+            **tags: Facts about the variant. The library acts on those that are fields of
+                :class:`~onelaunch.operation.Capabilities`, and checks their types. Studies select variants by all tags that are
+                not functions. Common tags that are not such fields are ``fuses`` (tuple of the names of fused steps), ``gemm``
+                (``cublas``, ``triton``...) and ``maker`` (author of code of another project: ``pytorch``, ``liger``...).
 
         Raises:
-            ArgumentError: The operation has a variant of this name, or a capability has a value of a wrong type.
+            ArgumentError: The operation already has a variant of this name, or a capability has a wrong type.
         """
 
         def register_variant(run: Callable[..., Any]) -> Variant:
@@ -109,7 +109,13 @@ class Operation(Generic[P, R]):
     def control(
         self, name: str, *, oracle: Callable[..., torch.Tensor], cost: Callable[[Case], Cost]
     ) -> Callable[[Callable[[Any], torch.Tensor]], Control]:
-        """Decorator: register a part of the operation that studies time beside its variants."""
+        """Register the decorated function as a control: a part of the operation that studies time in addition.
+
+        Args:
+            name: Name of the control, which must be new in this operation.
+            oracle: Reference for its result, from the public function's float64 arguments.
+            cost: Function from a case to the control's cost.
+        """
 
         def register_control(run: Callable[[Any], torch.Tensor]) -> Control:
             check_name("control", name)
@@ -121,7 +127,7 @@ class Operation(Generic[P, R]):
         return register_control
 
     def loop(self, regime: str) -> Callable[[LoopMaker], LoopMaker]:
-        """Decorator: register the maker of loops of many steps, for the regime ``running`` or ``served``."""
+        """Register the decorated function, which makes loops of many steps, for the regime ``running`` or ``served``."""
 
         def register_loop(make: LoopMaker) -> LoopMaker:
             if regime in self.loops:
@@ -132,45 +138,45 @@ class Operation(Generic[P, R]):
         return register_loop
 
     def oracle(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: the float64 reference; takes the public function's arguments, returns all results."""
+        """Register the decorated function as the oracle: from the public function's float64 arguments to all results."""
         self._oracle = _only(self._oracle, function, self, "oracle")
         return function
 
     def inputs(self, function: Callable[..., Reading]) -> Callable[..., Reading]:
-        """Decorator: make random arguments for a case, on a device, from a generator on that device."""
+        """Register the decorated function, which makes random arguments for a case, a device and a generator on it."""
         self._inputs = _only(self._inputs, function, self, "inputs")
         return function
 
     def costs(self, function: Callable[..., Cost]) -> Callable[..., Cost]:
-        """Decorator: the cost of a case for a variant, or of the operation itself (its minimum) for ``None``."""
+        """Register the decorated function, which returns the cost of a case for a variant; for ``None``, the smallest."""
         self._cost = _only(self._cost, function, self, "costs")
         return function
 
     def queries(self, function: Callable[[Case, str, bool], Query]) -> Callable[[Case, str, bool], Query]:
-        """Decorator: the query that a call of this case on this device makes, without making the tensors."""
+        """Register the decorated function, which returns the query of a case on a device without creating tensors."""
         self._query = _only(self._query, function, self, "queries")
         return function
 
     def shapes(self, function: Callable[[Any], Shapes]) -> Callable[[Any], Shapes]:
-        """Decorator: the shapes of all results of a checked call, in the order of ``outputs``.
+        """Register the decorated function, which returns the shapes of a checked call's results in the order of ``outputs``.
 
-        ``None`` stands for a result that this call does not ask for. Where an operation declares them, the first results that a
-        variant returns for a query are held against them.
+        ``None`` stands for a result that this call does not ask for. If an operation declares shapes, the first results that a
+        variant returns for a query are compared with them.
         """
         self.shapes_of = _only(self.shapes_of, function, self, "shapes")
         return function
 
     def prefers(self, function: Callable[[Query], tuple[str, ...]]) -> Callable[[Query], tuple[str, ...]]:
-        """Decorator: the variants to try before ``defaults`` for a query of this size, where nothing near was measured."""
+        """Register the decorated function, which returns the variants to prefer to ``defaults`` for an unmeasured query."""
         self._preference = _only(self._preference, function, self, "prefers")
         return function
 
-    # What tests, studies and the dispatcher ask
+    # Queries: methods for tests, studies and the dispatcher
 
     def preference(self, query: Query) -> list[str]:
-        """Return all variants in the order to prefer them in where nothing near was measured.
+        """Return the names of all variants in the order of preference that decides where no similar call was measured.
 
-        On the meta device, where nothing is computed, it is the order of a CPU: those variants read no tensor on the host.
+        The meta device, on which nothing is computed, has the order of a CPU, since those variants read no tensor on the host.
         """
         kind = "cpu" if query.device_type == "meta" else query.device_type
         preferred = self._preference(query) if self._preference else ()
@@ -178,10 +184,10 @@ class Operation(Generic[P, R]):
         return [name for name in dict.fromkeys(first) if name in self.variants]
 
     def case(self, dtype: torch.dtype | str, *, name: str = "", **given: Any) -> Case:
-        """Return a case of sizes and options, checked: ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""
+        """Return a checked case of sizes and options, such as ``linear_rnn.case("float16", B=4, T=2048, D=256, V=64)``."""
         sizes = {key: given.pop(key) for key in self.dimensions if key in given}
         if missing := [key for key in self.dimensions if key not in sizes]:
-            raise ArgumentError(f"{self.name} needs the sizes {listing(self.dimensions)}; {listing(missing)} not given.")
+            raise ArgumentError(f"{self.name} needs the sizes {listing(self.dimensions)}; these are missing: {listing(missing)}.")
         for key, value in sizes.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ArgumentError(f"Size {key} of {self.name} is {value!r}; it must be an integer of at least 0.")
@@ -194,7 +200,7 @@ class Operation(Generic[P, R]):
         return Case(self.name, sizes, parse_dtype(dtype), given, name)
 
     def option(self, case: Case, name: str) -> Any:
-        """Return a case's option, or its default."""
+        """Return the value of an option of a case, or the option's default."""
         return case.options.get(name, self.options[name])
 
     def query(self, case: Case, device: str, *, grad: bool = False) -> Query:
@@ -202,23 +208,23 @@ class Operation(Generic[P, R]):
         return _declared(self._query, self, "queries")(case, device, grad)
 
     def cost(self, case: Case, variant: Variant | None = None, direction: Direction = "forward") -> Cost:
-        """Return the cost of a case for a variant, or, for ``None``, the least that any way of computing it has."""
+        """Return the cost of a case for a variant, or for ``None`` the smallest cost that any implementation can have."""
         return _declared(self._cost, self, "costs")(case, variant, direction)
 
     def make_inputs(self, case: Case, device: torch.device, seed: int) -> Reading:
-        """Return random arguments of the public function for a case; one seed gives the same values on a device."""
+        """Return random arguments of the public function for a case. The same seed gives the same values on a device."""
         generator = torch.Generator("cpu" if architecture_of(device) else device).manual_seed(seed)
         return _declared(self._inputs, self, "inputs")(case, device, generator)
 
     def reference(self, **arguments: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the oracle's results; pass float64 tensors."""
+        """Return the oracle's results for float64 arguments."""
         return _declared(self._oracle, self, "oracle")(**arguments)
 
     def get(self, name: str) -> Variant:
-        """Return the variant of that name.
+        """Return the variant of a name.
 
         Raises:
-            UnknownVariant: There is none, or ``name`` is no string.
+            UnknownVariant: The operation has no variant of this name, or ``name`` is not a string.
         """
         try:
             return self.variants[name]
@@ -226,14 +232,14 @@ class Operation(Generic[P, R]):
             raise UnknownVariant(name, self.variants) from None
 
     def variants_for(self, device: str) -> list[str]:
-        """Return the names of the variants that can run on a device type at all (judged at a typical small call)."""
+        """Return the names of the variants that can run on a device, judged by a small float16 call in which all sizes are 64."""
         case = Case(self.name, dict.fromkeys(self.dimensions, 64), torch.float16)
         query = self.query(case, device)
         return [name for name, variant in self.variants.items() if variant.why_not(query) is None]
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raise :class:`ArgumentError` unless an operation, variant or control may have this name."""
+    """Raise :class:`ArgumentError` unless a name is valid for an operation, a variant or a control."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or name == AUTO:
         raise ArgumentError(
             f"The name of {'an' if kind == 'operation' else 'a'} {kind} is {name!r}; it must begin with a letter, hold at most "
@@ -242,8 +248,9 @@ def check_name(kind: str, name: str) -> None:
 
 
 def _declared(part: Callable[..., Any] | None, owner: Operation[..., Any], decorator: str) -> Callable[..., Any]:
+    """Return a registered function; raise NotImplementedError if the operation has not registered it."""
     if part is None:
-        raise NotImplementedError(f"operation {owner.name!r} has not declared @{owner.name}.{decorator}")
+        raise NotImplementedError(f"Operation {owner.name!r} has not declared @{owner.name}.{decorator}.")
     return part
 
 
@@ -251,7 +258,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _only(present: Callable[..., Any] | None, function: F, owner: Operation[..., Any], decorator: str) -> F:
-    """Return a function that is to be registered; raise :class:`ArgumentError` where the operation has one already."""
+    """Return a function to register; raise :class:`ArgumentError` if the operation has registered one before."""
     if present is not None:
-        raise ArgumentError(f"Operation {owner.name} has declared @{owner.name}.{decorator} already; it takes one.")
+        raise ArgumentError(f"Operation {owner.name} has declared @{owner.name}.{decorator} already; it takes only one.")
     return function

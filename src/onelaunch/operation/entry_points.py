@@ -1,8 +1,8 @@
-"""Plug-ins: modules of other packages that register operations or variants when they are imported.
+"""Load plug-ins: modules of other packages that register operations or variants when they are imported.
 
-An installed package announces one in the entry-point group :data:`GROUP`. Each entry is imported for itself: one that fails is
-reported once, by a :class:`~onelaunch.errors.PluginWarning` that names the entry and its distribution, what it had registered
-until then is taken back, and everything else works as if it were not installed. Ctrl-C passes.
+An installed package announces a plug-in in the entry-point group :data:`GROUP`. Each entry is imported separately. If one fails,
+its registrations are taken back, and one :class:`~onelaunch.errors.PluginWarning` names the entry and its distribution.
+Everything else works as if that package were not installed. KeyboardInterrupt is passed on.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from onelaunch.errors import PluginWarning
 from onelaunch.wording import in_a_line
 
 GROUP = "onelaunch.plugins"
-"""The entry-point group that packages announce their plug-ins in."""
-
+"""Entry-point group in which packages announce their plug-ins."""
 
 UNKNOWN = "an unknown distribution"
+"""Name shown for a package whose metadata does not give one."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One announced plug-in, loaded or not."""
+    """Announced plug-in, loaded or not."""
 
     name: str
-    """The entry's name, as its package chose it."""
+    """Name of the entry, which its package chose."""
     module: str
-    """The module that the entry names, and that is imported."""
+    """Module that the entry names and that is imported."""
     distribution: str
     """Name and version of the package that announces it, or ``an unknown distribution``."""
     problem: str | None = None
@@ -39,12 +39,14 @@ class Plugin:
 
 @dataclass
 class _State:
-    """Progress of loading in this process."""
+    """State of loading in this process."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Lock held while plug-ins are loaded: a second thread waits for them."""
+    """Lock held while plug-ins are loaded, so that a second thread waits for them."""
     loading: bool = False
+    """Flag that loading is in progress in this thread, as when a plug-in itself asks for the registry."""
     loaded: tuple[Plugin, ...] | None = None
+    """All plug-ins once they are loaded, else ``None``."""
 
 
 _STATE = _State()
@@ -54,11 +56,12 @@ def load_once(before: Callable[[], None], snapshot: Callable[[], Callable[[], No
     """Import every announced plug-in at the first call, and warn about each that fails.
 
     Args:
-        before: Called once if there is any entry, so that the names of onelaunch's own operations are taken first.
-        snapshot: Called before each entry; returns the function that takes back what was registered since.
+        before: Function called once if there is any entry. It registers onelaunch's own operations, so that no plug-in can take
+            their names.
+        snapshot: Function called before each entry. It returns a function that undoes all later registrations.
 
     Returns:
-        All entries in the order of their announcement; none to a call that a plug-in makes while it is being loaded.
+        All entries in the order of their announcement, or none for a call that a plug-in makes while it is loaded.
     """
     if _STATE.loaded is not None:
         return _STATE.loaded
@@ -76,18 +79,19 @@ def load_once(before: Callable[[], None], snapshot: Callable[[], Callable[[], No
 
 
 def forget() -> None:
-    """Let the next call of :func:`load_once` look for plug-ins again; for tests."""
+    """Make the next call of :func:`load_once` look for plug-ins again. Only tests use it."""
     _STATE.loaded = None
 
 
 def _load(entry: importlib.metadata.EntryPoint, take_back: Callable[[], None]) -> Plugin:
+    """Import one entry; if that fails, undo its registrations and warn."""
     name, module, distribution = entry.name, entry.value, _distribution(entry)
     try:
         entry.load()
     except KeyboardInterrupt:
         take_back()
         raise
-    except BaseException as error:  # noqa: BLE001 - a plug-in is somebody else's code and may fail in any way
+    except BaseException as error:  # noqa: BLE001 - a plug-in is another package's code and may fail in any way
         take_back()
         return _left_out(name, module, distribution, error)
     return Plugin(name, module, distribution)
@@ -101,20 +105,24 @@ def _left_out(name: str, module: str, distribution: str, error: BaseException) -
 
 
 def _announced() -> tuple[tuple[importlib.metadata.EntryPoint, ...], tuple[Plugin, ...]]:
-    """Return the announced entries; or none, and what stands for all of them, where a package's metadata cannot be read."""
+    """Return the announced entries and no plug-in, or, if a package's metadata cannot be read, no entries and one failed plug-in.
+
+    The failed plug-in stands for all entries.
+    """
     try:
         return tuple(importlib.metadata.entry_points(group=GROUP)), ()
-    except Exception as error:  # noqa: BLE001 - one malformed file of some package
+    except Exception as error:  # noqa: BLE001 - a malformed metadata file of any package raises here
         return (), (_left_out("all", f"the group {GROUP}", UNKNOWN, error),)
 
 
 def _distribution(entry: importlib.metadata.EntryPoint) -> str:
+    """Return the name and version of an entry's distribution."""
     found = getattr(entry, "dist", None)
     return _named(found) if found is not None else UNKNOWN
 
 
 def _named(found: importlib.metadata.Distribution) -> str:
-    """Return name and version of a distribution, as far as its metadata holds them."""
+    """Return the name and version of a distribution, as far as its metadata gives them."""
     try:
         name, version = found.name, found.version
     except Exception:  # noqa: BLE001 - metadata that is missing or broken

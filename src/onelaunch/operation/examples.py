@@ -1,4 +1,4 @@
-"""Kernels of a variant, recorded from example calls on fake tensors."""
+"""Record the kernels of a variant from example calls on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def recorded_builds(variant: Variant, examples: Iterable[Example], architecture:
 
 
 def recorded_launches(variant: Variant, example: Example, architecture: str) -> list[Launch | CudaLaunch]:
-    """Return the launches of a call by a variant, and of its backward pass where the example has one, in their order."""
+    """Return the launches of an example call, with those of its backward pass if it has one, in order."""
     operation, grad = variant.operation, example.direction == "forward_backward"
-    # PyTorch makes no graph of tensors on a device that is not here, so the query alone says that gradients are wanted
+    # PyTorch builds no autograd graph on a pretended device, so only the query says that gradients are wanted.
     with record(architecture) as (device, launches), torch.no_grad():
         reading = operation.make_inputs(example.case, device, 0)
         for name in example.wants:
@@ -43,7 +43,7 @@ def _differentiable(variant: Variant, call: Any) -> Any:
     """Return a call whose query says that gradients are wanted.
 
     Raises:
-        ArgumentError: The call keeps no query that could say so.
+        ArgumentError: The call has no field ``key`` that holds its query.
     """
     key = call.query()._replace(grad=True)
     if hasattr(call, "_replace") and hasattr(call, "key"):

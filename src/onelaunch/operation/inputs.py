@@ -1,4 +1,4 @@
-"""Random inputs that operations with a recurrent state share: log-decays of every kind, and the flags of a case."""
+"""Random inputs that operations with a recurrent state share: log-decays of several kinds, and the flags of a case."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from onelaunch.operation.case import Case
 from onelaunch.operation.query import state_flags
 
 DECAYS = ("model", "weak", "strong", "zero", "forget", "mixed")
-"""Values of the option ``decay``: as models produce it (0.85 to 1), near 1, sums below -80 within 16 steps, exactly 0 (nothing is
-forgotten), -inf everywhere, or all of these by channel and step."""
+"""Values of the option ``decay``, in order: decays as models produce them (0.85 to 1); decays near 1; log-decays whose sum falls
+below -80 within 16 steps; log-decay 0 (nothing is forgotten); log-decay -inf; and a random mixture of all by channel and step."""
 
 
 def make_log_decay(kind: str, extent: tuple[int, int, int], device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Return a float32 log-decay of one of :data:`DECAYS`."""
+    """Return a random float32 log-decay of shape ``extent`` and of a kind in :data:`DECAYS`."""
     uniform = torch.rand(extent, device=device, generator=generator)
-    if kind == "model":  # logsigmoid of a gate, divided by the normaliser 16 that GLA uses
+    if kind == "model":  # logsigmoid of a gate, divided by GLA's gate normalizer of 16
         return F.logsigmoid(4 * uniform - 2) / 16
     if kind == "weak":
         return -1e-3 * uniform
@@ -38,6 +38,6 @@ def make_log_decay(kind: str, extent: tuple[int, int, int], device: torch.device
 
 
 def case_flags(case: Case, defaults: dict[str, Any]) -> tuple[str, ...]:
-    """Return the query's flags of a case."""
+    """Return the flags of a case's query; ``defaults`` are the operation's options."""
     options = {**defaults, **case.options}
     return state_flags(options["lengths"] is not None, bool(options["initial_state"]), bool(options["final_state"]))

@@ -1,4 +1,4 @@
-"""Queries: calls without their tensors, which decide what can run and what is fastest."""
+"""Dispatch keys: facts about a call, without its tensors, that decide which variants can run and which is fastest."""
 
 from __future__ import annotations
 
@@ -14,32 +14,26 @@ from onelaunch.tracing import is_traced
 from onelaunch.wording import did_you_mean, listing
 
 Direction = Literal["forward", "forward_backward"]
-
+"""Direction of a call: the forward pass alone, or with the backward pass."""
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
-
+"""All directions of a call."""
 
 AUTO = "auto"
-"""Name by which a call asks for the variant that the dispatcher chooses."""
-
+"""Value of ``variant`` with which a call lets the dispatcher choose."""
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """Pattern of the names of operations, variants and controls: a letter, then at most 63 letters, digits, ``_``, ``.`` and ``-``.
 They become file names, rows of reports and words of the command line."""
 
-
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
 
-
 Outputs: TypeAlias = tuple[str, ...] | Callable[[Mapping[str, Any]], tuple[str, ...]]
-"""Names of an operation's results; or, where a call decides what it gives, the function that tells them from its arguments."""
-
+"""Names of an operation's results, or a function from a call's arguments to them if they depend on the call."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
-"""Shapes of an operation's results, in the order of its outputs; ``None`` where a call does not ask for a result."""
+"""Shapes of an operation's results, in the order of its outputs; ``None`` for a result that a call does not ask for."""
 
 
 def names_of(outputs: Outputs, arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -48,17 +42,20 @@ def names_of(outputs: Outputs, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class Query(NamedTuple):
-    """Call without its tensors: the facts that decide which variant may run and which is fastest. Hashable: the dispatch key."""
+    """Hashable dispatch key of a call: the facts that decide which variants can run and which is fastest."""
 
     operation: str
+    """Name of the operation."""
     device: str
     """Name of the device as PyTorch prints it: ``cpu``, ``cuda:0``."""
     dtype: torch.dtype
+    """Dtype of the call's inputs."""
     sizes: tuple[int, ...]
     """Sizes in the order of ``Operation.dimensions``."""
     grad: bool = False
+    """Flag that the call must be differentiable."""
     flags: tuple[str, ...] = ()
-    """Further facts, which the operation defines, such as ``packed`` or ``initial_state``."""
+    """Further facts that the operation defines, such as ``packed`` or ``initial_state``."""
 
     @property
     def device_type(self) -> str:
@@ -70,18 +67,18 @@ class Query(NamedTuple):
 
 
 def fixed(*sizes: int) -> tuple[int, ...]:
-    """Return sizes as plain numbers: where a tracer keeps symbols, each set of sizes gets a graph of its own."""
+    """Return sizes as plain integers. Under a tracer with symbolic sizes, this specializes the graph to these sizes."""
     if not torch.compiler.is_compiling() and all(type(size) is int for size in sizes):
         return sizes
-    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and there already when compiling
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and loaded already when code is traced
 
     return tuple(int(guard_scalar(size)) for size in sizes)
 
 
 def remembered(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: keep the answers of a function of hashable facts, such as a contract's checks and the query that follows.
+    """Cache the results of the decorated function of hashable facts, such as a contract's checks and the resulting query.
 
-    Errors are not kept. For a tracer, sizes may be symbols, which have no hash; its guards remember instead.
+    Errors are not cached. The cache is not used while code is traced, since symbolic sizes have no hash.
     """
     kept = functools.lru_cache(maxsize=4096)(function)
 
@@ -93,18 +90,18 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Call(Protocol):
-    """The checked arguments of one call of an operation."""
+    """Protocol of the checked arguments of one call of an operation."""
 
     def query(self) -> Query: ...
 
 
 def state_flags(packed: bool, initial_state: bool, final_state: bool) -> tuple[str, ...]:
-    """Return the flags of a query of an operation with a recurrent state."""
+    """Return the query flags of a call of an operation with a recurrent state."""
     return ("packed",) * packed + ("initial_state",) * initial_state + ("final_state",) * final_state
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of a name such as ``"float16"``, or the dtype given; anything else is an :class:`ArgumentError`."""
+    """Return the dtype of a name such as ``"float16"``, or a given dtype itself; raise :class:`ArgumentError` otherwise."""
     if isinstance(dtype, torch.dtype):
         return dtype
     known = ("float16", "bfloat16", "float32")

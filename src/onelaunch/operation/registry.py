@@ -1,4 +1,4 @@
-"""The registry of operations, with those of plug-ins."""
+"""Registry of all operations, including those of plug-ins."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from onelaunch.operation.query import P, R
 from onelaunch.operation.variant import Variant
 
 _REGISTRY: dict[str, Operation[..., Any]] = {}
+"""Registered operations by name."""
 
 
 def operation(**facts: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
-    """Decorator: make a public function an operation and register it. Takes the arguments of :class:`Operation`."""
+    """Make the decorated public function an operation and register it. The arguments are those of :class:`Operation`."""
 
     def register(function: Callable[P, R]) -> Operation[P, R]:
         made = Operation(function, **facts)
@@ -35,10 +36,10 @@ def operation(**facts: Any) -> Callable[[Callable[P, R]], Operation[P, R]]:
 
 
 def find_operation(name: str) -> Operation[..., Any]:
-    """Return the operation of that name; onelaunch's own are imported when the name is not known yet.
+    """Return the operation of a name. If the name is not known yet, all of onelaunch's own operations are imported first.
 
     Raises:
-        UnknownOperation: There is none.
+        UnknownOperation: No operation has this name.
     """
     plugins()
     if name not in _REGISTRY:
@@ -50,22 +51,22 @@ def find_operation(name: str) -> Operation[..., Any]:
 
 
 def operations() -> Iterator[Operation[..., Any]]:
-    """Yield all registered operations by name, those of plug-ins included."""
+    """Yield all operations in the order of their names, including those of plug-ins."""
     _load_our_own()
     plugins()
     yield from (_REGISTRY[name] for name in sorted(_REGISTRY))
 
 
 def plugins() -> tuple[Plugin, ...]:
-    """Return the plug-ins that installed packages announce, loaded at the first call, with the reason where one was not.
+    """Return the plug-ins of installed packages. The first call loads them; one that failed holds the reason.
 
-    A plug-in that asks for an operation while it is being loaded gets the operations that are registered by then.
+    A plug-in that asks for operations while it is loaded sees those that are registered by then.
     """
     return load_once(_load_our_own, _snapshot)
 
 
 def _snapshot() -> Callable[[], None]:
-    """Return the function that puts the registry, every operation and every variant back into their present state."""
+    """Return a function that restores the present state of the registry, of every operation and of every variant."""
     known = dict(_REGISTRY)
     parts = [part for each in known.values() for part in (each, *each.variants.values())]
     states = [(part, {name: _copied(value) for name, value in vars(part).items()}) for part in parts]
@@ -81,23 +82,23 @@ def _snapshot() -> Callable[[], None]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of what registration adds to, and anything else itself."""
+    """Return a copy of a container, which registration may add to, and any other value itself."""
     return value.copy() if isinstance(value, (dict, list, set)) else value
 
 
 def operation_by_name(module: str, name: str) -> Operation[..., Any]:
-    """Return an operation that was pickled, after importing the module that registers it."""
+    """Return a pickled operation, after importing the module that registers it."""
     importlib.import_module(module)
     return find_operation(name)
 
 
 def variant_by_name(module: str, operation_name: str, name: str) -> Variant:
-    """Return a variant that was pickled."""
+    """Return a pickled variant of an operation."""
     return operation_by_name(module, operation_name).get(name)
 
 
 def _check_parts(name: str, dimensions: object, outputs: object, bind: object) -> None:
-    """Raise :class:`ArgumentError` unless an operation's facts are of the kinds that :class:`Operation` names."""
+    """Raise :class:`ArgumentError` unless the arguments of a new :class:`Operation` have the right types."""
 
     def names(value: object) -> bool:
         return isinstance(value, tuple) and all(isinstance(each, str) for each in value) and len(set(value)) == len(value)
@@ -111,11 +112,12 @@ def _check_parts(name: str, dimensions: object, outputs: object, bind: object) -
 
 
 def load_ablations() -> None:
-    """Register the variants that are kept as lessons, once the operations are; these are imported by name, from below."""
+    """Register the ablations, which register into the operations. The import is by name, since they are a higher layer."""
     importlib.import_module("onelaunch.ablations")
 
 
 @functools.cache
 def _load_our_own() -> None:
+    """Import all packages of onelaunch that register operations or variants."""
     for package in ("onelaunch.ops", "onelaunch.ablations", "onelaunch.decode"):
         importlib.import_module(package)

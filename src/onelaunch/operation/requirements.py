@@ -1,4 +1,7 @@
-"""Requirements that variants of many operations share: predicates that return why a call cannot run, or ``None``."""
+"""Predicates that variants of many operations share. Each returns why a call cannot run, or ``None`` if it can.
+
+The returned reason completes the sentence "it ...", such as "needs a CUDA or ROCm device".
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from onelaunch.device.tools import package_installed
 from onelaunch.operation.query import Query
 
 LARGEST_GRID_X = 2**31 - 1
-"""Most CTAs along the first dimension of a launch, on CUDA and ROCm."""
+"""Largest number of CTAs along x of a grid, on CUDA and ROCm."""
 
 
 def cannot_launch(query: Query) -> str | None:
-    """Return why no Triton kernel of any operation can run a call, or ``None``."""
+    """Return why no Triton kernel can run a call, or ``None`` if one can."""
     if not triton_here():
         return "needs Triton, which is not installed"
     if query.device_type != "cuda" and not interpreting():
@@ -27,14 +30,14 @@ def cannot_launch(query: Query) -> str | None:
 
 
 LARGEST_GRID_Y = 65535
-"""Most CTAs along the second dimension of a launch, on CUDA and ROCm."""
+"""Largest number of CTAs along y of a grid, on CUDA and ROCm."""
 
 FEWEST_CHANNELS = 16
-"""Channels of the narrowest tile of kernels that scan along time."""
+"""Number of channels in the narrowest tile of kernels that scan over time."""
 
 
 def cannot_scan(query: Query) -> str | None:
-    """Return why Triton kernels that scan along time cannot run a call of sizes (batch, ..., channels)."""
+    """Return why Triton kernels that scan over time cannot run a call of sizes (batch, ..., channels), or ``None``."""
     if (reason := cannot_launch(query) or interprets_bfloat16_wrongly(query)) is not None:
         return reason
     slices = query.sizes[0] * -(-query.sizes[-1] // FEWEST_CHANNELS)
@@ -51,7 +54,7 @@ def triton_here() -> bool:
 
 @functools.cache
 def interpreting() -> bool:
-    """Return whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was imported)."""
+    """Return whether Triton kernels run in its interpreter (``TRITON_INTERPRET=1`` was set when Triton was imported)."""
     if not triton_here():
         return False
     from triton import knobs
@@ -60,24 +63,24 @@ def interpreting() -> bool:
 
 
 def interprets_bfloat16_wrongly(query: Query) -> str | None:
-    """Return why matrix products in bfloat16 need a GPU."""
+    """Return why a bfloat16 call cannot run without a GPU, or ``None``. Triton's interpreter computes wrong products."""
     if query.device_type != "cuda" and query.dtype is torch.bfloat16:
         return "needs a GPU for bfloat16: Triton's interpreter computes wrong bfloat16 products"
     return None
 
 
 def needs_hopper(query: Query) -> str | None:
-    """Return why CUDA C++ of Hopper's instructions cannot run a call."""
+    """Return why a CUDA C++ kernel for Hopper cannot run a call, or ``None``."""
     if query.device_type != "cuda" or not is_hopper(torch.device(query.device)):
         return "needs an NVIDIA GPU of compute capability 9.0"
     return cuda.missing()
 
 
 def not_installed(package: str) -> str | None:
-    """Return why a variant that calls this package cannot run, or ``None`` where the package is installed."""
+    """Return why a variant that calls a package cannot run, or ``None`` if the package is installed."""
     return None if package_installed(package) else f"needs {package}, which is not installed"
 
 
 def no_steps(query: Query) -> str | None:
-    """Return why a call without time steps, which leaves nothing to cut into chunks, cannot run."""
+    """Return why a call without time steps cannot run (it has no chunks), or ``None`` for a call with some."""
     return "needs at least one time step" if query.sizes[1] == 0 else None

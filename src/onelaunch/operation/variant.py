@@ -1,4 +1,4 @@
-"""Variants of an operation, and what studies time beside them: controls and loops."""
+"""Variants (implementations) of an operation, and the controls and loops that studies time in addition."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from onelaunch.operation.query import Direction, Query
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about a variant that the library acts on. Given as keywords where the variant is registered."""
+    """Facts about a variant that the library acts on. They are keywords of the variant's registration."""
 
     launches: int | None = None
-    """Kernels that a forward call launches; ``None`` when a compiler or a library decides."""
+    """Number of kernels that a forward call launches; ``None`` if a compiler or a library decides it."""
     backward_launches: int | None = None
-    """Kernels that its backward pass launches beside the forward call's."""
+    """Number of kernels that the backward pass launches in addition."""
     backward: bool = True
-    """Flag that it has a backward pass."""
+    """Flag that the variant has a backward pass."""
     requires: str | None = None
-    """Package of others that must be installed. Such a variant runs by name alone: ``auto`` never chooses it."""
+    """Name of another project's package that must be installed. ``auto`` never chooses such a variant."""
     by_name_only: bool = False
-    """Flag that ``auto`` never chooses it, as for variants that are kept as lessons."""
+    """Flag that ``auto`` never chooses the variant, as for ablations."""
     experimental: bool = False
-    """Flag that it has not run on the hardware it is meant for; ``auto`` never chooses it."""
+    """Flag that the variant has never run on the hardware it is made for. ``auto`` never chooses it."""
     tunes: bool = False
-    """Flag that Triton's autotuner chooses among its kernels' configurations at its first call."""
+    """Flag that the first call runs Triton's autotuner."""
     architectures: tuple[str, ...] | None = None
-    """Architectures that its kernels are made for, such as ``("sm_90a",)``; ``None`` for all."""
+    """Architectures that its kernels are written for, such as ``("sm_90a",)``; ``None`` for all."""
     barriers: Callable[[Any], int] | None = None
-    """Function that makes a checked call and returns how many grid barriers its kernel counted."""
+    """Function that runs a checked call and returns the number of grid barriers that its kernel counted."""
     engine: Callable[..., Any] | None = None
-    """Function that makes the decoding engine of a model's weights; see :mod:`onelaunch.decode`."""
+    """Function that makes the decoding engine for a model's weights; see :mod:`onelaunch.decode`."""
     engine_bytes: Callable[..., int] | None = None
-    """Function that returns the bytes that this engine needs beside the weights."""
+    """Function that returns the bytes of device memory that this engine needs in addition to the weights."""
     prompt_steps: Callable[..., int] | None = None
-    """Function that returns how many prompt tokens this engine reads one by one rather than in one forward pass."""
+    """Function that returns the longest prompt in tokens that this engine reads one by one instead of in one forward pass."""
     in_a_row: Callable[..., Any] | None = None
-    """Function that makes many steps in one launch, from a checked call and a number of steps."""
+    """Function that runs several steps in one launch, from a checked call and the number of steps."""
 
     @classmethod
     def of(cls, operation: str, variant: str, tags: Mapping[str, Any]) -> Capabilities:
-        """Return the capabilities among a variant's keywords.
+        """Return the capabilities among the keywords of a variant's registration.
 
         Raises:
-            ArgumentError: One has a value of a wrong type; names the variant, the keyword and what it must be.
+            ArgumentError: A value has a wrong type. The message names the variant, the keyword and the right type.
         """
         given = {each.name: tags[each.name] for each in fields(cls) if each.name in tags}
         for key, value in given.items():
@@ -79,14 +79,16 @@ _UNSELECTABLE = (
     "in_a_row",
     "prompt_steps",
 )
-"""Capabilities that studies do not select by: functions, and what only ``auto`` asks."""
+"""Capabilities that studies cannot select by: functions, and flags that only ``auto`` uses."""
 
 _COUNTS = ("launches", "backward_launches")
+"""Capabilities whose values are counts."""
 _FLAGS = ("backward", "by_name_only", "experimental", "tunes")
+"""Capabilities whose values are flags."""
 
 
 def _wrong(key: str, value: object) -> str | None:
-    """Return the kind of value that a capability must have, or ``None`` where it has one."""
+    """Return what the value of a capability must be, or ``None`` if the given value is right."""
     if key in _COUNTS:
         good = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
         return None if good else "an integer of at least 0, or None"
@@ -102,20 +104,20 @@ def _wrong(key: str, value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Example:
-    """A call that a variant's kernels are compiled and inspected for."""
+    """Example call for which a variant's kernels are compiled and inspected."""
 
     case: Case
     direction: Direction = "forward"
     architectures: tuple[str, ...] | None = None
-    """Architectures that the call can run on; ``None`` for all that the variant's kernels are made for."""
+    """Architectures that the call can run on; ``None`` for all that the variant's kernels are written for."""
     name: str = ""
-    """Name in reports, where several calls launch the same kernel; by default the case's."""
+    """Name in reports if several calls launch the same kernel; by default the name of the case."""
     wants: tuple[str, ...] = ()
-    """Arguments whose gradients the call asks for; all where there are none, and only ``forward_backward`` asks for any."""
+    """Names of the arguments whose gradients a ``forward_backward`` call asks for; empty for all arguments."""
 
 
 class Variant:
-    """One way to carry out an operation. Made by ``@operation.variant(...)``; calling it runs it, unchecked."""
+    """Implementation of an operation, made by ``@operation.variant(...)``. Calling it runs it without checks."""
 
     def __init__(self, operation: Operation[..., Any], name: str, run: Callable[..., Any], tags: Mapping[str, Any]) -> None:
         self.operation = operation
@@ -123,12 +125,12 @@ class Variant:
         self.run = run
         self.capabilities = Capabilities.of(operation.name, name, tags)
         self.tags = {key: value for key, value in tags.items() if key not in _UNSELECTABLE}
-        """Facts that studies select by."""
+        """Facts by which studies select variants."""
         self.summary = (inspect.getdoc(run) or "").partition("\n")[0]
         self.confirmed: set[Query] = set()
-        """Queries for which the dispatcher has accepted the results of this variant."""
+        """Queries for which the dispatcher has checked the results of this variant."""
         self.latest: Query | None = None
-        """The last of them that a call came with."""
+        """Query of the latest checked call: comparing its identity saves a look-up in ``confirmed``."""
         self._supports: list[Callable[[Query], str | None]] = []
         self._kernels: Callable[[str], Iterable[Build]] | None = None
         self._examples: Callable[[], Iterable[Example]] | None = None
@@ -137,7 +139,7 @@ class Variant:
         return f"<variant {self.operation.name}.{self.name}>"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
-        from onelaunch.operation.registry import variant_by_name  # the registry is made of operations, and these of variants
+        from onelaunch.operation.registry import variant_by_name  # imported here, since the registry imports this module
 
         return variant_by_name, (self.operation.__module__, self.operation.name, self.name)
 
@@ -149,85 +151,90 @@ class Variant:
 
     @property
     def launches(self) -> int | None:
-        """Kernels that a forward call launches; ``None`` when a compiler decides."""
+        """Number of kernels that a forward call launches; ``None`` if a compiler decides it."""
         return self.capabilities.launches
 
     def supports(self, predicate: Callable[[Query], str | None]) -> Callable[[Query], str | None]:
-        """Decorator: add a predicate that returns ``None`` when the variant can run, else why not ("needs a GPU")."""
+        """Add the decorated predicate, which returns ``None`` if the variant can run, else a reason such as "needs a GPU"."""
         self._supports.append(predicate)
         return predicate
 
     def examples(self, function: Callable[[], Iterable[Example]]) -> Callable[[], Iterable[Example]]:
-        """Decorator: register the function that lists the calls whose kernels are compiled and inspected without a GPU.
+        """Register the decorated function, which lists example calls for compiling and inspecting the kernels without a GPU.
 
-        They reach every kernel of the variant in each of its configurations.
+        Together the calls must launch every kernel of the variant in each of its configurations.
         """
         self._examples = function
         return function
 
     def listed_examples(self) -> list[Example]:
-        """Return the example calls of this variant; none for one that launches no kernels of its own."""
+        """Return the example calls of this variant, or none if it launches no kernels of its own."""
         return list(self._examples()) if self._examples else []
 
     def kernels(self, builds: Callable[[str], Iterable[Build]]) -> Callable[[str], Iterable[Build]]:
-        """Decorator: register the function that lists this variant's kernels, as it would launch them on an architecture.
+        """Register the decorated function, which lists the kernels that this variant would launch on an architecture.
 
-        Kernels launched by :class:`~onelaunch.launch.launch.Launch` need no such list: see :meth:`examples`.
+        Kernels launched through :class:`~onelaunch.launch.launch.Launch` need no such list; see :meth:`examples`.
         """
         self._kernels = builds
         return builds
 
     def why_not(self, query: Query) -> str | None:
-        """Return why this variant cannot run the call, in words that complete "it ...", or ``None`` when it can.
+        """Return why this variant cannot run a call, as a predicate that completes "it ...", or ``None`` if it can.
 
-        A predicate that raises, or that answers with something else than a string or ``None``, counts as "cannot run".
+        A registered predicate that raises, or that returns neither a string nor ``None``, counts as "cannot run".
         """
         if query.grad and not self.capabilities.backward:
             return "has no backward pass"
         for predicate in self._supports:
             try:
                 reason = predicate(query)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - one broken variant must not stop the choice among others
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - one broken variant must not prevent the choice among the others
                 return f"cannot say whether it can run: its predicate raised {type(error).__name__}: {in_a_line(error)}"
             if reason is not None:
                 return reason if isinstance(reason, str) and reason else f"cannot run, and its predicate returned {reason!r}"
         return None
 
     def builds(self, architecture: str) -> list[Build]:
-        """Return the kernels that this variant launches on an architecture such as ``sm_90a``; none for library calls.
+        """Return the kernels of its own that this variant launches on an architecture such as ``sm_90a``.
 
-        The function of :meth:`kernels` decides itself what it lists; example calls are made on the variant's architectures alone.
+        The function registered with :meth:`kernels` is called for every architecture. Example calls are recorded only for the
+        architectures in the variant's capabilities.
         """
         listed = list(self._kernels(architecture)) if self._kernels else []
         made_for = self.capabilities.architectures
         if self._examples is None or (made_for is not None and architecture not in made_for):
             return listed
-        from onelaunch.operation.examples import recorded_builds  # it runs calls, and so needs what is below the registry
+        from onelaunch.operation.examples import recorded_builds  # imported here, since it imports this module
 
         return [*listed, *recorded_builds(self, self._examples(), architecture)]
 
 
 @dataclass(frozen=True)
 class Control:
-    """A part of the operation timed beside its variants, such as its matrix product alone. Never dispatched to."""
+    """Part of an operation that studies time in addition, such as its matrix product alone. It is never dispatched to."""
 
     name: str
+    """Name of the control."""
     run: Callable[[Any], torch.Tensor]
-    """Function from the operation's checked call to one tensor."""
+    """Function from the operation's checked call to one tensor, the control's result."""
     oracle: Callable[..., torch.Tensor]
-    """Reference of it: from the float64 arguments of the public function to the tensor that is right."""
+    """Reference: function from the public function's float64 arguments to the correct result."""
     cost: Callable[[Case], Cost]
+    """Function from a case to the control's cost."""
     summary: str = ""
+    """First line of the docstring of ``run``."""
 
 
 class Loop(Protocol):
-    """Many steps in a row of an operation that is a step, by one variant: each on what the one before gave."""
+    """Protocol of a loop of many steps of an operation by one variant. Each step takes the previous step's results."""
 
     def seconds(self) -> float:
-        """Return the seconds of a step, in the mean over one run of the loop."""
+        """Run the loop once, and return the mean seconds per step."""
 
     def problem(self) -> str | None:
-        """Return what is wrong with the last run's results, or ``None``; single steps, which the oracle judges, are right."""
+        """Return what is wrong with the last run's results, or ``None``. Single steps, which the oracle judges, are right."""
 
 
 LoopMaker = Callable[[Variant, Mapping[str, Any]], Loop]
+"""Function that makes a loop from a variant and the public function's arguments."""

@@ -178,10 +178,10 @@ def _triton_code(build: KernelBuild, target: Architecture) -> _Code:
     if target.backend == "cuda":
         listed = _disassemble(compiled.asm["cubin"], build.name)
         assembly = {"ttgir": stages["ttgir"], "ptx": stages["ptx"], "sass": listed}
-        hurried = sass.hurried(compiled.asm["cubin"]) if target.name in sass.ARCHITECTURES else []
+        hazards = sass.stall_hazards(compiled.asm["cubin"]) if target.name in sass.ARCHITECTURES else []
         remarks = (
-            (f"may read too early what CS2R wrote, at {len(hurried)} places: a fault of the assembler, see onelaunch.cuda.sass",)
-            if hurried
+            (f"may read too early what CS2R wrote, at {len(hazards)} places: a fault of the assembler, see onelaunch.cuda.sass",)
+            if hazards
             else ()
         )
         return _Code(_read_sass(listed), compiled.metadata.shared, assembly, remarks)

@@ -1,15 +1,15 @@
-"""Tables of times measured on each device: one JSON file per device, which the dispatcher reads.
+"""Read tables of measured times: one JSON file per device, from which the dispatcher chooses.
 
-``onelaunch study adopt`` writes them. Two folders are read: the user's own (:func:`onelaunch.folders.tables_folder`,
-``$ONELAUNCH_TABLES``) and this package's. A row of the user's table takes the place of the package's row of the same call; other
-rows of the package stay. A process reads a table once: one that is written while it runs is seen by the next process.
+``onelaunch study adopt`` writes tables. Two folders are read: the user's own (:func:`onelaunch.folders.tables_folder`,
+``$ONELAUNCH_TABLES``) and this package's. A row of the user's table replaces the package's row of the same call; the package's
+other rows stay. A process reads a table once, so only later processes see a table that is written while it runs.
 
-To ship a table, adopt results into a folder and copy the file into this one: nothing else writes here.
+To ship a table, adopt results into a folder and copy the file into this one; no command writes here.
 
-A file is named ``nvidia-h200.json``; a CPU's holds its model, such as ``cpu-amd-epyc.json``, and is believed on that model alone.
-It holds ``{"device": name, "source": [...], "rows": [row, ...]}`` with rows of the form
-``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}}``, where flags are the query's and may be absent. A
-table that holds anything else is left out with one :class:`~onelaunch.errors.TableNotice`.
+A file is named after its device, such as ``nvidia-h200.json``. The name for a CPU holds its model, such as ``cpu-amd-epyc.json``,
+and the table is used only on that model. A file holds ``{"device": name, "source": [...], "rows": [row, ...]}`` with rows of the
+form ``{operation, direction, dtype, flags, sizes, microseconds: {variant: time}}``. The flags are those of the query and may be
+absent. A table with any other content is ignored with one :class:`~onelaunch.errors.TableNotice`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from onelaunch.files import read_bytes, reason
 from onelaunch.wording import listing
 
 TABLES = Path(__file__).parent
-"""Folder of the tables that ship with the package."""
+"""Folder of the tables in the package."""
 
 NEAR = 3.0
-"""Largest distance of a measured call: the sum over all sizes of |log2(ratio)|, and one for each flag that differs."""
+"""Largest distance at which a measured call counts as similar: the sum of |log2(ratio)| over all sizes, plus 1 for each flag
+that differs."""
 
 OLD_CPU = "cpu"
-"""Name of the table that once held the times of every CPU: believed on the CPU that it names."""
+"""Name of the table that older versions wrote for every CPU. It is used only on the CPU that it names."""
 
 
 class Key(NamedTuple):
-    """Identity of a row: two rows of one call have the same."""
+    """Identity of a row. Two rows of the same call have equal keys."""
 
     operation: str
     direction: str
@@ -53,18 +54,21 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of an operation's variants at one size on one device (median of the cold regime)."""
+    """Measured times of an operation's variants for one call on one device: medians of the cold regime."""
 
     device: str
+    """Name of the device."""
     sizes: Mapping[str, int]
+    """Size of each of the operation's dimensions, by name."""
     microseconds: Mapping[str, float]
+    """Time in microseconds by variant."""
     flags: frozenset[str] = frozenset()
     """Flags of the query."""
     path: Path | None = None
     """File that the row was read from."""
 
     def where(self) -> str:
-        """Return the sizes, the flags and the device in a line."""
+        """Return the sizes, the flags and the device on one line."""
         said = [f"{key}={value}" for key, value in self.sizes.items()] + sorted(self.flags)
         return f"{', '.join(said)} on {self.device}"
 
@@ -79,20 +83,20 @@ def nearest(
     *,
     variants: Collection[str] | None = None,
 ) -> Measured | None:
-    """Return the measured call nearest to this one, or ``None`` where none is near enough to be believed.
+    """Return the measured call nearest to a call, or ``None`` if none is within :data:`NEAR`.
 
     Args:
-        device: where the call would run.
-        operation: its name.
+        device: Device on which the call would run.
+        operation: Name of the operation.
         direction: ``forward`` or ``forward_backward``.
-        dtype: of the call.
-        sizes: by the operation's dimensions. Rows of other dimensions are left out.
-        flags: of the query.
-        variants: the operation's; times of others are left out, and rows that hold no other. All are believed by default.
+        dtype: Dtype of the call.
+        sizes: Sizes by the operation's dimensions. Rows with other dimensions are ignored.
+        flags: Flags of the query.
+        variants: Names of the operation's variants. Times of other variants are ignored. By default all times are used.
     """
     wanted, asked = frozenset(flags), (operation, direction, str(dtype).removeprefix("torch."))
     rows: dict[Key, Measured] = {}
-    for place in (TABLES, folders.tables_folder()):  # the later one wins
+    for place in (TABLES, folders.tables_folder()):  # rows of the later folder replace those of the earlier one
         for key, row in _rows(place, device.table, device.name if device.type == "cpu" else None).items():
             if key[:3] == asked and (known := _known(row, operation, tuple(sizes), variants)) is not None:
                 rows[key] = known
@@ -105,11 +109,11 @@ def nearest(
 
 
 def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
-    """Return a table's device, its sources, and its rows.
+    """Return the device, the sources and the rows of a table.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no table; the message completes the sentence "it is no table of measured times: ...".
+        OSError: The file cannot be read.
+        ValueError: The file is no table. The message completes the sentence "it is no table of measured times: ...".
     """
     data = read_bytes(path)
     try:
@@ -132,13 +136,13 @@ def read(path: Path) -> tuple[str, list[str], dict[Key, Measured]]:
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """Return what tells a row of a table from the others."""
+    """Return the identity of a row of a table."""
     return Key(row["operation"], row["direction"], row["dtype"], tuple(row.get("flags", ())), tuple(row["sizes"].items()))
 
 
 @functools.cache
 def _rows(folder: Path, table: str, cpu: str | None) -> dict[Key, Measured]:
-    """Return the rows of a device's tables in a folder. Where ``cpu`` names a CPU, tables of another CPU are left out."""
+    """Return the rows of a device's tables in a folder. If ``cpu`` names a CPU, tables of another CPU are ignored."""
     merged: dict[Key, Measured] = {}
     for name in (OLD_CPU, table) if cpu else (table,):
         merged |= _read_or_warn(folder / f"{name}.json", cpu)
@@ -146,6 +150,7 @@ def _rows(folder: Path, table: str, cpu: str | None) -> dict[Key, Measured]:
 
 
 def _read_or_warn(path: Path, cpu: str | None) -> dict[Key, Measured]:
+    """Return the rows of a table, or none with a warning if the table is not valid for this device."""
     try:
         device, _, rows = read(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +169,7 @@ def _read_or_warn(path: Path, cpu: str | None) -> dict[Key, Measured]:
 
 
 def _known(row: Measured, operation: str, dimensions: tuple[str, ...], variants: Collection[str] | None) -> Measured | None:
-    """Return a row with the times of variants that exist, or ``None`` where its sizes or all its variants are unknown."""
+    """Return a row with the times of existing variants, or ``None`` if its dimensions or all of its variants are unknown."""
     if row.sizes.keys() != set(dimensions):
         _warn(
             row.path, f"sizes of {operation} are {listing(row.sizes)}; they must be {listing(dimensions)}", part="these rows are"
@@ -184,7 +189,7 @@ def _warn(path: Path | None, problem: str, part: str = "it is") -> None:
 
 
 def _problem(row: object) -> str | None:
-    """Return what is wrong with a row of a table, in words that follow its number, or ``None``."""
+    """Return what is wrong with a row of a table, as a predicate that follows its number, or ``None``."""
     if not isinstance(row, dict):
         return f"is {_kind(row)}; it must be an object"
     for key in ("operation", "direction", "dtype"):
@@ -201,12 +206,12 @@ def _problem(row: object) -> str | None:
 
 
 def is_time(value: object) -> bool:
-    """Return whether a value can be a measured time in microseconds: a positive number, at most some thousand years."""
+    """Return whether a value can be a measured time in microseconds: a positive number below 1e18."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e18
 
 
 def _is_size(value: object) -> bool:
-    """Return whether a value can be a tensor's size: a whole number of 63 bits."""
+    """Return whether a value can be a tensor's size: an integer from 0 to 2^63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 

@@ -1,1 +1,1 @@
-"""The gated scan over time: kernels, their launches, and the decoupled look-back."""
+"""Kernels of the gated scan over time, their launches, and the decoupled look-back that joins tiles inside one launch."""

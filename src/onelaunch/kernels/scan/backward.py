@@ -1,12 +1,19 @@
 """Gradients of the scan and the gate in one pass over time, last step first.
 
-Computes   u_t = dy_t * silu(gate_t);  ds_t = u_t + a_{t+1} ds_{t+1}, from the final state's gradient;   a_t = exp(log_decay_t)
-           dv = ds,  dlog_decay_t = ds_t a_t s_{t-1},  dgate_t = dy_t s_t silu'(gate_t),  dinitial = a_1 ds_1
-Grid       (T / BT, B * V / BV); program 0 owns the last tile of time, since the carry comes from there.
-On chip    ROWS slabs [SEGS, BV] of v, log_decay, gate, dy and of the states before each step.
-Recompute  the states: each tile walks v again from the state that entered it, which the forward kept (one float32 row a tile).
-           s_{t-1} comes out of the walk itself: s_t - v_t would cancel where the decay is strong.
-Memory     reads v, log_decay, gate, dy once, writes three gradients once.
+Computes   u_t = dy_t * silu(gate_t);  ds_t = u_t + a_{t+1} ds_{t+1}, started from the final state's gradient;
+           a_t = exp(log_decay_t);  dv = ds,  dlog_decay_t = ds_t a_t s_{t-1},  dgate_t = dy_t s_t silu'(gate_t),
+           dinitial = a_1 ds_1
+Grid       (ceil(T / BT), B * ceil(V / BV)). CTA 0 along time owns the last tile, since the carry comes from there: a CTA waits
+           only for CTAs of a lower index, which the hardware starts no later.
+Warps      all alike. A thread scans ROWS consecutive steps of a channel serially, forward for s and backward for ds.
+On chip    ROWS slabs [SEGS, BV] (see look_back.py) of v, log_decay, gate, dy and of the state before each step, in registers.
+Recompute  Each tile scans v again from the state that entered it, which the forward pass saved (one float32 row per tile).
+           s_{t-1} is taken from this scan: s_t - v_t would cancel where the decay is strong.
+Memory     reads v, log_decay, gate and dy once, writes the three gradients once; reads one float32 per tile and channel.
+Protocol   the decoupled look-back of look_back.py over ds, with tiles in reverse order. The tile's pair is published early; the
+           states are recomputed after the carry of ds has arrived.
+Numerics   float32 between loads and stores; nothing is divided by a decay. dv and the others are rounded once.
+Source     Merrill and Garland (2016); docs/notebook/linear_rnn.md.
 """
 
 import triton
@@ -15,18 +22,24 @@ import triton.language as tl
 from onelaunch.kernels.common.activation import decay_of, silu, silu_slope
 from onelaunch.kernels.scan.forward import (
     ROWS,
+    copy_empty_sequences,
     decays_of,
-    enter_sequences,
-    hand_over_empty,
     load_slabs,
+    reset_at_sequence_starts,
     row_pointer,
+    scan_serially,
     sequence_of,
     sequence_words,
     store_slab,
     tile_pointers,
-    walk,
 )
-from onelaunch.kernels.scan.look_back import launch_phase, own_words_before, pass_carry, scan_segments, scan_segments_reverse
+from onelaunch.kernels.scan.look_back import (
+    decoupled_look_back,
+    launch_phase,
+    read_previous_words,
+    scan_segments,
+    scan_segments_reverse,
+)
 
 
 @triton.jit
@@ -45,7 +58,10 @@ def states_before(
     PACKED: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """The state before every step, ROWS slabs, from the state before each segment."""
+    """Return the state before every step, as ROWS slabs, from ``state``, the state before each segment [SEGS, BV].
+
+    Where a packed sequence starts, that is its initial state (or 0 without INITIAL).
+    """
     before = ()
     for r in tl.static_range(ROWS):
         known = state
@@ -82,7 +98,11 @@ def gradient_terms(
     DFINAL: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """For every step what it adds to ds, and the factor on the ds behind it: ROWS slabs each."""
+    """Return the terms of the reverse recurrence, ROWS slabs each: ds_t = addend_t + factor_t * ds_{t+1}.
+
+    addend_t is dy_t * silu(gate_t), plus the final state's gradient at a packed sequence's last step. factor_t is a_{t+1}, and
+    0 at a packed sequence's last step, where the next sequence's ds must not enter.
+    """
     in_range = (c < channels)[None, :]
     addends = ()
     factors = ()
@@ -116,7 +136,10 @@ def scan_gate_backward_kernel(
     BT: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, DFINAL: tl.constexpr,
 ):  # fmt: skip
-    """See the top of the file. Where GATED is false, dy is the gradient of the states and dgate is not written."""
+    """Compute all gradients: see the top of the file.
+
+    If GATED is false, dy is the gradient of the states and dgate is not written.
+    """
     order, tiles = tl.program_id(0), tl.num_programs(0)
     tile = tiles - 1 - order
     slices = tl.cdiv(channels, BV)
@@ -124,7 +147,7 @@ def scan_gate_backward_kernel(
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
     in_range = c < channels
     own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels, GROUP)
-    words_before = own_words_before(own_words, order, channels, c)
+    words_before = read_previous_words(own_words, order, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
@@ -141,7 +164,7 @@ def scan_gate_backward_kernel(
     one = tl.full(decays[0].shape, 1.0, tl.float32)
     zero = tl.zeros_like(one)
 
-    # The gradients of the states, from the right; published early, the states are recomputed meanwhile
+    # Gradients of the states, from the right. They come first, so that other tiles get this tile's pair early.
     addends, factors = gradient_terms(
         b_dy,
         gates,
@@ -170,15 +193,19 @@ def scan_gate_backward_kernel(
     if DFINAL and not PACKED:
         from_right = tl.load(dfinal + b.to(tl.int64) * channels + c, mask=in_range, other=0.0)
     phase = launch_phase(words_before)
-    carry = pass_carry(own_words, group_words, factor_with, total_with, 0, from_right, order, tiles, channels, c, phase, GROUP)
+    carry = decoupled_look_back(
+        own_words, group_words, factor_with, total_with, 0, from_right, order, tiles, channels, c, phase, GROUP
+    )
     ds = factor_behind * carry[None, :] + total_behind
 
-    # The states before each step, from the left
+    # The states before each step, recomputed from the left
     entering = tl.load(carries + (b.to(tl.int64) * tiles + tile) * channels + c, mask=in_range, other=0.0)
-    walked, walked_decays = values, decays
+    scanned, scanned_decays = values, decays
     if PACKED:
-        walked, walked_decays = enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS)
-    decay, state = walk(walked, walked_decays, one, zero)
+        scanned, scanned_decays = reset_at_sequence_starts(
+            values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS
+        )
+    decay, state = scan_serially(scanned, scanned_decays, one, zero)
     decay_before, state_before, _, _ = scan_segments(decay, state)
     before = states_before(
         values, decays, decay_before * entering[None, :] + state_before,
@@ -206,7 +233,7 @@ def scan_gate_backward_kernel(
             target = dinitial + sequence.to(tl.int64)[:, None] * channels + c[None, :]
             tl.store(target, dfactor, mask=starts[:, None] & in_range[None, :])
     if INITIAL and PACKED:
-        hand_over_empty(dfinal, dinitial, offsets, sequences, order, tiles, c, channels, DFINAL)
+        copy_empty_sequences(dfinal, dinitial, offsets, sequences, order, tiles, c, channels, DFINAL)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -225,7 +252,10 @@ def gate_backward_kernel(
     BT: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """ds = dy * silu(gate), dgate = dy * s * silu'(gate), elementwise: for the unfused variants. s, ds, dgate contiguous."""
+    """Compute ds = dy * silu(gate) and dgate = dy * s * silu'(gate), elementwise, for unfused variants.
+
+    s, ds and dgate are contiguous.
+    """
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)

@@ -1,40 +1,48 @@
-"""Scan and gate in one pass over time: the forward kernel, and the tile functions that other kernels end with.
+"""Scan and gate in one pass over time: the forward kernels, and the tile functions that other kernels end with.
 
 Computes   s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)   (or y = s where GATED is false)
-Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, BT = SEGS * ROWS.
-On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see look_back.py); per segment the pair (product of decays,
-state).
-Memory     reads v, log_decay, gate once, writes y once; one word per tile and channel for the carry, one float where it is kept.
-Packing    sequences packed into one batch entry are one scan that forgets where a sequence starts; each step finds its
-           sequence by bisection of the offsets, on the device.
-Numerics   decays multiply in linear space, float32; nothing is divided by a decay, so -inf is safe.
+Grid       scan_gate_kernel: (ceil(T / BT), B * ceil(V / BV)). A CTA owns one tile of BT steps by BV channels, BT = SEGS * ROWS.
+           sequential_scan_gate_kernel: (B * ceil(V / BV)). A CTA loops over the tiles of its channels and needs no look-back.
+Warps      all alike. A thread scans ROWS consecutive steps of a channel serially.
+On chip    ROWS slabs [SEGS, BV] of v, log_decay and gate (see look_back.py) in registers; per segment and channel
+           the pair (product of decays, state), also in registers.
+Memory     reads v, log_decay and gate once, writes y once. Per tile and channel one 64-bit word for the look-back, and one
+           float32 of the state that enters the tile where a backward pass needs it (CARRIES).
+Protocol   the decoupled look-back of look_back.py: publish the tile's pair, wait for the earlier tiles, then scan from the
+           carry. scan_gate_kernel reads its old words first and loads its operands meanwhile. The sequential kernel waits for
+           no other CTA.
+Packing    sequences packed into one batch entry are one scan whose decay is set to 0 where a sequence starts. Each step finds
+           its sequence by bisection of the offsets, on the device.
+Numerics   decays multiply in linear space, float32; nothing is divided by a decay, so -inf is safe. y is rounded once, at its
+           store.
+Source     Merrill and Garland (2016); docs/notebook/linear_rnn.md.
 """
 
 import triton
 import triton.language as tl
 
 from onelaunch.kernels.common.activation import decay_of, silu
-from onelaunch.kernels.scan.look_back import launch_phase, own_words_before, pass_carry, row, scan_segments
+from onelaunch.kernels.scan.look_back import decoupled_look_back, launch_phase, read_previous_words, row, scan_segments
 
 ROWS = tl.constexpr(8)
-"""Steps of a segment."""
+"""Number of consecutive steps that form a segment, which one thread scans serially."""
 
 
 @triton.jit
 def row_pointer(base, b, start, stride_b, stride_t):
-    """Return the offset of step ``start`` of batch entry ``b`` in a [B, T, V] tensor; 64-bit, since sizes multiply."""
+    """Return the pointer to step ``start`` of batch entry ``b`` in a [B, T, V] tensor, with 64-bit offsets: sizes multiply."""
     return base + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t
 
 
 @triton.jit
 def tile_pointers(base, b, start, stride_b, stride_t, rows, c):
-    """[rows, BV] pointers into a [B, T, V] tensor."""
+    """Return pointers [rows, BV] into a [B, T, V] tensor, at ``rows`` steps behind ``start`` and channels ``c``."""
     return row_pointer(base, b, start, stride_b, stride_t) + (rows[:, None] * stride_t + c[None, :])
 
 
 @triton.jit
 def inside(t, T, c, channels, EVEN: tl.constexpr):
-    """Return a mask of the elements of a slab in the tensor; a constant where all of all tiles are."""
+    """Return the mask of a slab's elements that lie in the tensor; a constant if EVEN, when every tile lies inside."""
     if EVEN:
         return tl.full((t.shape[0], c.shape[0]), 1, tl.int1)
     return (t < T)[:, None] & (c < channels)[None, :]
@@ -42,7 +50,7 @@ def inside(t, T, c, channels, EVEN: tl.constexpr):
 
 @triton.jit
 def load_slabs(first, stride_t, segment, t, T, c, channels, EVEN: tl.constexpr):
-    """The ROWS slabs [SEGS, BV] of the tile that begins at the pointer ``first``, 0 outside the tensor."""
+    """Load the ROWS slabs [SEGS, BV] of the tile at the pointer ``first``; elements outside the tensor are 0."""
     offsets = segment[:, None] * (ROWS * stride_t) + c[None, :]
     slabs = ()
     for r in tl.static_range(ROWS):
@@ -56,7 +64,7 @@ def load_slabs(first, stride_t, segment, t, T, c, channels, EVEN: tl.constexpr):
 
 @triton.jit
 def store_slab(first, r: tl.constexpr, values, stride_t, segment, t, T, c, channels, EVEN: tl.constexpr):
-    """Slab r of the tile that begins at the pointer ``first``, rounded to what it points to."""
+    """Store slab r of the tile at the pointer ``first``, rounded to the dtype that it points to."""
     pointers = first + r * stride_t + (segment[:, None] * (ROWS * stride_t) + c[None, :])
     rounded = values.to(first.dtype.element_ty)
     if EVEN:
@@ -67,7 +75,7 @@ def store_slab(first, r: tl.constexpr, values, stride_t, segment, t, T, c, chann
 
 @triton.jit
 def decays_of(log_decays):
-    """exp of every slab."""
+    """Return exp of every slab of log-decays, in float32."""
     decays = ()
     for r in tl.static_range(ROWS):
         decays = decays + (decay_of(log_decays[r]),)
@@ -76,7 +84,10 @@ def decays_of(log_decays):
 
 @triton.jit
 def sequence_of(offsets, sequences, t, STEPS: tl.constexpr):
-    """For each time step the sequence that holds it, with its first step and the step after its last."""
+    """Find the packed sequence that holds each time step ``t``, by bisection in STEPS halvings.
+
+    Returns the sequence's index, its first step, and the step after its last.
+    """
     low = tl.zeros_like(t)
     high = low + sequences
     for _ in tl.static_range(STEPS):
@@ -88,8 +99,13 @@ def sequence_of(offsets, sequences, t, STEPS: tl.constexpr):
 
 
 @triton.jit
-def enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL: tl.constexpr, STEPS: tl.constexpr):
-    """Forget the state before each start of a packed sequence, and add its own: return the slabs of v and decay, changed."""
+def reset_at_sequence_starts(
+    values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL: tl.constexpr, STEPS: tl.constexpr
+):
+    """Return the slabs of v and decay, changed so that each packed sequence starts from its own initial state.
+
+    At a sequence's first step the decay becomes 0, and decay * initial state is added to v.
+    """
     new_values = ()
     new_decays = ()
     for r in tl.static_range(ROWS):
@@ -106,8 +122,11 @@ def enter_sequences(values, decays, initial, offsets, sequences, t, T, c, channe
 
 
 @triton.jit
-def hand_over_empty(source, target, offsets, sequences, tile, tiles, c, channels, GIVEN: tl.constexpr):
-    """target[n] = source[n] (or 0) for sequences without steps, which no tile meets; the programs along time share them."""
+def copy_empty_sequences(source, target, offsets, sequences, tile, tiles, c, channels, GIVEN: tl.constexpr):
+    """Set target[n] = source[n], or 0 if GIVEN is false, for packed sequences without steps, which lie in no tile.
+
+    The CTAs along time share this work: ``tile`` of ``tiles`` takes every ``tiles``-th sequence.
+    """
     n = tile
     while n < sequences:
         if tl.load(offsets + n) == tl.load(offsets + n + 1):
@@ -119,8 +138,8 @@ def hand_over_empty(source, target, offsets, sequences, tile, tiles, c, channels
 
 
 @triton.jit
-def walk(values, decays, decay, state):
-    """The map of every segment [SEGS, BV], step after step, after the map (decay, state)."""
+def scan_serially(values, decays, decay, state):
+    """Return the map of every segment [SEGS, BV], applied behind the map (decay, state); each thread scans its ROWS steps."""
     for r in tl.static_range(ROWS):
         state = decays[r] * state + values[r].to(tl.float32)
         decay *= decays[r]
@@ -129,7 +148,10 @@ def walk(values, decays, decay, state):
 
 @triton.jit
 def sequence_words(words, b, batches, tiles, channels, GROUP: tl.constexpr):
-    """Return the offsets of the words of batch entry b: its tiles', and its groups' behind all tiles."""
+    """Return pointers to the words of batch entry b: its tiles' words and its groups' words.
+
+    The workspace holds the words of all tiles of all batch entries, then those of all groups.
+    """
     groups = (tiles + GROUP - 1) // GROUP
     behind = words + batches.to(tl.int64) * tiles * channels
     return words + b.to(tl.int64) * tiles * channels, behind + b.to(tl.int64) * groups * channels
@@ -137,18 +159,21 @@ def sequence_words(words, b, batches, tiles, channels, GROUP: tl.constexpr):
 
 @triton.jit
 def tile_maps(values, decays):
-    """Return the maps of a tile's slabs before each segment and with it, [SEGS, BV]."""
+    """Return the maps of a tile up to each segment, exclusive and then inclusive, [SEGS, BV]."""
     one = tl.full(decays[0].shape, 1.0, tl.float32)
-    decay, state = walk(values, decays, one, tl.zeros_like(one))
+    decay, state = scan_serially(values, decays, one, tl.zeros_like(one))
     return scan_segments(decay, state)
 
 
 @triton.jit
-def emit(
+def gate_and_store(
     values, decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
     STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Walk the segments from the states s [SEGS, BV] that enter them: gate and store every step, store final states."""
+    """Scan every segment from the state s [SEGS, BV] that enters it, gate and store every step, and store final states.
+
+    A final state is stored where a sequence's last step lies in this tile (FINAL).
+    """
     t = start + segment * ROWS
     in_range = c < channels
     p_y = row_pointer(y, b, start, tl.cast(T, tl.int64) * channels, channels)
@@ -169,8 +194,11 @@ def emit(
 
 
 @triton.jit
-def first_state(initial, b, c, channels, INITIAL: tl.constexpr, PACKED: tl.constexpr):
-    """Return the state that enters the first tile; packed sequences bring their own where they start."""
+def load_initial_state(initial, b, c, channels, INITIAL: tl.constexpr, PACKED: tl.constexpr):
+    """Return the state [BV] that enters the first tile: the initial state, or zeros.
+
+    Packed sequences get theirs in :func:`reset_at_sequence_starts`.
+    """
     state = tl.zeros(c.shape, tl.float32)
     if INITIAL and not PACKED:
         state = tl.load(initial + b.to(tl.int64) * channels + c, mask=c < channels, other=0.0)
@@ -185,22 +213,28 @@ def scan_gate_tile(
     GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Everything after v: scan the tile, pass the carry, gate, store."""
+    """Do everything that follows once v is in registers: scan the tile, exchange the carry, gate, store.
+
+    ``before`` are this CTA's words of the previous launch, from :func:`read_previous_words`. ``carries`` receives the state
+    that enters the tile (CARRIES), for a backward pass.
+    """
     start = tile * (segment.shape[0] * ROWS)
     decays = decays_of(log_decays)
     if PACKED:
-        values, decays = enter_sequences(
+        values, decays = reset_at_sequence_starts(
             values, decays, initial, offsets, sequences, start + segment * ROWS, T, c, channels, INITIAL, STEPS
         )
     decay_before, state_before, decay_with, state_with = tile_maps(values, decays)
-    entering = first_state(initial, b, c, channels, INITIAL, PACKED)
+    entering = load_initial_state(initial, b, c, channels, INITIAL, PACKED)
     last = segment.shape[0] - 1
     phase = launch_phase(before)
-    carry = pass_carry(own_words, group_words, decay_with, state_with, last, entering, tile, tiles, channels, c, phase, GROUP)
+    carry = decoupled_look_back(
+        own_words, group_words, decay_with, state_with, last, entering, tile, tiles, channels, c, phase, GROUP
+    )
     if CARRIES:
         tl.store(carries + (b.to(tl.int64) * tiles + tile) * channels + c, carry, mask=c < channels)
     s = decay_before * carry[None, :] + state_before
-    emit(
+    gate_and_store(
         values,
         decays,
         gates,
@@ -222,7 +256,7 @@ def scan_gate_tile(
         FINAL,
     )
     if FINAL and PACKED:
-        hand_over_empty(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
+        copy_empty_sequences(initial, final, offsets, sequences, tile, tiles, c, channels, INITIAL)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -232,14 +266,14 @@ def scan_gate_kernel(
     BT: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """See the top of the file."""
+    """Scan and gate one tile per CTA, joined by the look-back: see the top of the file."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     slices = tl.cdiv(channels, BV)
     batches = tl.num_programs(1) // slices
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
     own_words, group_words = sequence_words(words, b, batches, tiles, channels, GROUP)
-    before = own_words_before(own_words, tile, channels, c)
+    before = read_previous_words(own_words, tile, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
@@ -259,23 +293,24 @@ def scan_gate_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
-def walk_scan_gate_kernel(
+def sequential_scan_gate_kernel(
     v, log_decay, gate, initial, offsets, y, final, carries,
     T, channels, sequences, v_stride_b, v_stride_t, decay_stride_b, decay_stride_t, gate_stride_b, gate_stride_t,
-    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    CARRY_STEPS: tl.constexpr,
     GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Scan and gate for many channels: grid (B * V / BV), a CTA walks along time and carries the state itself.
+    """Scan and gate with one CTA per BV channels, which loops over time and carries the state itself.
 
-    The loads of the next STAGES - 1 tiles are in flight while one is computed; nobody waits for anybody. The backward pass
-    finds one carry every KEPT steps.
+    For calls whose channels alone fill the device. The loads of the next STAGES - 1 tiles are in flight while one is computed;
+    no CTA waits for another. The state is stored for the backward pass every CARRY_STEPS steps (CARRIES).
     """
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(0) // slices
     c = (tl.program_id(0) % slices) * BV + tl.arange(0, BV)
     segment = tl.arange(0, BT // ROWS)
     tiles = tl.cdiv(T, BT)
-    carry = first_state(initial, b, c, channels, INITIAL, PACKED)
+    carry = load_initial_state(initial, b, c, channels, INITIAL, PACKED)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         start = tile * BT
         t = start + segment * ROWS
@@ -289,27 +324,27 @@ def walk_scan_gate_kernel(
             gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
         entered, entered_decays = values, decays
         if PACKED:
-            entered, entered_decays = enter_sequences(
+            entered, entered_decays = reset_at_sequence_starts(
                 values, decays, initial, offsets, sequences, t, T, c, channels, INITIAL, STEPS
             )
         decay_before, state_before, decay_with, state_with = tile_maps(entered, entered_decays)
         if CARRIES:
-            if start % KEPT == 0:
-                kept = b.to(tl.int64) * tl.cdiv(T, KEPT) + start // KEPT
+            if start % CARRY_STEPS == 0:
+                kept = b.to(tl.int64) * tl.cdiv(T, CARRY_STEPS) + start // CARRY_STEPS
                 tl.store(carries + kept * channels + c, carry, mask=c < channels)
         s = decay_before * carry[None, :] + state_before
-        emit(
+        gate_and_store(
             entered, entered_decays, gates, s, y, final, offsets, b, segment, start, c, T, channels, sequences,
             STEPS, EVEN, GATED, PACKED, FINAL,
         )  # fmt: skip
         carry = row(decay_with * carry[None, :] + state_with, segment.shape[0] - 1)
     if FINAL and PACKED:
-        hand_over_empty(initial, final, offsets, sequences, b, 1, c, channels, INITIAL)
+        copy_empty_sequences(initial, final, offsets, sequences, b, 1, c, channels, INITIAL)
 
 
 @triton.jit(do_not_specialize=["T"])
 def gate_kernel(s, gate, y, T, channels, gate_stride_b, gate_stride_t, BT: tl.constexpr, BV: tl.constexpr):
-    """y = s * silu(gate), elementwise: the third launch of the unfused variants. s and y contiguous [B, T, V]."""
+    """Compute y = s * silu(gate), elementwise: the last launch of unfused variants. s and y are contiguous [B, T, V]."""
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)

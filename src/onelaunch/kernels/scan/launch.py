@@ -1,4 +1,7 @@
-"""Launches of the scan's kernels: allocate the results, choose the tiles, pass the pointers. No checks, no autograd."""
+"""Launches of the scan's kernels: allocate results, choose tiles, pass pointers.
+
+The public functions check arguments beforehand, and the operators in autograd.py add gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,25 @@ from onelaunch.launch.workspace import workspace
 
 @dataclass(frozen=True, slots=True)
 class ScanTiles:
-    """Tiles of a scan: BT steps by BV channels a CTA."""
+    """Tile sizes and launch options of a scan: ``steps`` by ``channels`` per CTA."""
 
     steps: int = 64
     channels: int = 64
     group: int = 32
-    """Tiles that the look-back reads at once: a multiple of 8. ``channels`` must be at least 4 ``warps``."""
+    """Number of tiles in a group of the look-back, whose words a tile reads at once.
+
+    A multiple of 8 (``POLL_ROWS``). 8 * ``channels`` must be at least the number of threads, which is to say
+    ``channels`` at least 4 * ``warps``.
+    """
     warps: int = 4
     backward_warps: int = 4
     stages: int = 1
-    """Tiles in flight, where a CTA walks along time."""
+    """Number of tiles in flight, where a CTA loops over time."""
     registers: int | None = None
-    """Most registers per thread, so that enough CTAs fit on an SM; NVIDIA only."""
+    """Limit on registers per thread, so that enough CTAs fit on an SM; NVIDIA only. ``None``: no limit."""
 
     def grid(self, batch: int, length: int, width: int) -> tuple[int, int]:
+        """Return the grid: tiles along time, then batch entries times slices of channels."""
         return cdiv(length, self.steps), batch * cdiv(width, self.channels)
 
     def options(self, device: torch.device) -> dict[str, Any]:
@@ -40,11 +48,11 @@ class ScanTiles:
         return {"num_warps": self.warps, **limit}
 
     def even(self, length: int, width: int) -> bool:
-        """Return whether all tiles lie inside the tensor: then no access needs a mask."""
+        """Return whether all tiles lie inside the tensor, so that no access needs a mask."""
         return length % self.steps == 0 and width % self.channels == 0
 
     def words(self, batch: int, length: int, width: int) -> int:
-        """Return the number of words of the look-back: one per tile and channel, one per group and channel."""
+        """Return the number of 64-bit words of the look-back: one per tile and channel, and one per group and channel."""
         tiles = cdiv(length, self.steps)
         return batch * width * (tiles + cdiv(tiles, self.group))
 
@@ -52,27 +60,28 @@ class ScanTiles:
 def scan_tiles(length: int, width: int) -> ScanTiles:
     """Return the tiles of a scan over ``length`` steps of ``width`` channels.
 
-    The backward pass uses the same, since it reads the carries.
+    The backward pass uses the same tiles, since it reads the state that entered each of them.
 
-    64 x 32 by 4 warps was fastest or within 3 % of it at all seven sizes of experiment 040 on an H200 (9.2 us with its product at
-    B=4 T=2048 V=64, where 64 x 64 took 10.4 and 128 x 32 10.9); two warps or eight are slower by 5 to 20 %. Groups of 8 tiles are
-    6 % faster than 32 while no sequence is longer; chains of smaller groups lose (11.9 us with groups of 16).
+    64 x 32 with 4 warps was fastest or within 3 % of it at all seven sizes of experiment 040 on an H200 (9.2 us with its
+    product at B=4 T=2048 V=64, where 64 x 64 took 10.4 and 128 x 32 10.9); two warps or eight are slower by 5 to 20 %. Groups
+    of 8 tiles are 6 % faster than 32 while no sequence has more than 8 tiles; chains of smaller groups lose (11.9 us with
+    groups of 16).
     """
     steps = 64 if length > 32 else 32 if length > 16 else 16
     return ScanTiles(steps=steps, channels=32 if width > 16 else 16, group=8 if length <= 8 * steps else 32)
 
 
-def walk_tiles(device: torch.device, batch: int, width: int) -> ScanTiles | None:
-    """Return tiles for walking along time where channels alone keep the device busy, else ``None``: then time is split as well.
+def sequential_tiles(device: torch.device, batch: int, width: int) -> ScanTiles | None:
+    """Return tiles for CTAs that loop over time, or ``None`` if the channels alone do not keep the device busy.
 
-    One warp per program needs no barrier between its threads: 152 us for 8 x 4096 x 2048 on an H200, where 64 x 64 by 4
-    warps took 171, the look-back 290, and a plain copy with the same accesses 134.
+    One warp per CTA needs no barrier between its threads. It took 152 us for B=8 T=4096 V=2048 on an H200. Tiles of 64 x 64
+    with 4 warps took 171 us, the look-back 290 us, and a plain copy with the same accesses 134 us.
     """
     if device.type != "cuda":
         return None
-    walk = ScanTiles(steps=32, channels=32, warps=1, stages=3)
-    programs = batch * cdiv(width, walk.channels)
-    return walk if programs >= 3 * processors(device) else None
+    sequential = ScanTiles(steps=32, channels=32, warps=1, stages=3)
+    ctas = batch * cdiv(width, sequential.channels)
+    return sequential if ctas >= 3 * processors(device) else None
 
 
 def forward(
@@ -86,9 +95,10 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scan, and gate unless ``gate`` is ``None``.
 
-    Returns y or the states ``[B, T, V]``, the final state ``[N, V]`` and the carries ``[B, tiles, V]``.
-
-    What is not wanted comes back with no elements.
+    Returns:
+        y, or the states without a gate, ``[B, T, V]`` in the dtype of ``v``; the final state ``[N, V]`` float32; the state that
+        enters each tile, ``[B, tiles, V]`` float32. The last two have no elements unless ``want_final`` and ``want_carries``
+        ask for them.
     """
     batch, length, width = v.shape
     tiles = scan_tiles(length, width)
@@ -109,13 +119,13 @@ def forward(
         "FINAL": want_final,
         "CARRIES": want_carries,
     }
-    walk = walk_tiles(v.device, batch, width)
-    if walk is not None:
-        programs = batch * cdiv(width, walk.channels)
+    sequential = sequential_tiles(v.device, batch, width)
+    if sequential is not None:
+        ctas = batch * cdiv(width, sequential.channels)
         Launch(
-            kernels.walk_scan_gate_kernel, (programs,),
-            *given, *sizes, BT=walk.steps, BV=walk.channels, EVEN=walk.even(length, width), STAGES=walk.stages,
-            KEPT=tiles.steps, **walk.options(v.device), **flags,
+            kernels.sequential_scan_gate_kernel, (ctas,),
+            *given, *sizes, BT=sequential.steps, BV=sequential.channels, EVEN=sequential.even(length, width),
+            STAGES=sequential.stages, CARRY_STEPS=tiles.steps, **sequential.options(v.device), **flags,
         ).run()  # fmt: skip
     else:
         words = workspace(v.device, tiles.words(batch, length, width))
@@ -130,7 +140,7 @@ def forward(
 def empty_states(
     v: torch.Tensor, sequences: Sequences, tiles: ScanTiles, want_final: bool, want_carries: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty tensors for the final state and the carries, of no elements where they are not wanted."""
+    """Return uninitialized tensors for the final state and the carries; a tensor that is not wanted has no elements."""
     batch, length, width = v.shape
     final = v.new_empty((sequences.count(batch), width) if want_final else (0,), dtype=torch.float32)
     kept = (batch, cdiv(length, tiles.steps), width) if want_carries else (0,)
@@ -146,7 +156,10 @@ def backward(
     sequences: Sequences,
     carries: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dv, dlog_decay, dgate and dinitial in their inputs' dtypes; no elements without gate or initial state."""
+    """Return dv, dlog_decay, dgate and dinitial, each in its input's dtype.
+
+    ``carries`` is what :func:`forward` returned. dgate and dinitial have no elements without a gate or an initial state.
+    """
     batch, length, width = v.shape
     tiles = scan_tiles(length, width)
     dy, v, log_decay = inner_contiguous(dy), inner_contiguous(v), inner_contiguous(log_decay)
@@ -172,7 +185,7 @@ def backward(
 
 
 def gate_states(s: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return ``s * silu(gate)``, by one launch of its own."""
+    """Return ``s * silu(gate)``, computed in a launch of its own."""
     batch, length, width = s.shape
     tiles = scan_tiles(length, width)
     gate, y = inner_contiguous(gate), torch.empty_like(s)
@@ -184,7 +197,7 @@ def gate_states(s: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def gate_states_backward(dy: torch.Tensor, s: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the states, float32 (the scan behind adds them up), and of the gate."""
+    """Return the gradient of the states, in float32 because the reverse scan sums it, and the gradient of the gate."""
     batch, length, width = s.shape
     tiles = scan_tiles(length, width)
     dy, gate = inner_contiguous(dy), inner_contiguous(gate)

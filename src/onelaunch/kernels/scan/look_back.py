@@ -1,87 +1,102 @@
-"""Scans over segments inside a tile, and a carry along tiles inside one launch: the device functions of a single-pass scan.
+"""Device functions of a segmented scan in a single pass: segments inside a tile, and a carry between tiles inside one launch.
 
-Computes   c_i = A_{i-1} * c_{i-1} + S_{i-1} per channel, c_0 given: the state that enters tile i, where tile j maps s to A_j
-           s + S_j.
-Tile       ROWS consecutive steps are one segment, walked by one thread; a slab [SEGS, BV] holds step r of every segment. So
-           a tile is ROWS slabs, all arithmetic on it is elementwise, and only one pair per segment and channel crosses threads.
-Method     decoupled look-back (Merrill and Garland 2016), but combined in a fixed order, so that results do not depend on timing:
-           GROUP tiles form a group; a tile reads what all earlier tiles of its group published, at once, and the state that left
-           the group before. Only groups form a chain.
-Memory     one 64-bit word per tile and channel holds A, S and a phase bit: it is its own "ready" flag, so no fence and no second
-           round trip are needed. A is at least 0, its sign bit carries the phase.
-Reuse      every word of a workspace is written once per launch, so all have the same phase between launches: a program reads
-           it off its
-           own words and writes the other one. Nobody clears, counts or passes anything, so a captured graph can be replayed.
-Progress   a tile waits only for tiles of a lower program index, which the hardware starts no later.
+Computes   the state that enters tile i, per channel: c_i = A_{i-1} * c_{i-1} + S_{i-1}, where c_0 is given. Tile j maps a state
+           s to A_j * s + S_j: A_j is the product of its decays, S_j its final state when started from zero.
+Grid       along time one CTA per tile, on program axis 0 (forward: tile 0 first; backward: the last tile first). Other axes are
+           independent scans. All warps of a CTA do the same work.
+Tile       A tile is [BT, BV] steps by channels. ROWS consecutive steps form a segment, which one thread scans serially. The
+           tile is held as ROWS tensors, called slabs, of shape [SEGS, BV] with SEGS = BT / ROWS: slab r holds step r of every
+           segment. So all arithmetic on a tile is elementwise, and only one pair (A, S) per segment and channel crosses
+           threads.
+On chip    the slabs and the pairs lie in registers, in float32; Triton takes shared memory for the scan over
+           segments and for the reductions, at most a few pairs [2 SEGS, BV].
+Protocol   decoupled look-back (Merrill and Garland 2016). Each CTA publishes its tile's pair, then waits for what it needs.
+           Unlike there, pairs are combined in a fixed order, so results do not depend on timing. GROUP tiles form a group. A
+           tile reads the pairs of all earlier tiles of its own group at once, and the final state of the group before. The last
+           tile of a group publishes that group's final state. Only groups form a serial chain.
+Words      The pair and its flag are one 64-bit flag-in-data word (as in NCCL's LL protocol): bits 0 to 31 hold S, bits 32 to 62
+           hold A without its sign, bit 63 holds the phase. A is at least 0, so its sign bit is free. A word is written by one
+           64-bit access, so a reader that sees the new phase also sees the new pair: no fence and no second round trip are
+           needed.
+Memory     per tile and channel one word written, and at most GROUP words read; one more word per group and channel.
+Reuse      Each word of a workspace is written exactly once per launch, so between launches all words have the same phase. A CTA
+           reads the phase from its own word and publishes with the opposite one. No launch clears, counts or receives
+           anything, so a captured graph can be replayed.
+Ordering   A CTA reads the old value of its own word at its start, and :func:`launch_phase` is a barrier between that read and
+           the CTA's own write. No other CTA writes that word.
+Progress   A tile waits only for tiles of a lower program index, which the hardware starts no later.
+Numerics   float32; decays are multiplied and nothing is divided by a decay, so a decay of 0 (log-decay -inf) is safe.
+Source     Merrill and Garland (2016), adapted to affine maps; docs/notebook/linear_rnn.md has the measurements.
 """
 
 import triton
 import triton.language as tl
 
-POLLED = tl.constexpr(8)
-"""Rows of what is polled, [POLLED, BV]: POLLED * BV must be at least the number of threads.
+POLL_ROWS = tl.constexpr(8)
+"""Rows of the tensor [POLL_ROWS, BV] that a CTA spins on: POLL_ROWS * BV must be at least the number of threads.
 
-Threads that hold copies of one element load it on their own, and one may see it published when another does not yet; the loop
-would then end with the other's copy stale. So no element of a poll may have copies.
+A smaller tensor would have elements that several threads hold copies of. Each of those threads loads the element on its own,
+and one may see it published when another does not yet. The loop would then end with a stale copy in the other thread. So no
+element that is polled may have copies.
 """
 
 
 @triton.jit
 def combine(decay_1, state_1, decay_2, state_2):
-    """First the map (decay_1, state_1), then (decay_2, state_2)."""
+    """Return the map that applies (decay_1, state_1) first and (decay_2, state_2) second."""
     return decay_1 * decay_2, decay_2 * state_1 + state_2
 
 
 @triton.jit
-def between(before, after):
-    """[SEGS, BV] twice to [2 SEGS, BV]: the rows of one between those of the other."""
+def interleave(before, after):
+    """Interleave the rows of two tensors [SEGS, BV] into one [2 SEGS, BV]; the first row is the first of ``before``."""
     pairs = tl.permute(tl.join(before, after), (0, 2, 1))
     return tl.reshape(pairs, [2 * before.shape[0], before.shape[1]])
 
 
 @triton.jit
-def apart(rows):
-    """Return the two tensors that :func:`between` put together."""
+def deinterleave(rows):
+    """Return the two tensors that :func:`interleave` joined."""
     pairs = tl.reshape(rows, [rows.shape[0] // 2, 2, rows.shape[1]])
     return tl.split(tl.permute(pairs, (0, 2, 1)))
 
 
 @triton.jit
 def scan_segments(decay, state):
-    """Maps of segments [SEGS, BV]: of all segments before each one (exclusive), and with it (inclusive).
+    """Scan the maps of segments [SEGS, BV] over the segments: return the exclusive pair, then the inclusive pair.
 
-    An identity before each segment turns an inclusive scan into both: no shift of rows, which would move the tile to other
-    threads.
+    An identity map is interleaved before each segment, so that one inclusive scan gives both results. A shift of rows would
+    give the exclusive scan as well, but would move the tile to other threads (tl.gather chooses another layout for it).
     """
-    decays = between(tl.zeros_like(decay) + 1.0, decay)
-    states = between(tl.zeros_like(state), state)
+    decays = interleave(tl.zeros_like(decay) + 1.0, decay)
+    states = interleave(tl.zeros_like(state), state)
     decays, states = tl.associative_scan((decays, states), 0, combine)
-    decay_before, decay_with = apart(decays)
-    state_before, state_with = apart(states)
+    decay_before, decay_with = deinterleave(decays)
+    state_before, state_with = deinterleave(states)
     return decay_before, state_before, decay_with, state_with
 
 
 @triton.jit
 def scan_segments_reverse(decay, state):
-    """:func:`scan_segments` from the last segment to the first."""
-    decays = between(decay, tl.zeros_like(decay) + 1.0)
-    states = between(state, tl.zeros_like(state))
+    """Scan the maps of segments from the last segment to the first; results are as for :func:`scan_segments`."""
+    decays = interleave(decay, tl.zeros_like(decay) + 1.0)
+    states = interleave(state, tl.zeros_like(state))
     decays, states = tl.associative_scan((decays, states), 0, combine, reverse=True)
-    decay_with, decay_before = apart(decays)
-    state_with, state_before = apart(states)
+    decay_with, decay_before = deinterleave(decays)
+    state_with, state_before = deinterleave(states)
     return decay_before, state_before, decay_with, state_with
 
 
 @triton.jit
 def row(values, index):
-    """One row of [SEGS, BV]."""
+    """Return row ``index`` of [SEGS, BV], as [BV]."""
     rows = tl.arange(0, values.shape[0])
     return tl.sum(tl.where((rows == index)[:, None], values, 0.0), 0)
 
 
 @triton.jit
 def pack(decay, state, phase):
-    """float32 pair to words of this phase."""
+    """Pack a float32 pair into 64-bit words that carry ``phase`` (0 or 1) in bit 63."""
     high = (decay.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (phase << 31)
     low = state.to(tl.int32, bitcast=True)
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
@@ -89,84 +104,100 @@ def pack(decay, state, phase):
 
 @triton.jit
 def unpack(words):
-    """Words to the float32 pair (decay, state)."""
+    """Unpack words into the float32 pair (decay, state)."""
     decay = ((words >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     return decay, words.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def own_words_before(words, tile, channels, c):
-    """This program's own words [BV] of the launch before; to be read at the start, long before they are needed."""
+def read_previous_words(words, tile, channels, c):
+    """Read this CTA's own words [BV] as the previous launch left them.
+
+    The caller reads them at its start, long before they are needed, so that the latency is hidden.
+    """
     return tl.load(words + tile.to(tl.int64) * channels + c, mask=c < channels, other=0)
 
 
 @triton.jit
 def launch_phase(before):
-    """The phase bit of this launch: the other one than :func:`own_words_before` have.
+    """Return the phase of this launch: the opposite of the phase in ``before``, the result of :func:`read_previous_words`.
 
-    The reduction is also the barrier behind which no thread still reads the words that :func:`publish` overwrites.
+    The reduction is also a barrier of the CTA. After it no thread still reads the words that :func:`publish` overwrites.
     """
     return 1 - tl.max((before < 0).to(tl.int32), 0)
 
 
 @triton.jit
-def stale(words, mask, phase):
-    """Return a mask of the words that are not of this phase yet."""
+def not_yet_published(words, mask, phase):
+    """Return a mask of the words that do not have this phase yet."""
     return ((words < 0) != (phase == 1)) & mask
 
 
 @triton.jit
-def follow(decay, state, words, mask):
-    """The map (decay, state), then that of the words where the mask holds."""
+def combine_word(decay, state, words, mask):
+    """Return the map (decay, state) followed by the map in ``words``; by the identity where ``mask`` is false."""
     next_decay, next_state = unpack(words)
     return combine(decay, state, tl.where(mask, next_decay, 1.0), tl.where(mask, next_state, 0.0))
 
 
 @triton.jit
 def poll_slabs(pointers, channels, tile, count, in_range, phase, SLABS: tl.constexpr):
-    """SLABS slabs of words as they are now, and whether any of the first ``count`` tiles is missing."""
+    """Load the words of SLABS slabs once; return them, and whether a word of the first ``count`` tiles is missing.
+
+    ``tile`` [POLL_ROWS] is the tile of each row in slab 0. Loads are volatile, so that a repeated call reads memory again.
+    """
     words = ()
     missing = tl.full(pointers.shape, 0, tl.int1)
     for r in tl.static_range(SLABS):
         mask = (tile + r < count)[:, None] & in_range
         found = tl.load(pointers + r * channels, mask=mask, other=0, volatile=True)
-        missing |= stale(found, mask, phase)
+        missing |= not_yet_published(found, mask, phase)
         words = words + (found,)
     return words, tl.max(missing.to(tl.int32))
 
 
 @triton.jit
-def after_earlier_tiles(words, count, state, channels, c, phase, GROUP: tl.constexpr):
-    """The state [BV] after the first ``count`` tiles of a group from ``state`` [POLLED, BV]: waits for all of them."""
-    slabs: tl.constexpr = GROUP // POLLED
-    tile = tl.arange(0, POLLED) * slabs
+def wait_for_earlier_tiles(words, count, state, channels, c, phase, GROUP: tl.constexpr):
+    """Wait for the first ``count`` tiles of a group, and return the state [BV] behind them.
+
+    ``state`` [POLL_ROWS, BV] enters the group, the same in every row; ``words`` points to the words of the group's first tile.
+    """
+    slabs: tl.constexpr = GROUP // POLL_ROWS
+    tile = tl.arange(0, POLL_ROWS) * slabs
     in_range = (c < channels)[None, :]
-    pointers = words + tile.to(tl.int64)[:, None] * channels + c[None, :]  # [POLLED, BV]
+    pointers = words + tile.to(tl.int64)[:, None] * channels + c[None, :]  # [POLL_ROWS, BV]
     found, missing = poll_slabs(pointers, channels, tile, count, in_range, phase, slabs)
     while missing > 0:
         found, missing = poll_slabs(pointers, channels, tile, count, in_range, phase, slabs)
     decays = tl.full(pointers.shape, 1.0, tl.float32)
     states = tl.zeros_like(decays)
     for r in tl.static_range(slabs):
-        decays, states = follow(decays, states, found[r], (tile + r < count)[:, None] & in_range)
+        decays, states = combine_word(decays, states, found[r], (tile + r < count)[:, None] & in_range)
     decays, states = tl.associative_scan((decays, states), 0, combine)
-    return row(decays * state + states, POLLED - 1)
+    return row(decays * state + states, POLL_ROWS - 1)
 
 
 @triton.jit
-def state_after(words, channels, c, phase):
-    """The state that left a group, in every row of [POLLED, BV]: waits until it is published."""
-    pointers = words + tl.zeros([POLLED], tl.int32)[:, None] + c[None, :]
-    mask = (tl.zeros([POLLED], tl.int32)[:, None] + c[None, :]) < channels
+def wait_for_group_state(words, channels, c, phase):
+    """Wait until a group's final state is published, and return it in every row of [POLL_ROWS, BV].
+
+    Every row has its own element, although all read the same word: see :data:`POLL_ROWS`.
+    """
+    pointers = words + tl.zeros([POLL_ROWS], tl.int32)[:, None] + c[None, :]
+    mask = (tl.zeros([POLL_ROWS], tl.int32)[:, None] + c[None, :]) < channels
     found = tl.load(pointers, mask=mask, other=0, volatile=True)
-    while tl.max(stale(found, mask, phase).to(tl.int32)) > 0:
+    while tl.max(not_yet_published(found, mask, phase).to(tl.int32)) > 0:
         found = tl.load(pointers, mask=mask, other=0, volatile=True)
     return unpack(found)[1]
 
 
 @triton.jit
 def publish(words, decays, states, index, channels, c, phase):
-    """Write row ``index`` of the maps [SEGS, BV]: the threads that hold it write it, nothing is gathered first."""
+    """Publish row ``index`` of the maps [SEGS, BV] as words that other CTAs spin on.
+
+    The threads that hold the row write it, so nothing is gathered first. Each word is one relaxed 64-bit exchange: it holds its
+    own flag, so no order with other accesses is needed. :func:`launch_phase` must precede.
+    """
     rows = tl.arange(0, decays.shape[0])
     mask = (rows == index)[:, None] & (c < channels)[None, :]
     pointers = words + tl.zeros_like(rows)[:, None] + c[None, :]
@@ -174,22 +205,25 @@ def publish(words, decays, states, index, channels, c, phase):
 
 
 @triton.jit
-def pass_carry(
+def decoupled_look_back(
     words, group_words, decays, states, index, initial, tile, tiles, channels, c, phase, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Publish this tile's map, which is row ``index`` of [SEGS, BV], and return the state [BV] that enters the tile.
+    """Publish this tile's map, wait for the tiles before it, and return the state [BV] that enters the tile.
 
-    ``words`` and ``group_words`` are where this sequence's words begin; ``c`` are the channels [BV], ``initial`` enters tile 0.
+    Row ``index`` of ``decays`` and ``states`` [SEGS, BV] is the tile's map. ``words`` and ``group_words`` point to the first
+    word of this scan's tiles and groups. ``c`` are the channels [BV]; ``initial`` [BV] enters tile 0. ``phase`` comes from
+    :func:`launch_phase`, which must precede. The last tile of a group, and of the scan, also publishes the group's final state,
+    so that every word of the workspace is written in every launch.
     """
     publish(words + tile.to(tl.int64) * channels, decays, states, index, channels, c, phase)
     group = tile // GROUP
     first = group * GROUP
-    entering = tl.zeros([POLLED], tl.float32)[:, None] + initial[None, :]
+    entering = tl.zeros([POLL_ROWS], tl.float32)[:, None] + initial[None, :]
     if group > 0:
-        entering = state_after(group_words + (group - 1).to(tl.int64) * channels, channels, c, phase)
+        entering = wait_for_group_state(group_words + (group - 1).to(tl.int64) * channels, channels, c, phase)
     carry = initial
     if tile > first:
-        carry = after_earlier_tiles(words + first.to(tl.int64) * channels, tile - first, entering, channels, c, phase, GROUP)
+        carry = wait_for_earlier_tiles(words + first.to(tl.int64) * channels, tile - first, entering, channels, c, phase, GROUP)
     elif group > 0:
         carry = row(entering, 0)
     if (tile == first + GROUP - 1) | (tile == tiles - 1):

@@ -1,50 +1,60 @@
-"""The look-back of look_back.py for kernels in Gluon on NVIDIA, where each thread waits on its own for the words it reads.
+"""Device functions of the decoupled look-back for Gluon kernels on NVIDIA, where each thread waits for its own words.
 
-Words      as there: one per tile and channel, the map s -> A s + S and a phase bit in 64 bits.
-Waiting    a thread reads all its words at once and then, word by word, again until they are of this launch's phase. No thread
-           waits for another, so the look-back has no barrier but the one at which threads put their parts together. Threads that
-           hold copies of an element may read it at different moments; each goes on with a published word, and those are equal.
-Layouts    maps are [PARTS, BV], a thread holding two neighbouring channels: its words come in one access of 16 bytes.
+Computes   the maps that join tiles, with the words, groups, workspace and progress argument of look_back.py: one 64-bit
+           flag-in-data word per tile and channel with the map s -> A s + S and the phase bit.
+Layouts    Maps are tensors [PARTS, BV]: each of PARTS rows combines a part of the earlier tiles (or is one segment of the own
+           tile). A thread holds two neighbouring channels, so it reads and writes its words in one access of 16 bytes.
+On chip    in_order takes two buffers [PARTS, BV] of float32 in shared memory; all else lies in registers.
+Waiting    A thread loads all its words at once. Then, word by word, it loads again until the word has this launch's phase. No
+           thread waits for another, so the look-back needs no barrier but the one in :func:`in_order`, where threads combine
+           their parts. Threads that hold copies of an element may load it at different moments. Each continues with a published
+           word, and published words are equal. So there is no lower bound on the tensor's size as POLL_ROWS is in look_back.py.
+Numerics   float32; parts are combined in a fixed order, so results do not depend on timing.
+Source     Merrill and Garland (2016); docs/notebook/linear_rnn.md.
 """
 
 from onelaunch.kernels.gluon.compat import gl, gluon
 
 SIGN = gl.constexpr(-9223372036854775807 - 1)
-"""The bit that carries the phase."""
+"""Bit 63 of a word, which carries the phase."""
 
 IDENTITY = gl.constexpr(0x3F80000000000000)
-"""The word of the map s -> 1 s + 0."""
+"""Word of the identity map s -> 1 s + 0, with phase 0."""
 
 
 @gluon.jit
 def combine(decay_1, state_1, decay_2, state_2):
-    """First the map (decay_1, state_1), then (decay_2, state_2)."""
+    """Return the map that applies (decay_1, state_1) first and (decay_2, state_2) second."""
     return decay_1 * decay_2, decay_2 * state_1 + state_2
 
 
 @gluon.jit
 def launch_phase(words):
-    """The phase bit of this launch: the other one than words of the launch before have."""
+    """Return the phase of this launch, as bit 63: the opposite of the phase in ``words``, which the previous launch left."""
     return (words ^ SIGN) & SIGN
 
 
 @gluon.jit
 def pack(decay, state, phase):
-    """float32 pair to words of this phase; a NaN keeps its sign out of the phase."""
+    """Pack a float32 pair into words of this phase; the sign of A is masked, so that a NaN cannot change the phase."""
     high = (decay.to(gl.int32, bitcast=True) & 0x7FFFFFFF).to(gl.int64) << 32
     return high | (state.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF) | phase
 
 
 @gluon.jit
 def unpack(words):
-    """Words to the float32 pair (decay, state)."""
+    """Unpack words into the float32 pair (decay, state)."""
     decay = ((words >> 32).to(gl.int32) & 0x7FFFFFFF).to(gl.float32, bitcast=True)
     return decay, words.to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def until_published(words, pointers, phase):
-    """The words, read again where they are not of this phase yet. Pairs of neighbours, 16-byte aligned."""
+def spin_until_published(words, pointers, phase):
+    """Return the words at ``pointers``, loaded again until both words of a pair have this phase.
+
+    ``words`` are the values of a first load. Each thread handles pairs of neighbouring words, 16-byte aligned. The loads are
+    relaxed at GPU scope: a word holds its own flag, so no acquire is needed.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .pred stale;
@@ -71,15 +81,20 @@ def until_published(words, pointers, phase):
 
 @gluon.jit
 def publish(pointers, decay, state, mask, phase):
-    """Write the words of a map [1, BV] where others see them; rows of words, so that nothing of them must be read first."""
+    """Publish the words of a map [1, BV] for other CTAs, with a store that bypasses L1.
+
+    Whole rows of words are stored, so that no line must be fetched from memory first; an atomic exchange would fetch it. A
+    barrier must lie between this and the load of the old words that :func:`launch_phase` was given.
+    """
     gl.store(pointers, pack(decay, state, phase), mask=mask, cache_modifier=".cg")
 
 
 @gluon.jit
 def in_order(decay_memory, state_memory, decay, state, part):
-    """Maps [PARTS, BV], by way of shared memory of that shape: the map before each part, and the map of all, [1, BV].
+    """Combine the maps of parts [PARTS, BV] in order; return the map before each part, and the map of all parts [1, BV].
 
-    Every thread walks all parts of its channels: one barrier instead of a tree's several.
+    Maps are exchanged through two buffers [PARTS, BV] in shared memory, which nothing else may use before. Every thread
+    combines all parts of its channels: one barrier (between the stores and the loads) instead of a tree's several.
     """
     PARTS: gl.constexpr = decay.shape[0]
     BV: gl.constexpr = decay.shape[1]
@@ -102,10 +117,11 @@ def in_order(decay_memory, state_memory, decay, state, part):
 
 
 @gluon.jit
-def earlier_tiles(words, channels, part, c, count, in_range, phase, SLABS: gl.constexpr):
-    """The maps [PARTS, BV] of SLABS tiles each, of which only the first ``count`` in all are waited for and count.
+def wait_for_earlier_tiles(words, channels, part, c, count, in_range, phase, SLABS: gl.constexpr):
+    """Wait for the first ``count`` tiles of a group; return their maps, combined to [PARTS, BV], SLABS tiles in each row.
 
-    ``words`` is where the first tile's words begin; ``part`` and ``c`` are the rows [PARTS] and the channels [1, BV].
+    Tiles from ``count`` on count as the identity and are not waited for. ``words`` points to the first tile's first word.
+    ``part`` [PARTS] and ``c`` [1, BV] are the indices of rows and channels.
     """
     tile = (part * SLABS)[:, None]
     pointers = words + (tile * channels + c)
@@ -117,7 +133,7 @@ def earlier_tiles(words, channels, part, c, count, in_range, phase, SLABS: gl.co
     state = gl.zeros_like(decay)
     for i in gl.static_range(SLABS):
         wanted = (tile + i < count) & in_range
-        word = until_published(gl.where(wanted, found[i], phase | IDENTITY), pointers + i * channels, phase)
+        word = spin_until_published(gl.where(wanted, found[i], phase | IDENTITY), pointers + i * channels, phase)
         next_decay, next_state = unpack(word)
         decay, state = combine(decay, state, next_decay, next_state)
     return decay, state

@@ -1,4 +1,4 @@
-"""The operators of ``gated_scan``'s Triton kernels, as PyTorch sees them, and their gradients.
+"""PyTorch operators of ``gated_scan``'s Triton kernels, and their gradients.
 
 One pair of operators carries all variants: ``onelaunch::gated_scan_forward`` and ``onelaunch::gated_scan_backward``.
 """
@@ -23,7 +23,10 @@ def run_forward(
     keep: bool,
     separate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return y, the final state, and for the backward pass the carries and (where gate and scan are separate) the states."""
+    """Return y, the final state, and for the backward pass (``keep``) the carries and the states.
+
+    The states have elements only if gate and scan are separate launches: the gate's backward pass reads them.
+    """
     from onelaunch.kernels.scan import launch
 
     sequences = launch.Sequences.of(initial, offsets)

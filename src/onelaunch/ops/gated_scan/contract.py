@@ -1,4 +1,4 @@
-"""The public function ``gated_scan``: what it computes, what it takes, what can go wrong."""
+"""The public function ``gated_scan``: its definition, its arguments and their checks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class ScanCall(NamedTuple):
     key: Query
 
     def query(self) -> Query:
+        """Return the dispatch key."""
         return self.key
 
 
@@ -36,7 +37,7 @@ def bind(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> ScanCall:
-    """Return the checked call; raises as :func:`gated_scan` says."""
+    """Check the arguments and return the call; raises the errors that :func:`gated_scan` lists."""
     checks.flag("output_final_state", output_final_state)
     key = _key(checks.facts("v", v), scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state))
     check_scan_values(log_decay, cu_seqlens)
@@ -54,7 +55,7 @@ def _key(v: Facts, scan: ScanFacts) -> Query:
 
 
 class ScanFacts(NamedTuple):
-    """Facts about the arguments that all operations with a gated scan share: hashable, and read without the tensors' values."""
+    """Facts about the arguments that all operations with a gated scan share. Hashable; none depends on the tensors' values."""
 
     log_decay: Facts
     gate: Facts
@@ -64,7 +65,7 @@ class ScanFacts(NamedTuple):
     grad_enabled: bool
 
     def check(self, first_name: str, first: Facts, extent: tuple[int, int, int]) -> None:
-        """Raise unless the arguments fit the operation's first one; ``extent`` is ``(B, T, V)``."""
+        """Raise unless shapes, dtypes and devices fit the operation's first argument; ``extent`` is ``(B, T, V)``."""
         batch, _, channels = extent
         because = f"{first_name} {list(first.shape)}"
         like_first = f", the dtype of {first_name}"
@@ -88,7 +89,7 @@ class ScanFacts(NamedTuple):
             checks.device("initial_state", initial, first.device)
 
     def query(self, operation: str, first: Facts, sizes: tuple[int, ...], *others: Facts) -> Query:
-        """Return the dispatch key of a call of these, its first argument and ``others``."""
+        """Return the dispatch key of a call with these arguments, its first argument and ``others``."""
         grad = self.grad_enabled and checks.grad_wanted(first, *others, self.log_decay, self.gate, self.initial_state)
         flags = state_flags(self.cu_seqlens is not None, self.initial_state is not None, self.output_final_state)
         return Query(operation, str(first.device), first.dtype, fixed(*sizes), grad, flags)
@@ -113,7 +114,7 @@ def scan_facts(
 
 
 def check_scan_values(log_decay: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
-    """Raise unless values that are checked at every call are right: those of the log-decay and of the offsets."""
+    """Raise unless the values of the log-decay and of the offsets are valid; they are checked at every call."""
     if cu_seqlens is not None:
         checks.offsets(cu_seqlens, log_decay.shape[1])
     checks.log_decay(log_decay)
@@ -136,7 +137,7 @@ def gated_scan(
     cu_seqlens: torch.Tensor | None = None,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """A decaying scan over time, gated: the recurrent half of a linear-RNN layer.
+    """Run a decaying scan over time and gate its states: the recurrent half of a linear-RNN layer.
 
         s_t = exp(log_decay_t) * s_{t-1} + v_t;  y_t = s_t * silu(gate_t)        per channel
 
@@ -144,25 +145,26 @@ def gated_scan(
 
     Args:
         v: ``[B, T, V]`` float16, bfloat16 or float32.
-        log_decay: ``[B, T, V]``, at most 0, dtype of ``v`` or float32. ``-inf`` forgets the past.
+        log_decay: ``[B, T, V]``, at most 0, dtype of ``v`` or float32. ``-inf`` resets the state.
         gate: ``[B, T, V]``, dtype of ``v``.
         initial_state: ``[N, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
-        output_final_state: also return the state after the last step of every sequence.
+        output_final_state: whether to return the state after the last step of every sequence.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
-            (equal neighbours are an empty sequence); needs ``B = 1``. Never read by the host on a GPU.
-        variant: a name from ``gated_scan.variants``, or ``"auto"`` for the fastest measured one.
+            (equal neighbours are an empty sequence); needs ``B = 1``. On a GPU the host never reads them.
+        variant: a name from ``gated_scan.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
         ``y [B, T, V]`` in the dtype of ``v``, and ``s_T [N, V]`` float32 if ``output_final_state``. The state is float32
         throughout.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: an argument is wrong; the message names it, what it
-            was and what it has to be.
-        UnknownVariant: no variant of that name.
-        VariantUnsupported: the named variant cannot run this call; says why and which can.
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: an argument is invalid; the message names it, what
+        it
+            was and what it must be.
+        UnknownVariant: there is no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 
-    Source: experiment 040; scan in one pass over memory after Merrill and Garland (2016).
+    Source: experiment 040; single-pass scan with decoupled look-back after Merrill and Garland (2016).
     """
     v, log_decay, gate = autocast(v, log_decay, gate)
     call = bind(v, log_decay, gate, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
@@ -172,7 +174,7 @@ def gated_scan(
 
 @gated_scan.shapes
 def result_shapes(call: ScanCall) -> Shapes:
-    """Return ``y [B, T, V]``, and ``final_state [N, V]`` where it is asked for."""
+    """Return the shapes of ``y [B, T, V]`` and, if requested, of ``final_state [N, V]``."""
     batch, length, channels = call.key.sizes
     sequences = batch if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     return (batch, length, channels), (sequences, channels) if call.output_final_state else None

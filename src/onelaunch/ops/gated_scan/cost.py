@@ -1,4 +1,4 @@
-"""What ``gated_scan`` must move: it has no matrix product, bytes are all."""
+"""Cost model of ``gated_scan``: bytes moved; it has no matrix product."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from onelaunch.ops.gated_scan.contract import gated_scan
 
 @gated_scan.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """Forward: v, log_decay, gate in, y out; backward: those and dy in, three gradients out. See :func:`scan_bytes`."""
+    """Return the least cost of a case, or with ``variant`` the cost of that variant; see :func:`scan_bytes`.
+
+    Forward reads v, log_decay and gate, and writes y. Backward reads those and dy, and writes three gradients.
+    """
     fused = variant is None or "gate" in variant.tags.get("fuses", ())
-    values = 1 if direction == "forward" else 3  # v in; backward v in, dv out
+    values = 1 if direction == "forward" else 3  # forward reads v; backward also reads v and writes dv
     elements = case.sizes["B"] * case.sizes["T"] * case.sizes["V"]
     gradient = elements * case.dtype.itemsize if direction == "forward_backward" else 0  # dv
     moved, written = scan_bytes(case, gated_scan.options, direction, fused)
@@ -25,11 +28,10 @@ def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
 
 
 def scan_bytes(case: Case, defaults: dict[str, Any], direction: Direction, fused: bool) -> tuple[int, int]:
-    """Return the bytes of the scan and gate beside v and its gradient, and those of them that are written.
+    """Return the bytes that scan and gate move, without v and its gradient, and the number of them that are written.
 
-    They are log_decay, gate, y, the end states, and their gradients.
-
-    Where scan and gate are launches of their own, the states go to memory and back, and so does their gradient, in float32.
+    They are those of log_decay, gate, y, the initial and final states, and their gradients. If scan and gate are separate
+    launches, the states are written and read as well, and so is their gradient, in float32.
     """
     options = {**defaults, **case.options}
     value = case.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The oracle of ``gated_scan``, and the inputs it is judged on."""
+"""Oracle of ``gated_scan``, and the inputs that variants are verified on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reference(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step by step, sequence by sequence, in the dtype of the arguments (float64 when judging)."""
+    """Compute the recurrence step by step, sequence by sequence, in the dtype of the arguments (float64 in verification)."""
     batch, length, channels = v.shape
     bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
     sequences = batch if cu_seqlens is None else len(bounds) - 1
@@ -44,7 +44,7 @@ def reference(
 
 @gated_scan.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Random ``v`` and gate, and a log-decay of the kind that the case asks for."""
+    """Return random ``v`` and gate, and a log-decay of the kind that the case names."""
     extent = (case.sizes["B"], case.sizes["T"], case.sizes["V"])
     v = torch.randn(extent, device=device, generator=generator).to(case.dtype)
     arguments = scan_inputs(case, gated_scan.options, extent, device, generator)
@@ -59,7 +59,7 @@ def scan_inputs(
     device: torch.device,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """The arguments that all operations with a gated scan share."""
+    """Return the arguments that all operations with a gated scan share."""
     options = {**defaults, **case.options}
     batch, length, channels = extent
     decay_dtype = torch.float32 if options["log_decay_dtype"] == "float32" else case.dtype
@@ -83,6 +83,6 @@ def scan_inputs(
 
 @gated_scan.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case."""
+    """Return the dispatch key of a case."""
     sizes = tuple(case.sizes[name] for name in gated_scan.dimensions)
     return Query("gated_scan", device, case.dtype, sizes, grad, case_flags(case, gated_scan.options))

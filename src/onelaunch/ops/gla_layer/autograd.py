@@ -1,13 +1,13 @@
-"""The layer as one function, whose backward pass writes gradients where the products read them.
+"""The layer as one autograd function, whose backward pass writes gradients where the matrix products read them.
 
-Queries, keys, values and gates have no activation: the gradient of the packed projection, a matrix dz with a column for each row
-of ``in_proj_weight``, is their gradients side by side. Called one by one, operations hand them on as tensors of their own, and a
-pass over memory puts them together. Here the kernels of ``gla`` and ``output_chain`` write into columns of dz, and so does the
-product that makes the gradient of r. Log-decays are ``logsigmoid(z) / normalizer``: on Hopper the gradient of z leaves the
-recurrence's registers, elsewhere a launch makes it.
+Queries, keys, values and gates have no activation. So the gradient of the packed projection, a matrix dz with one column per
+row of ``in_proj_weight``, is the concatenation of their gradients. If operations are called one by one, these gradients are
+separate tensors, and a pass over memory concatenates them. Here the kernels of ``gla`` and ``output_chain`` write into columns
+of dz, and so does the product that computes the gradient of r. Log-decays are ``logsigmoid(z) / normalizer``: on Hopper the
+gradient of z is computed in the recurrence's registers, elsewhere by a launch of its own.
 
-Nothing of dz is seen from outside: it is made and used up within one call of the backward pass. What is kept from the forward
-pass is not written to, so that there may be another one.
+dz is not visible outside: it is allocated and consumed within one call of the backward pass. The backward pass never writes to
+saved tensors, so it may run more than once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from onelaunch.ops.projections import autograd as way_in
 from onelaunch.ops.projections.layout import ALIGNMENT, Layout, layout_of
 
 KEEP = True
-"""Flag of launches in front of a backward pass, which needs what they keep."""
+"""Flag of launches that are followed by a backward pass and must save what it needs."""
 
 
 class Kernels(NamedTuple):
-    """Names of the variants whose launches make up the layer; one product of PyTorch's, which nothing follows, reads x."""
+    """Names of the variants whose launches make up the layer, in addition to PyTorch's product of x with ``in_proj_weight``."""
 
     decays: str
     """Variant of ``projections`` for the log-decays."""
@@ -47,11 +47,11 @@ OWN = (
     ("hopper", "fused"),
     ("norm_gate", "prologue"),
 )
-"""Variants that can take part, part by part."""
+"""Names of the variants that each part can run."""
 
 
 def parts_of(query: Query, rank: int, normalizer: float) -> tuple[Query, Query, Query]:
-    """Return the keys of the parts' calls, in the order of :class:`Kernels`."""
+    """Return the dispatch keys of the parts' calls, in the order of :class:`Kernels`."""
     batch, length, width, heads, keys, values = query.sizes
     layout = layout_of(decay_segments_of(LayerSizes(heads, keys, values, rank, normalizer)))
     given = (query.device, query.dtype)
@@ -63,14 +63,17 @@ def parts_of(query: Query, rank: int, normalizer: float) -> tuple[Query, Query, 
 
 
 def own_kernel(query: Query, names: Sequence[str]) -> str | None:
-    """Return the variant that the dispatcher chooses for a part if it is one of these, else the first of them that can run."""
+    """Return the variant that the dispatcher chooses for a part if ``names`` has it, else the first of these that can run."""
     chosen, operation = dispatch.choose(query).name, find_operation(query.operation)
     able = [name for name in names if operation.get(name).why_not(query) is None]
     return chosen if chosen in able else next(iter(able), None)
 
 
 def why_not(query: Query) -> str | None:
-    """Return why a layer of this key does not run so: no backward pass, columns that cannot be addressed, or foreign kernels."""
+    """Return why a layer of this key cannot run as one function, or ``None``.
+
+    It needs a backward pass, columns that kernels can address, and kernels of ours for every part.
+    """
     if not query.grad:
         return "differs from composed in the backward pass alone, and there is none"
     *_, heads, keys, values = query.sizes
@@ -85,14 +88,14 @@ def why_not(query: Query) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def kernels_for(operation: str, device: str, dtype: torch.dtype, *rest: Any) -> str:
-    """Return :class:`Kernels` in one text, for a layer of this key, rank and normalizer that :func:`why_not` does not refuse."""
+    """Return :class:`Kernels` as one string, for a layer of this key, rank and normalizer that :func:`why_not` accepts."""
     *key, rank, normalizer = rest
     parts = parts_of(Query(operation, device, dtype, *key), rank, normalizer)
     return ",".join([own_kernel(part, names) or "" for part, names in zip(parts, OWN, strict=True)])
 
 
 def constant_kernels(*key: Any) -> str:
-    """Return :func:`kernels_for` of the same arguments, as a constant under ``torch.compile``."""
+    """Return :func:`kernels_for` of the same arguments; ``torch.compile`` treats the result as a constant."""
     return kernels_for(*key)
 
 
@@ -100,28 +103,28 @@ vars(constant_kernels)["_dynamo_marked_constant"] = True  # as in dispatch/choic
 
 
 class Plan(NamedTuple):
-    """Layouts of the packed tensors, and kernels."""
+    """Layouts of a layer's packed tensors, and the names of its kernels."""
 
     sizes: LayerSizes
     layout: Layout
-    """Layout of what x is projected to: columns of the result and of dz are the same."""
+    """Layout of the projections of x; the packed result and dz have the same columns."""
     decays: Layout
     kernels: Kernels
 
     @property
     def scale(self) -> float:
-        """Scale of the queries."""
+        """Scale of the queries, K^-0.5."""
         return self.sizes.keys**-0.5
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_for(sizes: LayerSizes, kernels: str) -> Plan:
-    """Make the plan of a layer with kernels of these names in one text."""
+    """Return the plan of a layer with kernels of these names, given as one string."""
     return Plan(sizes, layout_of(segments_of(sizes)), layout_of(decay_segments_of(sizes)), Kernels(*kernels.split(",")))
 
 
 def plan_of(gk_weight: torch.Tensor, w_out: torch.Tensor, heads: int, normalizer: float, kernels: str) -> Plan:
-    """Make the plan from the weights of a call."""
+    """Return the plan of a call, from its weights."""
     (keys, rank), values = gk_weight.shape, w_out.shape[1]
     return plan_for(LayerSizes(heads, keys // heads, values // heads, rank, normalizer), kernels)
 
@@ -141,10 +144,10 @@ def run_forward(
     keep_states: bool,
     kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute ``out [B, T, D]`` and the final state (no elements if it is not wanted), and return what is kept.
+    """Compute ``out [B, T, D]`` and the final state; return them and the tensors to save for the backward pass.
 
-    Kept are all that x was projected to ``[B, T, pitch]``, packed log-decays ``[B, T, pitch]``, ``o [B, T, H, V]``, the norms'
-    ``rstd [M, H]`` and, if they are kept, states ``[slots, H, V, K]``.
+    Saved are the packed projections of x ``[B, T, pitch]``, packed log-decays ``[B, T, pitch]``, ``o [B, T, H, V]``, the norms'
+    ``rstd [M, H]`` and, with ``keep_states``, states ``[slots, H, V, K]``. A result that is not wanted has no elements.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.output_chain import launch as chain_launch
@@ -167,7 +170,7 @@ def run_forward(
         o, final = launch.forward(call, want_final=want_final)
     given = chain_launch.Operands.of(o, gate, norm_weight, activated=False)
     out, rstd = chain.launches[plan.kernels.way_out](given, w_out, None, eps, KEEP)
-    assert rstd is not None  # noqa: S101 - it is kept
+    assert rstd is not None  # noqa: S101 - KEEP is set
     return out.view(x.shape), final, y, gk, o, rstd, states[0] if states else x.new_empty(0)
 
 
@@ -190,7 +193,7 @@ def run_backward(
     kernels: str,
     wants: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Compute the gradients of the tensors that :func:`run_forward` takes, in their order; of no elements where not wanted."""
+    """Compute the gradients of the tensors that :func:`run_forward` takes, in their order; without elements if not wanted."""
     from onelaunch.ops.output_chain import launch as chain_launch
 
     plan = plan_of(gk_weight, w_out, heads, normalizer, kernels)
@@ -245,8 +248,9 @@ def recurrence_gradients(
     states: torch.Tensor,
     dz: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill the columns of q, k and v in dz; return gradients of log-decays before their activation ``[M, H * K]``, and of the
-    initial state.
+    """Write the gradients of q, k and v into columns of dz.
+
+    Returns the gradient of the log-decays before their activation ``[M, H * K]``, and that of the initial state.
     """
     from onelaunch.ops.gla import launch, launch_hopper
     from onelaunch.ops.projections import launch as projections_launch
@@ -266,7 +270,7 @@ def recurrence_gradients(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Keep all tensors that come in but the bias of the decays, and what :func:`run_forward` keeps."""
+    """Save all input tensors except the bias of the decays, and the tensors that :func:`run_forward` returns for it."""
     x, in_proj_weight, gk_weight, _, norm_weight, w_out, initial, heads, normalizer, _, ctx.want_final, _, kernels = inputs
     ctx.save_for_backward(x, in_proj_weight, gk_weight, norm_weight, w_out, initial, *output[2:])
     ctx.numbers = (heads, normalizer, kernels)
@@ -287,7 +291,7 @@ forward = Operator("gla_layer_forward", run_forward, save=save, gradients=gradie
 
 
 def compute(call: GlaLayerCall, *, keep_states: bool = False) -> Results:
-    """Compute the layer of a call that :func:`why_not` does not refuse."""
+    """Compute the layer of a call that :func:`why_not` accepts; ``keep_states`` saves the states for the backward pass."""
     key, sizes = call.query(), call.sizes
     find = constant_kernels if torch.compiler.is_compiling() else kernels_for
     kernels = find(*key, sizes.rank, sizes.normalizer)

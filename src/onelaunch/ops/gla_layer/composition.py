@@ -1,4 +1,4 @@
-"""What a layer is made of: four calls of operations, shared by the operation's variants and by :mod:`onelaunch.nn`."""
+"""The layer as four calls of operations, shared by the operation's variants and by :mod:`onelaunch.nn`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Parts = tuple[str, str, str]
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state."""
+"""Tensors of a call: x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state."""
 
 
 def project(
@@ -30,9 +30,10 @@ def project(
     decay_segments: Sequence[Segment],
     variant: str = AUTO,
 ) -> tuple[torch.Tensor, ...]:
-    """All that is projected of ``x [B, T, D]``, the log-decays last: of the last segment, the columns that they are made of.
+    """Return all projections of ``x [B, T, D]``, the log-decays last.
 
-    One packed weight means that x has one gradient, and not a sum of several.
+    The last of ``segments`` is the low-rank factor that log-decays are projected from. With one packed weight the gradient of x
+    is one matrix product instead of a sum of several.
     """
     *projected, low_rank = projections(x, in_proj_weight, segments, variant=variant)
     return *projected, *projections(low_rank, gk_weight, decay_segments, bias=gk_bias, variant=variant)
@@ -40,7 +41,7 @@ def project(
 
 @remembered
 def segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
-    """What the rows of ``in_proj_weight`` are."""
+    """Return the segments of ``in_proj_weight``."""
     return (
         Segment("q", sizes.heads, sizes.keys),
         Segment("k", sizes.heads, sizes.keys),
@@ -52,12 +53,12 @@ def segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
 
 @remembered
 def decay_segments_of(sizes: LayerSizes) -> tuple[Segment, ...]:
-    """What the rows of ``gk_weight`` are."""
+    """Return the segments of ``gk_weight``."""
     return (Segment("gk", sizes.heads, sizes.keys, "logsigmoid", sizes.normalizer, bias=True),)
 
 
 def compose(tensors: Tensors, sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Results:
-    """The layer by four calls of operations."""
+    """Compute the layer by four calls of operations; ``parts`` names their variants."""
     x, in_proj_weight, gk_weight, gk_bias, norm_weight, w_out, initial_state = tensors
     way_in, recurrence, way_out = parts
     segments, decay_segments = segments_of(sizes), decay_segments_of(sizes)

@@ -1,4 +1,4 @@
-"""The operation ``gla_layer``: what it computes, takes and refuses."""
+"""The operation ``gla_layer``: its definition, its arguments and their checks."""
 
 from __future__ import annotations
 
@@ -19,44 +19,45 @@ class GlaLayerCall(NamedTuple):
     """Checked arguments of :func:`gla_layer`."""
 
     x: torch.Tensor
-    """``[B, T, D]``"""
+    """Input, ``[B, T, D]``."""
     in_proj_weight: torch.Tensor
-    """``[2 H K + 2 H V + R, D]``, dtype of ``x``."""
+    """Packed weight of q, k, v, gate and r, ``[2 H K + 2 H V + R, D]``, dtype of ``x``."""
     gk_weight: torch.Tensor
-    """``[H K, R]``, dtype of ``x``."""
+    """Second factor of the decay's weight, ``[H K, R]``, dtype of ``x``."""
     gk_bias: torch.Tensor
-    """``[H K]``, dtype of ``x``."""
+    """Bias of the decay, ``[H K]``, dtype of ``x``."""
     norm_weight: torch.Tensor
-    """``[V]``, dtype of ``x`` or float32."""
+    """Weight of the norm, ``[V]``, dtype of ``x`` or float32."""
     w_out: torch.Tensor
-    """``[D, H V]``, dtype of ``x``."""
+    """Output weight, ``[D, H V]``, dtype of ``x``."""
     normalizer: float
     eps: float
     initial_state: torch.Tensor | None
-    """``[B, H, K, V]`` float32."""
+    """State before the first step, ``[B, H, K, V]`` float32."""
     output_final_state: bool
     key: Query
 
     def query(self) -> Query:
+        """Return the dispatch key."""
         return self.key
 
     @property
     def sizes(self) -> LayerSizes:
-        """Of the layer's parts."""
+        """Sizes of the layer's parts."""
         *_, heads, keys, values = self.key.sizes
         return LayerSizes(heads, keys, values, self.gk_weight.shape[1], self.normalizer)
 
 
 class LayerSizes(NamedTuple):
-    """What the parts of a layer have to know of it. Hashable."""
+    """Sizes of a layer that its parts depend on. Hashable."""
 
     heads: int
     keys: int
-    """K, channels of a head of queries, keys and decays."""
+    """Number of channels of a head of queries, keys and decays, K."""
     values: int
-    """V, channels of a head of values and gates."""
+    """Number of channels of a head of values and gates, V."""
     rank: int
-    """R, columns between the two factors of the decay's weight."""
+    """Inner size R of the two factors of the decay's weight."""
     normalizer: float
 
 
@@ -74,7 +75,7 @@ def bind(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
 ) -> GlaLayerCall:
-    """The checked call; raises as :func:`gla_layer` says."""
+    """Check the arguments and return the call; raises the errors that :func:`gla_layer` lists."""
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
         raise ArgumentError(f"heads is {heads!r}; it must be an integer of at least 1.")
     if not _number(normalizer) or normalizer <= 0:
@@ -115,7 +116,7 @@ def key_of(
     output_final_state: bool,
     grad_enabled: bool,
 ) -> Query:
-    """All checks that need no values, and the dispatch key. K follows from gk_weight and V from w_out."""
+    """Make all checks that need no values, and return the dispatch key; K follows from gk_weight and V from w_out."""
     checks.rank("x", x, "[B, T, D]")
     checks.dtype("x", x, checks.FLOATS)
     batch, length, width = x.shape
@@ -156,7 +157,7 @@ def key_of(
 
 
 def _head_size(name: str, weight: Facts, dimension: int, heads: int, dimensions: str) -> int:
-    """Channels of a head, if as many as heads may have."""
+    """Return the channels of a head; raise :class:`ShapeError` unless they divide evenly and are within the limits of ``gla``."""
     size, rest = divmod(weight.shape[dimension], heads)
     if rest or not SMALLEST_HEAD <= size <= LARGEST_HEAD:
         letter = "K" if dimension == 0 else "V"
@@ -188,39 +189,40 @@ def gla_layer(
     output_final_state: bool = False,
     variant: str = dispatch.AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A layer of gated linear attention: projections, decays of low rank, the recurrence, norm, gate and output projection.
+    """Run a layer of gated linear attention: projections, low-rank decays, the recurrence, norm, gate, output projection.
 
         q, k, v, gate, r = x in_proj_weight^T;  g = logsigmoid(r gk_weight^T + gk_bias) / normalizer
         S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t;  o_t = K^-0.5 q_t S_t                             per head
         out = (o / sqrt(mean(o^2) + eps) * norm_weight * silu(gate)) w_out^T                        norm per head
 
-    What :class:`onelaunch.nn.GatedLinearAttention` with its default arguments computes, as a function of its weights.
-    Differentiable in every tensor, through both results. Under ``torch.autocast`` tensors come in the autocast dtype,
-    ``norm_weight`` and ``initial_state`` in float32.
+    This is :class:`onelaunch.nn.GatedLinearAttention` with its default arguments, as a function of its weights. Differentiable
+    in every tensor, through both results. Under ``torch.autocast`` tensors are cast to the autocast dtype, ``norm_weight`` and
+    ``initial_state`` to float32.
 
     Args:
         x: ``[B, T, D]`` float16, bfloat16 or float32.
-        in_proj_weight: ``[2 H K + 2 H V + R, D]``, dtype of ``x``: rows as :class:`torch.nn.Linear` holds them, of q, k, v, the
-            gate and r, one behind the other.
-        gk_weight: ``[H * K, R]``, dtype of ``x``; K from 16 to 512.
-        gk_bias: ``[H * K]``, dtype of ``x``.
+        in_proj_weight: ``[2 H K + 2 H V + R, D]``, dtype of ``x``: rows as :class:`torch.nn.Linear` holds them, those of
+            q, k, v, the gate and r, concatenated.
+        gk_weight: weight of the decay, ``[H * K, R]``, dtype of ``x``; K from 16 to 512.
+        gk_bias: bias of the decay, ``[H * K]``, dtype of ``x``.
         norm_weight: ``[V]``, dtype of ``x`` or float32, the same for all heads.
         w_out: ``[D, H * V]``, dtype of ``x``; V from 16 to 512.
         heads: number of heads, H.
-        normalizer: of the log-decays; above 0.
-        eps: added to the mean of squares; at least 0.
+        normalizer: divisor of the log-decays, above 0.
+        eps: constant that is added to the mean of squares; at least 0.
         initial_state: ``[B, H, K, V]`` float32. Default: zeros.
-        output_final_state: also return the state after the last step.
-        variant: a name from ``gla_layer.variants``, or ``"auto"`` for the fastest measured one.
+        output_final_state: whether to return the state after the last step.
+        variant: a name from ``gla_layer.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
         ``out [B, T, D]`` in the dtype of ``x``, and the final state ``[B, H, K, V]`` float32, or ``None`` unless
         ``output_final_state``.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
-        UnknownVariant: no variant of that name.
-        VariantUnsupported: the named variant cannot run this call; says why and which can.
+        ShapeError, DTypeError, DeviceError, ArgumentError: an argument is invalid; the message names it, what it was and
+            what it must be.
+        UnknownVariant: there is no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 
     Source: experiment 058; Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training (2024), as
     ``fla.layers.GatedLinearAttention`` has it.
@@ -248,7 +250,7 @@ def gla_layer(
 
 @gla_layer.shapes
 def result_shapes(call: GlaLayerCall) -> Shapes:
-    """Return ``out [B, T, D]``, and ``final_state [B, H, K, V]`` where it is asked for."""
+    """Return the shapes of ``out [B, T, D]`` and, if requested, of ``final_state [B, H, K, V]``."""
     heads, keys, values, *_ = call.sizes
     state = (call.x.shape[0], heads, keys, values) if call.output_final_state else None
     return tuple(call.x.shape), state

@@ -1,4 +1,4 @@
-"""What ``gla_layer`` must compute and move, per variant: what its parts do."""
+"""Cost model of ``gla_layer``: FLOPs and bytes, at least, and per variant as the sum of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onelaunch.ops.projections import projections
 
 
 def parts_of(case: Case) -> tuple[Case, Case, Case, Case]:
-    """The calls of operations that make a layer: both projections, the recurrence, the way out."""
+    """Return the cases of the operations that make up a layer: both projections, ``gla`` and ``output_chain``."""
     rank, norm_weight = options_of(case)
     batch, length, width, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
     sizes = {"B": batch, "T": length, "H": heads, "K": keys, "V": values}
@@ -32,10 +32,11 @@ def parts_of(case: Case) -> tuple[Case, Case, Case, Case]:
 
 @gla_layer.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """The least: all tensors in, the results out; backward all tensors and the results' gradients in, their own gradients out.
+    """Return the least cost of a case, or with ``variant`` the cost of that variant.
 
-    A variant moves what its parts move (tag ``parts``), which hand each other all that is between them through memory; where the
-    dispatcher chooses a part's variant, the least of that part.
+    At least, forward reads all tensors and writes the results; backward reads all tensors and the results' gradients and writes
+    the tensors' gradients. A variant moves what its parts move (tag ``parts``): all intermediates between them go through
+    memory. For a part whose variant the dispatcher chooses, the least cost of that part is counted.
     """
     named = (AUTO,) * 3 if variant is None else variant.tags.get("parts", (AUTO,) * 3)
     ways = zip((projections, projections, gla, output_chain), parts_of(case), (named[0], *named), strict=True)

@@ -1,4 +1,4 @@
-"""The oracle of ``gla_layer``, and the inputs it is judged on."""
+"""Oracle of ``gla_layer``, and the inputs that variants are verified on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onelaunch.ops.gla_layer.contract import gla_layer, key_of
 from onelaunch.wording import listing
 
 NORM_WEIGHTS = ("same", "float32")
-"""What the option ``norm_weight`` says: of which dtype it is."""
+"""Values of the option ``norm_weight``: dtype of the norm's weight."""
 
 
 @gla_layer.oracle
@@ -34,7 +34,7 @@ def reference(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """By the definition, in float64 for float64 tensors; the recurrence is the oracle of ``gla``."""
+    """Compute the definition in the dtype of the arguments (float64 in verification), with the oracle of ``gla``."""
     keys, values = gk_weight.shape[0], w_out.shape[1]
     q, k, v, gate, low_rank = (x @ in_proj_weight.mT).split([keys, keys, values, values, gk_weight.shape[1]], -1)
     log_decay = F.logsigmoid(low_rank @ gk_weight.mT + gk_bias) / normalizer
@@ -46,7 +46,7 @@ def reference(
 
 
 def options_of(case: Case) -> tuple[int, str]:
-    """``rank`` and ``norm_weight`` of a case."""
+    """Return the options ``rank`` and ``norm_weight`` of a case."""
     rank, norm_weight = gla_layer.option(case, "rank"), gla_layer.option(case, "norm_weight")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ArgumentError(f"rank is {rank!r}; it must be an integer of at least 1.")
@@ -56,7 +56,7 @@ def options_of(case: Case) -> tuple[int, str]:
 
 
 def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a call."""
+    """Return the shapes of a call's tensors, by argument."""
     rank, _ = options_of(case)
     batch, length, width, heads, keys, values = (case.sizes[name] for name in gla_layer.dimensions)
     shapes: dict[str, tuple[int, ...]] = {
@@ -73,18 +73,18 @@ def shapes_of(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def dtypes_of(case: Case) -> dict[str, torch.dtype]:
-    """Of those that are not of the case's."""
+    """Return the dtypes of the tensors whose dtype is not the case's, by argument."""
     _, norm_weight = options_of(case)
     return {"initial_state": torch.float32} | ({"norm_weight": torch.float32} if norm_weight == "float32" else {})
 
 
 @gla_layer.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Random x and state, and weights such that projections and results have about unit variance, as those of a trained layer.
+    """Return random x and state, and weights such that projections and results have about unit variance, as in a trained layer.
 
     Keys have half of their variance from the queries' projection. A sequence's first result is (q k) v, and the norm divides by
-    the product of q and k: where that is about zero, as of vectors that have nothing to do with each other it sometimes is,
-    results and gradients are rounding errors, whoever computes them.
+    the product of q and k. For unrelated vectors this product is sometimes about zero, and then results and gradients are only
+    rounding errors in any implementation.
     """
     shapes, dtypes = shapes_of(case), dtypes_of(case)
     arguments: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 @gla_layer.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case, by the checks of a call."""
+    """Return the dispatch key of a case, through the checks of a call."""
     dtypes, shapes = dtypes_of(case), shapes_of(case)
 
     def facts(name: str) -> Facts:

@@ -1,7 +1,8 @@
-"""The operators of ``linear_rnn``'s kernels, as PyTorch sees them, and their gradients.
+"""PyTorch operators of ``linear_rnn``'s kernels, and their gradients.
 
-``onelaunch::linear_rnn_forward`` makes the whole layer in one launch, by the kernel of a name; ``onelaunch::linear_rnn_backward``
-is the backward pass of all of them. ``onelaunch::matmul`` is the matrix product of the variant of three launches.
+``onelaunch::linear_rnn_forward`` computes the whole layer in one launch, by the kernel that its argument names.
+``onelaunch::linear_rnn_backward`` is the backward pass of all these kernels. ``onelaunch::matmul`` is the matrix product of the
+three-launch variant.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
     from onelaunch.ops.linear_rnn.launch import Layer, Results  # it needs Triton
 
 Run: TypeAlias = "Callable[[Layer], Results]"
-"""Launch of the whole layer."""
+"""Type of a function that launches the whole layer."""
 
 launches: Launches[Run] = Launches()
-"""Launches of the whole layer, by the names of kernels."""
+"""Functions that launch the whole layer, by the name of their kernel."""
 
 
 def run_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ def run_forward(
     keep: bool,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return y, the final state, and for the backward pass v and the carries, by the kernel of this name."""
+    """Run the kernel of this name; return y, the final state, and for the backward pass (``keep``) v and the carries."""
     from onelaunch.ops.linear_rnn.launch import Layer, Sequences
 
     return launches[kernel](Layer(x, weight, log_decay, gate, Sequences.of(initial, offsets), want_final, keep))
@@ -107,7 +108,7 @@ forward = Operator("linear_rnn_forward", run_forward, save=save, gradients=gradi
 
 
 def one_launch(call: LinearRNNCall, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y and the final state by the kernel of this name, differentiable."""
+    """Return y and the final state, computed by the kernel of this name; differentiable."""
     grad = call.query().grad
     y, final, *_ = forward(
         call.x, call.weight, call.log_decay, call.gate, call.initial_state, call.cu_seqlens,

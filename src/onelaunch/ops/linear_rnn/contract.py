@@ -1,4 +1,4 @@
-"""The public function ``linear_rnn``: what it computes, what it takes, what can go wrong."""
+"""The public function ``linear_rnn``: its definition, its arguments and their checks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class LinearRNNCall(NamedTuple):
     key: Query
 
     def query(self) -> Query:
+        """Return the dispatch key."""
         return self.key
 
     def project(self) -> torch.Tensor:
-        """``x @ weight`` by PyTorch (cuBLAS on NVIDIA GPUs), rounded to the dtype of ``x``."""
+        """Return ``x @ weight`` by PyTorch (cuBLAS on NVIDIA GPUs), rounded to the dtype of ``x``."""
         return self.x @ self.weight
 
     def scan_call(self, v: torch.Tensor) -> ScanCall:
-        """What is left once ``v = x @ weight`` is there."""
+        """Return the call of ``gated_scan`` that remains once ``v = x @ weight`` is computed."""
         _, device, dtype, (batch, length, _, channels), grad, flags = self.key
         key = Query("gated_scan", device, dtype, (batch, length, channels), grad, flags)
         return ScanCall(v, self.log_decay, self.gate, self.initial_state, self.cu_seqlens, self.output_final_state, key)
@@ -49,7 +50,7 @@ def bind(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> LinearRNNCall:
-    """Return the checked call; raises as :func:`linear_rnn` says."""
+    """Check the arguments and return the call; raises the errors that :func:`linear_rnn` lists."""
     checks.flag("output_final_state", output_final_state)
     x_facts, weight_facts = checks.facts("x", x), checks.facts("weight", weight)
     scan = scan_facts(log_decay, gate, initial_state, cu_seqlens, output_final_state)
@@ -91,7 +92,7 @@ def linear_rnn(
     cu_seqlens: torch.Tensor | None = None,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """One linear-RNN layer: project, scan with decay, gate.
+    """Run one linear-RNN layer: project, scan with decay, gate.
 
         v = x @ weight;  s_t = exp(log_decay_t) * s_{t-1} + v_t;  y_t = s_t * silu(gate_t)
 
@@ -100,25 +101,26 @@ def linear_rnn(
     Args:
         x: ``[B, T, D]`` float16, bfloat16 or float32.
         weight: ``[D, V]``, dtype of ``x``.
-        log_decay: ``[B, T, V]``, at most 0, dtype of ``x`` or float32. ``-inf`` forgets the past.
+        log_decay: ``[B, T, V]``, at most 0, dtype of ``x`` or float32. ``-inf`` resets the state.
         gate: ``[B, T, V]``, dtype of ``x``.
         initial_state: ``[N, V]`` float32, ``N = B`` or the number of packed sequences. Default: zeros.
-        output_final_state: also return the state after the last step of every sequence.
+        output_final_state: whether to return the state after the last step of every sequence.
         cu_seqlens: ``[N + 1]`` int32 or int64 offsets of sequences packed into one batch entry, from 0 to T, never decreasing
-            (equal neighbours are an empty sequence); needs ``B = 1``. Never read by the host on a GPU.
-        variant: a name from ``linear_rnn.variants``, or ``"auto"`` for the fastest measured one.
+            (equal neighbours are an empty sequence); needs ``B = 1``. On a GPU the host never reads them.
+        variant: a name from ``linear_rnn.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
         ``y [B, T, V]`` in the dtype of ``x``, and ``s_T [N, V]`` float32 if ``output_final_state``. The state is float32
         throughout.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: an argument is wrong; the message names it, what it
-            was and what it has to be.
-        UnknownVariant: no variant of that name.
-        VariantUnsupported: the named variant cannot run this call; says why and which can.
+        ShapeError, DTypeError, DeviceError, PackingError, ValueRangeError: an argument is invalid; the message names it, what
+        it
+            was and what it must be.
+        UnknownVariant: there is no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 
-    Source: experiment 040; scan in one pass over memory after Merrill and Garland (2016).
+    Source: experiment 040; single-pass scan with decoupled look-back after Merrill and Garland (2016).
     """
     x, log_decay, weight, gate = autocast(x, log_decay, weight, gate)
     call = bind(
@@ -136,7 +138,7 @@ def linear_rnn(
 
 @linear_rnn.shapes
 def result_shapes(call: LinearRNNCall) -> Shapes:
-    """Return ``y [B, T, V]``, and ``final_state [N, V]`` where it is asked for."""
+    """Return the shapes of ``y [B, T, V]`` and, if requested, of ``final_state [N, V]``."""
     batch, length, _, channels = call.key.sizes
     sequences = batch if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     return (batch, length, channels), (sequences, channels) if call.output_final_state else None

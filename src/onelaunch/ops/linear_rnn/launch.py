@@ -1,4 +1,7 @@
-"""Launches of the layer's kernels: allocate the results, choose the tiles, pass the pointers. No checks, no autograd."""
+"""Launches of the layer's portable kernels: allocate results, choose tiles, pass pointers.
+
+The public function checks arguments beforehand, and the operators in autograd.py add gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,20 @@ from onelaunch.ops.linear_rnn.kernels.project_scan_gate import project_scan_gate
 
 
 class Results(NamedTuple):
-    """Results of a launch of the layer; what is not wanted has no elements."""
+    """Results of a launch of the layer; a result that is not wanted has no elements."""
 
     y: torch.Tensor
-    """``[B, T, V]``."""
+    """Output, ``[B, T, V]``."""
     final: torch.Tensor
-    """The states at the end, ``[N, V]`` float32."""
+    """Final states, ``[N, V]`` float32."""
     v: torch.Tensor
-    """The product, ``[B, T, V]``, for a backward pass."""
+    """Product x W, ``[B, T, V]``, saved for a backward pass."""
     carries: torch.Tensor
-    """The state every ``scan_tiles(T, V).steps`` steps, ``[B, tiles, V]`` float32, for a backward pass."""
+    """State every ``scan_tiles(T, V).steps`` steps, ``[B, tiles, V]`` float32, saved for a backward pass."""
 
 
 class Layer(NamedTuple):
-    """Forward call of the layer, as the kernels take it."""
+    """Arguments of a forward call of the layer, as the kernels take them."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -40,7 +43,7 @@ class Layer(NamedTuple):
     sequences: Sequences
     want_final: bool
     keep: bool
-    """Flag that what a backward pass reads is kept."""
+    """Flag: v and the carries are stored for a backward pass."""
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -49,11 +52,11 @@ class Layer(NamedTuple):
         return batch, length, width, self.weight.shape[1]
 
     def flags(self) -> dict[str, bool]:
-        """Return the constants that all kernels of the layer have."""
+        """Return the compile-time flags that all kernels of the layer have."""
         return {"INITIAL": self.sequences.initial is not None, "FINAL": self.want_final, "KEEP": self.keep}
 
     def results(self) -> Results:
-        """Return empty tensors for the results."""
+        """Return uninitialized tensors for the results."""
         batch, length, _, channels = self.sizes
         y = torch.empty((batch, length, channels), dtype=self.x.dtype, device=self.x.device)
         final, carries = empty_states(y, self.sequences, scan_tiles(length, channels), self.want_final, self.keep)
@@ -65,14 +68,14 @@ class Layer(NamedTuple):
         return self._replace(x=x, weight=weight, log_decay=log_decay, gate=gate)
 
     def strides(self) -> tuple[int, ...]:
-        """Return the strides of batch entries and steps of x, of the weights' rows, of entries and steps of decay and gate."""
+        """Return the strides of x (batch, step), of the weight's rows, and of log_decay and gate (batch, step)."""
         decay, gate = self.log_decay.stride(), self.gate.stride()
         return *self.x.stride()[:2], self.weight.stride(0), *decay[:2], *gate[:2]
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectTiles:
-    """Tiles of the kernel that projects, scans and gates: the scan's, and BD columns of x at once."""
+    """Tiles of the kernel that projects, scans and gates: those of the scan, and ``inner`` (BD) columns of x per step."""
 
     scan: ScanTiles
     inner: int = 64
@@ -80,15 +83,15 @@ class ProjectTiles:
 
 
 MANY = 400
-"""CTAs beyond which wider tiles pay: three on each of an H200's 132 SMs."""
+"""Number of CTAs beyond which wider tiles are faster: about three on each of an H200's 132 SMs."""
 
 
 def project_tiles(batch: int, length: int, width: int, channels: int, element_size: int) -> ProjectTiles:
-    """Return tiles of as many steps as the scan's own have, since the backward pass reads one carry a tile.
+    """Return tiles with as many steps as those of the scan, since the backward pass reads one carry per tile.
 
-    64 x 32 is fastest while it leaves processors free (7.3 against 8.2 us for 64 x 64 at B=4 T=2048 D=256 V=64); with more
-    than :data:`MANY` such programs 64 x 64 by 8 warps is (10.0 against 11.0 us at B=16 T=1024), since it reads x once. 128
-    steps lose at all sizes.
+    64 x 32 is fastest while it leaves SMs free (7.3 us against 8.2 us for 64 x 64 at B=4 T=2048 D=256 V=64). With more than
+    :data:`MANY` such CTAs, 64 x 64 with 8 warps is fastest (10.0 us against 11.0 us at B=16 T=1024), since it reads x once.
+    Tiles of 128 steps are slower at all sizes.
     """
     scan = scan_tiles(length, channels)
     if channels >= 64 and batch * cdiv(length, scan.steps) * cdiv(channels, scan.channels) > MANY:
@@ -98,12 +101,12 @@ def project_tiles(batch: int, length: int, width: int, channels: int, element_si
 
 
 def products(operand: torch.Tensor) -> Mma:
-    """Return the matrix instructions that products of an operand must become; float32 is multiplied without any."""
+    """Return the matrix instructions that a product of this operand must compile to; float32 uses none."""
     return Mma.NONE if operand.dtype is torch.float32 else Mma.WIDEST
 
 
 def chunked(layer: Layer) -> Results:
-    """Project, scan and gate tile by tile; any dtype, packed sequences as well."""
+    """Launch the portable kernel that projects, scans and gates each tile; it takes any dtype and packed sequences."""
     layer, results, sequences = layer.in_rows(), layer.results(), layer.sequences
     batch, length, width, channels = layer.sizes
     tiles = project_tiles(batch, length, width, channels, layer.x.element_size())
@@ -122,7 +125,7 @@ def chunked(layer: Layer) -> Results:
 
 @dataclass(frozen=True, slots=True)
 class MatmulTiles:
-    """Tiles of the plain matrix product."""
+    """Tile sizes and launch options of the plain matrix product."""
 
     m: int = 64
     n: int = 64
@@ -133,14 +136,14 @@ class MatmulTiles:
 
 
 def matmul_tiles(m: int, n: int, element_size: int) -> MatmulTiles:
-    """Return 64 x 64 for narrow results, 128 x 128 where that still gives every SM of an H200 a tile; not tuned further."""
+    """Return 64 x 64 for narrow results, and 128 x 128 where that still gives every SM of an H200 a tile; not tuned further."""
     if element_size == 4:
         return MatmulTiles(k=32)
     return MatmulTiles(128, 128, 64, warps=8) if m * n >= HOPPER_SMS * 128 * 128 and n >= 128 else MatmulTiles()
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a [M, K] @ b [K, N]`` by one launch; any strides."""
+    """Return ``a [M, K] @ b [K, N]``, computed by one launch; operands have any strides."""
     (m, k), n = a.shape, b.shape[1]
     tiles = matmul_tiles(m, n, a.element_size())
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)

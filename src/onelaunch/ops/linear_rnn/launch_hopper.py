@@ -1,4 +1,4 @@
-"""Launches of the kernels for Hopper GPUs: the layer's tensors as TMA addresses them."""
+"""Launches of the layer's kernels for Hopper GPUs, which load tensors by TMA descriptors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onelaunch.ops.linear_rnn.launch import Layer, ProjectTiles, Results
 
 @dataclass(frozen=True, slots=True)
 class PersistentTiles:
-    """Tiles of a wide layer: ``steps`` by ``channels``, ``inner`` columns of x a stage."""
+    """Tiles of a wide layer: ``steps`` by ``channels`` per tile, ``inner`` columns of x per stage."""
 
     steps: int = 256
     channels: int = 128
@@ -28,13 +28,13 @@ class PersistentTiles:
     scan_registers: int = 152
 
     def options(self) -> dict[str, int]:
-        """Return the constants of the kernel."""
+        """Return the kernel's compile-time constants."""
         return {
             "STAGES": self.stages, "MULTIPLY_REGISTERS": self.multiply_registers, "SCAN_REGISTERS": self.scan_registers,
         }  # fmt: skip
 
     def boxes(self, decay_size: int) -> dict[str, list[int]]:
-        """Return the boxes that TMA moves, by argument; ``decay_size`` is in bytes, and wide decays come in shorter pieces."""
+        """Return the TMA box of each argument; ``decay_size`` is in bytes, and float32 decays take shorter boxes."""
         rows = 16 if decay_size == 2 else 8
         return {
             "x": [self.steps // 2, self.inner],
@@ -44,7 +44,7 @@ class PersistentTiles:
         }
 
     def even(self, length: int, width: int) -> bool:
-        """Return whether all tiles lie inside the tensor: then no access needs a mask."""
+        """Return whether all tiles lie inside the tensor, so that no access needs a mask."""
         return length % self.steps == 0 and width % self.channels == 0
 
 
@@ -52,12 +52,12 @@ PERSISTENT = PersistentTiles()
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, T, N]`` as the ``[B T, N]`` that TMA can address, copied if strides or address do not allow it."""
+    """Return ``[B, T, N]`` as ``[B T, N]`` for TMA, copied if its strides or its address do not allow TMA."""
     return addressable(tensor.flatten(0, 1))
 
 
 def persistent(layer: Layer) -> Results:
-    """Run the kernel for wide layers: one CTA per SM, the scan of a tile under the matrix product of the next."""
+    """Run the kernel for wide layers: one persistent CTA per SM, which scans a tile while it multiplies the next."""
     from onelaunch.ops.linear_rnn.kernels.project_scan_gate_hopper import project_scan_gate_hopper_kernel
 
     results, initial = layer.results(), layer.sequences.initial
@@ -67,10 +67,11 @@ def persistent(layer: Layer) -> Results:
     boxes = PERSISTENT.boxes(layer.log_decay.element_size())
     given = (layer.x, layer.weight[None], layer.log_decay, layer.gate)
     words = workspace(layer.x.device, batch * tiles_t * channels)
-    counter = workspace(layer.x.device, 1)  # no look-back needs a single word, so it is ours alone; the kernel leaves it at 0
-    programs = min(tiles, processors(layer.x.device))
+    # No look-back has a workspace of one word, so no other launch uses this one. The kernel resets it to 0.
+    counter = workspace(layer.x.device, 1)
+    ctas = min(tiles, processors(layer.x.device))
     Launch(
-        project_scan_gate_hopper_kernel, (programs,),
+        project_scan_gate_hopper_kernel, (ctas,),
         *(described(rows_of(tensor), box) for tensor, box in zip(given, boxes.values(), strict=True)),
         initial, results.y, results.v, results.final, results.carries, words, counter,
         length, width, channels, tiles, batch * slices,
@@ -81,11 +82,11 @@ def persistent(layer: Layer) -> Results:
 
 @functools.lru_cache(maxsize=1024)
 def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, channels: int) -> ProjectTiles:
-    """Return 64 x 32 while that leaves SMs free, then 64 x 64, which reads x half as often.
+    """Return 64 x 32 while that leaves SMs free, else 64 x 64, which reads x half as often.
 
-    64 steps are one warpgroup's rows. On an H200 with D=256 V=64: 3.9 against 4.4 us at B=1 T=512, 6.8 against 6.4 us at
-    B=4 T=2048, 9.5 against 8.3 us at B=16 T=1024. 64 x 64 by four warps is 4 % faster at B=16 T=512 and slower from B=4 T=2048
-    on; 128 steps lose nearly everywhere.
+    64 steps are the rows of one warpgroup. Measured on an H200 with D=256 V=64, 64 x 32 against 64 x 64: 3.9 against 4.4 us at
+    B=1 T=512, 6.8 against 6.4 us at B=4 T=2048, 9.5 against 8.3 us at B=16 T=1024. 64 x 64 with four warps is 4 % faster at
+    B=16 T=512 and slower from B=4 T=2048 on. Tiles of 128 steps are slower at nearly all sizes.
     """
     tiles = cdiv(length, 64)
     narrow = channels <= 32 or tiles * batch * cdiv(channels, 32) <= multiprocessors
@@ -94,7 +95,7 @@ def chunked_tiles(multiprocessors: int, batch: int, length: int, width: int, cha
 
 
 def suits(layer: Layer) -> bool:
-    """Return whether :func:`chunked` takes the layer: 16-bit, unpacked, sizes that TMA can address, on Hopper."""
+    """Return whether :func:`chunked` can run the layer: 16-bit, not packed, sizes that TMA can address, on Hopper."""
     batch, length, width, channels = layer.sizes
     return (
         layer.sequences.offsets is None
@@ -106,12 +107,12 @@ def suits(layer: Layer) -> bool:
 
 
 def chunked(layer: Layer) -> Results:
-    """Run the kernel for layers whose product is short: every copy in flight at once, little left to do behind the product."""
+    """Run the kernel for layers whose product is short: all loads are in flight at once, and little work follows the product."""
     from onelaunch.ops.linear_rnn.kernels.project_scan_gate_chunked_hopper import project_scan_gate_chunked_hopper_kernel
 
     results, initial = layer.results(), layer.sequences.initial
     batch, length, width, channels = layer.sizes
-    tiles = chunked_tiles(processors(layer.x.device), *map(int, layer.sizes))  # a tracer's sizes cannot be hashed
+    tiles = chunked_tiles(processors(layer.x.device), *map(int, layer.sizes))  # as integers: a tracer's sizes cannot be hashed
     scan = tiles.scan
     x = described(rows_of(layer.x), [scan.steps, tiles.inner])
     weight = described(rows_of(layer.weight[None]), [tiles.inner, scan.channels])
@@ -121,7 +122,7 @@ def chunked(layer: Layer) -> Results:
         x, weight, log_decay, gate, initial, results.y, results.v, results.final, results.carries,
         workspace(layer.x.device, scan.words(batch, length, channels)), length, log_decay.stride(0), gate.stride(0),
         WIDTH=width, CHANNELS=channels, DECAY_STRIDE=log_decay.stride(1), GATE_STRIDE=gate.stride(1),
-        STAGES=tiles.stages, GROUP=scan.group, EVEN=scan.even(length, channels), **scan.options(layer.x.device), **layer.flags(),
-        mma=Mma.WIDEST,
+        STAGES=tiles.stages, GROUP=scan.group, EVEN=scan.even(length, channels), **scan.options(layer.x.device),
+        **layer.flags(), mma=Mma.WIDEST,
     ).run()  # fmt: skip
     return results

@@ -1,4 +1,4 @@
-"""The oracle of ``linear_rnn``, the inputs it is judged on, and its matrix product alone as a control."""
+"""Oracle of ``linear_rnn``, the inputs that variants are verified on, and its matrix product alone as a control."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def reference(
     output_final_state: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Project, then step by step, in the dtype of the arguments (float64 when judging)."""
+    """Project, then compute the recurrence step by step, in the dtype of the arguments (float64 in verification)."""
     return scan_reference(x @ weight, log_decay, gate, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
 @linear_rnn.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Random x and weight such that ``v`` has unit variance, and the scan's inputs."""
+    """Return random x and weight such that ``v`` has unit variance, and the scan's inputs."""
     batch, length, width, channels = (case.sizes[name] for name in linear_rnn.dimensions)
     x = torch.randn(batch, length, width, device=device, generator=generator).to(case.dtype)
     weight = (torch.randn(width, channels, device=device, generator=generator) / math.sqrt(max(width, 1))).to(case.dtype)
@@ -41,7 +41,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 @linear_rnn.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case."""
+    """Return the dispatch key of a case."""
     sizes = tuple(case.sizes[name] for name in linear_rnn.dimensions)
     return Query("linear_rnn", device, case.dtype, sizes, grad, case_flags(case, linear_rnn.options))
 
@@ -55,5 +55,5 @@ def _gemm_cost(case: Case) -> Cost:
 
 @linear_rnn.control("gemm_alone", oracle=lambda x, weight, **_: x @ weight, cost=_gemm_cost)
 def gemm_alone(call: LinearRNNCall) -> torch.Tensor:
-    """The projection ``x @ weight`` by PyTorch and nothing else: what the layer would cost if scan and gate were free."""
+    """Compute only ``x @ weight``, by PyTorch: the time of the layer if scan and gate were free."""
     return call.project()

@@ -1,4 +1,4 @@
-"""``output_chain``: a layer's way out. RMSNorm of every head, times the gate, and the output projection."""
+"""``output_chain``: RMSNorm of every head, times the gate, and the output projection of a linear-attention layer."""
 
 from onelaunch.ops.output_chain.contract import output_chain
 

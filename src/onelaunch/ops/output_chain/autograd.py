@@ -1,8 +1,8 @@
-"""The operator of ``output_chain``'s own kernels, one for all of them, and its gradients.
+"""The PyTorch operator of ``output_chain``'s own kernels, one for all of them, and its gradients.
 
-``onelaunch::output_chain_forward`` runs the launches of a variant by its name. For a backward pass it keeps the reciprocal root
-mean square of every head and not ``a``, which takes H * V numbers a token: one launch makes ``a`` again, for the product that
-gives the weight's gradient, and from da all other gradients.
+``onelaunch::output_chain_forward`` runs the launches of the variant that its argument names. For a backward pass it saves rstd,
+the reciprocal root mean square of every head, instead of ``a``, which takes H * V elements per token. In the backward pass one
+launch recomputes ``a``, for the product that gives the weight's gradient, and computes all other gradients from da.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Results = tuple[torch.Tensor]
 
 
 Run: TypeAlias = "Callable[[Operands, torch.Tensor, torch.Tensor | None, float, bool], Made]"
-"""Launches of a variant, from rows, the output weight, the bias, eps, and whether rstd is kept."""
+"""Type of a function that runs a variant's launches, from operands, output weight, bias, eps, and whether rstd is saved."""
 
 launches: Launches[Run] = Launches()
-"""Launches by the names of variants."""
+"""Functions that run a variant's launches, by the variant's name."""
 
 
 def run_forward(
@@ -40,7 +40,7 @@ def run_forward(
     keep: bool,
     variant: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out [..., D]`` by the variant of this name, and ``rstd [M, H]``, of no elements where it is not kept."""
+    """Run the variant of this name; return ``out [..., D]`` and ``rstd [M, H]``, without elements if it is not saved."""
     from onelaunch.ops.output_chain.launch import Operands
 
     out, rstd = launches[variant](Operands.of(h, gate, norm_weight, activated), w_out, bias, eps, keep)
@@ -56,9 +56,10 @@ def run_gradients(
     activated: bool,
     want_a: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a ``[M, H * V]``, dh and dgate ``[..., H, V]``, dnorm_weight ``[V]`` float32; of no elements where not asked for.
+    """Return a ``[M, H * V]``, dh and dgate ``[..., H, V]``, and dnorm_weight ``[V]`` float32.
 
-    ``da`` is ``[M, H * V]`` of any strides; without it there is ``a`` alone.
+    ``da`` is ``[M, H * V]`` with any strides. If it is ``None``, only ``a`` is computed. Results that are not requested have no
+    elements.
     """
     from onelaunch.ops.output_chain import launch
 
@@ -74,7 +75,7 @@ def run_gradients(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save all tensors that come in but the bias, and rstd."""
+    """Save all input tensors except the bias, and rstd."""
     h, gate, norm_weight, w_out, _, ctx.activated, *_ = inputs
     ctx.save_for_backward(h, gate, norm_weight, w_out, output[1])
 
@@ -100,7 +101,7 @@ forward = Operator("output_chain_forward", run_forward, save=save, gradients=gra
 
 
 def compute(call: OutputChainCall, variant: str) -> Results:
-    """Return the result by the variant of this name, differentiable."""
+    """Return the result, computed by the variant of this name; differentiable."""
     grad = call.query().grad
     out, _ = forward(
         call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps, grad, variant, grad=grad

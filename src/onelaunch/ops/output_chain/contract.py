@@ -1,4 +1,4 @@
-"""The operation ``output_chain``: what it computes, takes and refuses."""
+"""The operation ``output_chain``: its definition, its arguments and their checks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ class OutputChainCall(NamedTuple):
     """Checked arguments of :func:`output_chain`. Tensors have any strides."""
 
     h: torch.Tensor
-    """``[..., H, V]``"""
+    """Normalized input, ``[..., H, V]``."""
     gate: torch.Tensor | None
-    """``[..., H, V]``, dtype of ``h``."""
+    """Gate, ``[..., H, V]``, dtype of ``h``."""
     norm_weight: torch.Tensor | None
-    """``[V]``, dtype of ``h`` or float32."""
+    """Weight of the norm, ``[V]``, dtype of ``h`` or float32."""
     w_out: torch.Tensor
-    """``[D, H * V]``, dtype of ``h``."""
+    """Output weight, ``[D, H * V]``, dtype of ``h``."""
     bias: torch.Tensor | None
-    """``[D]``, dtype of ``h``."""
+    """Bias, ``[D]``, dtype of ``h``."""
     activated: bool
     eps: float
     key: Query
 
     def query(self) -> Query:
+        """Return the dispatch key."""
         return self.key
 
 
@@ -45,7 +46,7 @@ def bind(
     eps: float = 1e-5,
     bias: torch.Tensor | None = None,
 ) -> OutputChainCall:
-    """The checked call; raises as :func:`output_chain` says."""
+    """Check the arguments and return the call; raises the errors that :func:`output_chain` lists."""
     if not isinstance(activated, bool):
         raise ArgumentError(f"activated is {activated!r}; it must be True or False.")
     if activated and gate is None:
@@ -74,7 +75,7 @@ def key_of(
     activated: bool,
     grad_enabled: bool,
 ) -> Query:
-    """All checks that need no values, and the dispatch key. B and T are the leading dimensions of h."""
+    """Make all checks that need no values, and return the dispatch key; B and T are the leading dimensions of h."""
     if len(h.shape) < 3:
         raise ShapeError("h", got=h.shape, want="[..., H, V], a tensor of at least 3 dimensions")
     checks.dtype("h", h, checks.FLOATS)
@@ -127,32 +128,33 @@ def output_chain(
     bias: torch.Tensor | None = None,
     variant: str = dispatch.AUTO,
 ) -> torch.Tensor:
-    """The way out of a linear-attention layer: RMSNorm of every head, times the gate, and the output projection.
+    """Compute the output of a linear-attention layer: RMSNorm of every head, times the gate, and the output projection.
 
         a = h / sqrt(mean(h^2) + eps) * norm_weight * silu(gate);  out = a w_out^T + bias
 
-    The mean is over the channels of a head. Differentiable in all tensors. Sums are in float32; ``a`` is rounded to the dtype of
-    ``h`` before the product. Under ``torch.autocast`` tensors come in the autocast dtype, ``norm_weight`` in float32.
+    The mean is over the channels of a head. Differentiable in all tensors. Sums are in float32; ``a`` is rounded to the dtype
+    of ``h`` before the product. Under ``torch.autocast`` tensors are cast to the autocast dtype, ``norm_weight`` to float32.
 
     Args:
         h: ``[..., H, V]`` float16, bfloat16 or float32, of at least three dimensions; usually ``o [B, T, H, V]`` of
             :func:`onelaunch.ops.gla`.
-        gate: ``[..., H, V]``, dtype of ``h``: before SiLU, unless ``activated``. ``None`` for a layer without. A view of the
-            packed result of :func:`onelaunch.ops.projections` is read where it lies.
-        norm_weight: ``[V]``, dtype of ``h`` or float32, the same for all heads; ``None`` for a norm without.
+        gate: ``[..., H, V]``, dtype of ``h``: before SiLU, unless ``activated``. ``None`` for a layer without a gate. A view of
+            the packed result of :func:`onelaunch.ops.projections` is read without a copy.
+        norm_weight: ``[V]``, dtype of ``h`` or float32, the same for all heads; ``None`` for a norm without weight.
         w_out: ``[D, H * V]``, dtype of ``h``: rows as :class:`torch.nn.Linear` holds them.
-        activated: whether ``gate`` has been through its activation, whatever that was. Its gradient is that of what was given.
-        eps: added to the mean of squares; at least 0. The default is that of fla's layers.
-        bias: ``[D]``, dtype of ``h``.
-        variant: a name from ``output_chain.variants``, or ``"auto"`` for the fastest measured one.
+        activated: whether ``gate`` is activated already, by any function. Its gradient is that of the given tensor.
+        eps: constant that is added to the mean of squares; at least 0. The default is that of fla's layers.
+        bias: bias of the projection, ``[D]``, dtype of ``h``.
+        variant: a name from ``output_chain.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
         ``out [..., D]`` in the dtype of ``h``.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
-        UnknownVariant: no variant of that name.
-        VariantUnsupported: the named variant cannot run this call; says why and which can.
+        ShapeError, DTypeError, DeviceError, ArgumentError: an argument is invalid; the message names it, what it was and
+            what it must be.
+        UnknownVariant: there is no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 
     Source: experiment 058; the norm and the gate are those of ``fla.modules.FusedRMSNormGated``.
     """
@@ -168,5 +170,5 @@ def output_chain(
 
 @output_chain.shapes
 def result_shapes(call: OutputChainCall) -> Shapes:
-    """Return ``out [..., D]``."""
+    """Return the shape of ``out [..., D]``."""
     return ((*call.h.shape[:-2], call.w_out.shape[0]),)

@@ -1,4 +1,4 @@
-"""What ``output_chain`` must compute and move, per variant."""
+"""Cost model of ``output_chain``: FLOPs and bytes, at least and per variant."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ from onelaunch.ops.output_chain.contract import output_chain
 from onelaunch.ops.output_chain.reference import options_of
 
 PRODUCTS = {"forward": 1, "forward_backward": 3}
-"""Matrix products of equal size: a W^T; backward also dout W and dout^T a."""
+"""Number of matrix products of equal size: a W^T; with the backward pass also dout W and dout^T a."""
 
 
 @output_chain.costs
 def cost(case: Case, variant: Variant | None, direction: Direction) -> Cost:
-    """The least: all tensors in, the result out; backward all tensors and dout in, their gradients out.
+    """Return the least cost of a case, or with ``variant`` the cost of that variant.
 
-    A variant adds what its launches hand each other (tag ``hands``), out and in: ``norm``, the normalized heads; ``silu``, the
-    activated gate; ``a``, their product. Its backward pass adds da, out and in, and what the products and the gradients read: one
-    that keeps rstd (tag ``keeps``) makes ``a`` again, another reads all that was handed on, and hands on their gradients.
+    At least, forward reads all tensors and writes the result; backward reads all tensors and dout and writes the gradients. A
+    variant writes and reads the intermediates between its launches (tag ``hands``): ``norm``, the normalized heads; ``silu``,
+    the activated gate; ``a``, their product. Its backward pass writes and reads da, and reads what products and gradients need.
+    A variant that saves rstd (tag ``keeps``) recomputes ``a``; another reads all intermediates, and writes and reads their
+    gradients.
     """
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
     rows, inner, value = batch * length, heads * values, case.dtype.itemsize
-    handed, result = rows * inner * value, rows * columns * value
-    operands = handed * (1 if gate == "none" else 2) + (columns * inner + (columns if bias else 0)) * value
+    passed, result = rows * inner * value, rows * columns * value
+    operands = passed * (1 if gate == "none" else 2) + (columns * inner + (columns if bias else 0)) * value
     operands += {"none": 0, "same": value, "float32": 4}[norm_weight] * values
     moved = operands + result
     steps = () if variant is None else variant.tags.get("hands", ())
     hands = [step for step in steps if step != "silu" or gate == "silu"]
-    moved += 2 * handed * len(hands)
-    written = result + handed * len(hands)
+    moved += 2 * passed * len(hands)
+    written = result + passed * len(hands)
     if direction == "forward_backward":
         moved += 2 * operands + result
         written += operands
         if variant is not None:
-            moved += 2 * handed  # da
-            written += handed
+            moved += 2 * passed  # da
+            written += passed
             if "rstd" in variant.tags.get("keeps", ()):
-                moved += 2 * handed + 2 * 4 * rows * heads
-                written += handed + 4 * rows * heads
+                moved += 2 * passed + 2 * 4 * rows * heads
+                written += passed + 4 * rows * heads
             else:
-                moved += handed * len(hands) + 2 * handed * (len(hands) - 1)
-                written += handed * (len(hands) - 1)
+                moved += passed * len(hands) + 2 * passed * (len(hands) - 1)
+                written += passed * (len(hands) - 1)
     flops = PRODUCTS[direction] * 2 * rows * inner * columns
     return Cost(flops, moved, launch_count(variant, direction), written=written)

@@ -1,4 +1,4 @@
-"""Launches of ``output_chain``'s portable kernels: how rows are cut, and what a kernel is handed."""
+"""Launches of ``output_chain``'s portable kernels: cut rows into tiles, allocate results, pass pointers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from onelaunch.ops.output_chain.kernels.norm_gate import norm_gate_gradients_ker
 
 
 class Operands(NamedTuple):
-    """Operands of a launch, as rows of tokens of any strides."""
+    """Operands of a launch, flattened to one row per token, with any row pitch."""
 
     h: torch.Tensor
-    """``[M, H * V]``"""
+    """Heads before the norm, ``[M, H * V]``."""
     gate: torch.Tensor | None
-    """``[M, H * V]``"""
+    """Gate, ``[M, H * V]``."""
     norm_weight: torch.Tensor | None
-    """``[V]``, contiguous."""
+    """Weight of the norm, ``[V]``, contiguous."""
     heads: int
     activated: bool
 
     @classmethod
     def of(cls, h: torch.Tensor, gate: torch.Tensor | None, norm_weight: torch.Tensor | None, activated: bool) -> Operands:
-        """Return them from the operation's arguments."""
+        """Return the operands of a call with these arguments."""
         heads, values = h.shape[-2:]
         flat = None if gate is None else gate.reshape(-1, heads * values)
         weight = None if norm_weight is None else norm_weight.contiguous()
@@ -39,22 +39,22 @@ class Operands(NamedTuple):
 
 
 Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-"""``out [M, D]``, and ``rstd [M, H]`` float32 where it is to be kept."""
+"""Results of a forward pass: ``out [M, D]``, and ``rstd [M, H]`` float32 or ``None`` if it is not saved."""
 
 ELEMENTS, GRADIENT_ELEMENTS = 4096, 2048
-"""Elements of a CTA's tile, forward and backward: 32 and 16 a thread with four warps; not measured yet."""
+"""Number of elements of a CTA's tile, forward and backward: 32 and 16 per thread with four warps. Not tuned yet."""
 
 TOKENS = 256
-"""Most tokens of a tile: each costs registers for its addresses, whatever the size of heads."""
+"""Limit on the tokens of a tile: each takes registers for its addresses, whatever the size of heads."""
 
 WARPS = 4
 
-PROGRAMS = 4
-"""CTAs of a backward launch for each SM: so many rows of partial sums are added up behind it; not measured yet."""
+CTAS_PER_SM = 4
+"""Number of CTAs per SM in a backward launch, and of rows of partial sums to add afterwards. Not tuned by measurement yet."""
 
 
 def tile_of(rows: int, values: int, elements: int) -> dict[str, Any]:
-    """Return V, BV and BM: whole heads of as many tokens as a CTA's tile holds, but no more than there are."""
+    """Return the constants V, BV and BM: a tile holds whole heads of as many tokens as fit into ``elements``."""
     block = power_of_2(values)
     return {"V": values, "BV": block, "BM": min(max(elements // block, 1), TOKENS, power_of_2(max(rows, 1)))}
 
@@ -66,11 +66,11 @@ def tiles(rows: int, heads: int, values: int, elements: int) -> int:
 
 def steps_of(count: int, device: torch.device) -> int:
     """Return the number of tiles that a CTA of a backward launch takes, one after another."""
-    return cdiv(count, PROGRAMS * processors(device))
+    return cdiv(count, CTAS_PER_SM * processors(device))
 
 
 def norm_gate(given: Operands, eps: float, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ``a [M, H * V]``, and for ``keep`` rstd ``[M, H]`` float32."""
+    """Launch norm and gate; return ``a [M, H * V]`` and, with ``keep``, rstd ``[M, H]`` float32."""
     h, gate = inner_contiguous(given.h), None if given.gate is None else inner_contiguous(given.gate)
     rows, heads = h.shape[0], given.heads
     a = torch.empty(h.shape, dtype=h.dtype, device=h.device)
@@ -84,42 +84,43 @@ def norm_gate(given: Operands, eps: float, *, keep: bool) -> tuple[torch.Tensor,
 
 
 class Gradients(NamedTuple):
-    """Results of the launch of the backward pass; ``None`` where not asked for."""
+    """Results of the launch of the backward pass; ``None`` if not requested."""
 
     a: torch.Tensor | None
-    """``[M, H * V]``"""
+    """Recomputed operand of the output projection, ``[M, H * V]``."""
     dh: torch.Tensor | None
-    """``[M, H * V]``"""
+    """Gradient of h, ``[M, H * V]``."""
     dgate: torch.Tensor | None
-    """``[M, H * V]``"""
+    """Gradient of the gate, ``[M, H * V]``."""
     dnorm_weight: torch.Tensor | None
-    """``[V]`` float32."""
+    """Gradient of the norm's weight, ``[V]`` float32."""
 
 
 def norm_gate_gradients(
     da: torch.Tensor | None, given: Operands, rstd: torch.Tensor, *, want_a: bool, into: torch.Tensor | None = None
 ) -> Gradients:
-    """Return ``a`` again, and where there is a ``da [M, H * V]`` the gradients of all tensors that are given.
+    """Recompute ``a``, and compute the gradients of all given tensors if there is a ``da [M, H * V]``.
 
-    That of the gate goes ``into`` columns of another matrix, ``[M, H * V]`` with rows a pitch apart, or to new memory.
+    The gate's gradient is written to ``into``, ``[M, H * V]`` with any row pitch (such as columns of another matrix), or to a
+    new tensor.
     """
     h, gate = inner_contiguous(given.h), None if given.gate is None else inner_contiguous(given.gate)
     da = None if da is None else inner_contiguous(da)
     (rows, inner), heads, values = h.shape, given.heads, given.values
     count = tiles(rows, heads, values, GRADIENT_ELEMENTS)
     steps = steps_of(count, h.device)
-    programs = cdiv(count, steps)
+    ctas = cdiv(count, steps)
 
-    def room(wanted: bool) -> Any:
+    def empty(wanted: bool) -> Any:
         return torch.empty((rows, inner), dtype=h.dtype, device=h.device) if wanted else None
 
-    a, dh = room(want_a), room(da is not None)
-    dgate = room(da is not None and gate is not None) if into is None else into
+    a, dh = empty(want_a), empty(da is not None)
+    dgate = empty(da is not None and gate is not None) if into is None else into
     partials = None
     if da is not None and given.norm_weight is not None:
-        partials = h.new_empty(programs, values, dtype=torch.float32)
+        partials = h.new_empty(ctas, values, dtype=torch.float32)
     Launch(
-        norm_gate_gradients_kernel, (programs,),
+        norm_gate_gradients_kernel, (ctas,),
         da, h, gate, given.norm_weight, rstd, a, dh, dgate, partials, rows, heads, steps,
         0 if da is None else da.stride(0), h.stride(0), 0 if gate is None else gate.stride(0),
         0 if dgate is None else dgate.stride(0),

@@ -1,4 +1,4 @@
-"""Launches of the output projection that normalizes and gates what it loads: choose the tiles, allocate the results."""
+"""Launch of the output projection that normalizes and gates its operand as it loads it: choose tiles, allocate results."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from onelaunch.ops.output_chain.kernels.prologue import prologue_kernel
 from onelaunch.ops.output_chain.launch import Made, Operands
 
 HEAD = 4096
-"""Elements of a head's tile, of h and of the gate each: 32 a thread with four warps."""
+"""Number of elements of a head's tile, for h and for the gate each: 32 per thread with four warps."""
 
 FEWEST = 16
-"""Channels, rows and columns of an operand of a product."""
+"""Least number of channels, rows and columns of an operand of a matrix product."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrologueTiles:
-    """Tiles of BM rows by BN columns of out, BK channels of a head at once; ``group`` tiles of rows share columns."""
+    """Tiles of ``m`` (BM) rows by ``n`` (BN) columns of out.
+
+    A step multiplies ``k`` (BK) channels of a head; ``group`` tiles of rows form a swath that shares columns.
+    """
 
     m: int
     n: int
@@ -35,37 +38,38 @@ class PrologueTiles:
     group: int = 8
 
     def grid(self, rows: int, columns: int) -> tuple[int]:
+        """Return the grid: one CTA per tile."""
         return (cdiv(rows, self.m) * cdiv(columns, self.n),)
 
     def mma(self, dtype: torch.dtype) -> Mma:
-        """Return the matrix instructions of its product; float32 is multiplied without any."""
+        """Return the matrix instructions that the product must compile to; float32 uses none."""
         if dtype is torch.float32:
             return Mma.NONE
         return mma_of(self.n)
 
     def options(self) -> dict[str, int]:
-        """Return constants and launch options."""
+        """Return the kernel's constants and launch options."""
         constants = {"BV": self.head, "BK": self.k, "BM": self.m, "BN": self.n, "GROUP": self.group}
         return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @functools.lru_cache(maxsize=4096)
 def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, shared: int) -> PrologueTiles:
-    """Return the tiles for so many rows and columns of out. Not measured yet.
+    """Return the tiles for a call. They are not tuned by measurement yet.
 
-    Every tile normalizes and gates its rows anew, so columns are many: 128; 32 where rows are few and processors would have no
-    tile. Rows are as many as leave a head of h and of the gate in registers, 32 to 64, by eight warps where heads are long: twice
-    as many spill on sm_80 or sm_100a. Operands of float32 lie in registers as well: 16 rows by 32 columns, without loads ahead,
-    spill a few words at most, and only with long heads. Others have so many stages, up to 4, that they fit into shared memory
-    beside a.
+    Every tile normalizes and gates its rows anew, so tiles have many columns: 128, or 32 where rows are few and SMs would be
+    left without a tile. Tiles have as many rows as leave a head of h and of the gate in registers, 32 to 64, with eight warps
+    if heads are long; twice as many rows spill on sm_80 or sm_100a. Operands of float32 lie in registers as well: 16 rows by 32
+    columns without prefetching spill a few words at most, and only with long heads. In 16 bits there are as many stages, up to
+    4, as fit into shared memory in addition to a.
 
     Args:
-        rows: M.
-        columns: D.
-        values: V.
-        size: bytes of a number.
-        count: processors.
-        shared: bytes of shared memory that a block may have.
+        rows: number of rows of out, M.
+        columns: number of columns of out, D.
+        values: channels of a head, V.
+        size: bytes per element.
+        count: number of SMs.
+        shared: bytes of shared memory that a CTA may use.
     """
     head = max(power_of_2(values), FEWEST)
     if size == 4:
@@ -78,11 +82,11 @@ def prologue_tiles(rows: int, columns: int, values: int, size: int, count: int, 
 
 
 def prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, eps: float, *, keep: bool) -> Made:
-    """Return ``out [M, D]``, and for ``keep`` rstd ``[M, H]`` float32."""
+    """Launch the projection; return ``out [M, D]`` and, with ``keep``, rstd ``[M, H]`` float32."""
     h, w_out = inner_contiguous(given.h), inner_contiguous(w_out)
     gate = None if given.gate is None else inner_contiguous(given.gate)
     rows, columns = h.shape[0], w_out.shape[0]
-    sizes = int(rows), int(columns), int(given.values)  # a tracer's sizes cannot be hashed
+    sizes = int(rows), int(columns), int(given.values)  # as integers: a tracer's sizes cannot be hashed
     tiles = prologue_tiles(*sizes, h.element_size(), processors(h.device), shared_bytes(h.device))
     out = h.new_empty(rows, columns)
     rstd = h.new_empty(rows, given.heads, dtype=torch.float32) if keep else None

@@ -1,4 +1,4 @@
-"""The oracle of ``output_chain``, the inputs it is judged on, and the output projection alone as a control."""
+"""Oracle of ``output_chain``, the inputs that variants are verified on, and the output projection alone as a control."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onelaunch.wording import listing
 
 GATES = ("silu", "activated", "none")
 NORM_WEIGHTS = ("same", "float32", "none")
-"""What the option ``norm_weight`` says: of which dtype it is."""
+"""Values of the option ``norm_weight``: dtype of the norm's weight, or none."""
 
 
 @output_chain.oracle
@@ -30,7 +30,7 @@ def reference(
     eps: float = 1e-5,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor]:
-    """By the definition, in float64 for float64 tensors."""
+    """Compute the definition in the dtype of the arguments (float64 in verification)."""
     a = h / (h.square().mean(-1, keepdim=True) + eps).sqrt()
     if norm_weight is not None:
         a = a * norm_weight
@@ -41,7 +41,7 @@ def reference(
 
 
 def options_of(case: Case) -> tuple[str, str, bool]:
-    """``gate``, ``norm_weight`` and ``bias`` of a case."""
+    """Return the options ``gate``, ``norm_weight`` and ``bias`` of a case."""
     gate, norm_weight, bias = (output_chain.option(case, name) for name in ("gate", "norm_weight", "bias"))
     for name, given, known in (("gate", gate, GATES), ("norm_weight", norm_weight, NORM_WEIGHTS), ("bias", bias, (False, True))):
         if given not in known:
@@ -51,7 +51,7 @@ def options_of(case: Case) -> tuple[str, str, bool]:
 
 @output_chain.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Heads of different sizes, as a recurrence gives them, and weights such that results have about unit variance."""
+    """Return heads of different magnitudes, as a recurrence gives them, and weights such that results have unit variance."""
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
 
@@ -74,7 +74,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 @output_chain.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case, by the checks of a call."""
+    """Return the dispatch key of a case, through the checks of a call."""
     gate, norm_weight, bias = options_of(case)
     batch, length, heads, values, columns = (case.sizes[name] for name in output_chain.dimensions)
 
@@ -113,11 +113,11 @@ def _product(
     eps: float = 1e-5,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of h with the output weight."""
+    """Return the product of h with the output weight."""
     return h.flatten(-2) @ w_out.mT
 
 
 @output_chain.control("gemm_alone", oracle=_product, cost=_product_cost)
 def gemm_alone(call: OutputChainCall) -> torch.Tensor:
-    """The output projection by PyTorch: what the operation would cost if norm and gate were free."""
+    """Compute only the output projection, by PyTorch: the time of the operation if norm and gate were free."""
     return F.linear(call.h.flatten(-2), call.w_out)

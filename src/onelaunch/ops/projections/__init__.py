@@ -1,4 +1,4 @@
-"""``projections``: all projections of a layer's input by one packed weight, each through its activation."""
+"""``projections``: all projections of a layer's input by one packed weight, each with its activation."""
 
 from onelaunch.ops.projections.contract import projections
 from onelaunch.ops.projections.layout import Segment

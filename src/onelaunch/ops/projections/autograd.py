@@ -1,8 +1,8 @@
-"""Operators of ``projections``'s own kernels, one for all of them, and their gradients.
+"""The PyTorch operator of ``projections``'s own kernels, one for all of them, and its gradients.
 
-``onelaunch::projections_forward`` runs the launches of a variant by its name. For a backward pass it keeps what activations are
-undone from. That pass is one launch, which makes one matrix dz of all segments' gradients, and a product of it for each of x and
-the weight.
+``onelaunch::projections_forward`` runs the launches of the variant that its argument names. For a backward pass it saves what
+the gradients of the activations are computed from. The backward pass is one launch, which writes the gradients of all segments
+into one matrix dz, and one product with dz for each of x and the weight.
 """
 
 from __future__ import annotations
@@ -19,38 +19,44 @@ from onelaunch.ops.projections.layout import Layout, read_layout
 
 
 class Wanted(NamedTuple):
-    """Properties of a call that its launches depend on beside their operands."""
+    """Properties of a call that its launches depend on, in addition to their operands."""
 
     layout: Layout
     eps: float
     keep: bool
-    """Flag that there will be a backward pass."""
+    """Flag: a backward pass will follow."""
 
 
 class Packed(NamedTuple):
-    """Results of launches."""
+    """Results of a variant's launches."""
 
     y: torch.Tensor
-    """``[M, layout.pitch]``, contiguous, dtype of x: what lies between segments need not be written."""
+    """Packed result ``[M, layout.pitch]``, contiguous, dtype of x; columns between segments need not be written."""
     rstd: torch.Tensor | None = None
-    """``[M, layout.norms]`` float32, contiguous: ``1 / sqrt(sum(z^2) + eps)`` of normalized heads; if there are, and ``keep``."""
+    """``1 / sqrt(sum(z^2) + eps)`` of normalized heads, ``[M, layout.norms]`` float32, contiguous.
+
+    ``None`` unless ``keep`` is set and there are such heads.
+    """
     kept: torch.Tensor | None = None
-    """``[M, layout.kept]``, contiguous, dtype of x: z of segments with SiLU, bias included; if there are such, and ``keep``."""
+    """Pre-activations z of segments with SiLU, bias included, ``[M, layout.kept]``, contiguous, dtype of x.
+
+    ``None`` unless ``keep`` is set and there are such segments.
+    """
 
 
 Run: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Wanted], Packed]
-"""Launches of a variant: from x ``[M, D]``, the weight ``[N, D]`` and the packed bias."""
+"""Type of a function that runs a variant's launches, from x ``[M, D]``, the weight ``[N, D]`` and the packed bias."""
 
 launches: Launches[Run] = Launches()
-"""Launches by the names of variants."""
+"""Functions that run a variant's launches, by the variant's name."""
 
 
 def run_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, code: str, eps: float, keep: bool, variant: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the packed result ``[..., pitch]`` by the variant of this name, and rstd and pre-activations.
+    """Run the variant of this name; return the packed result ``[..., pitch]``, rstd and the saved pre-activations.
 
-    Those have no elements where they are not kept.
+    The last two have no elements if they are not saved.
     """
     layout = read_layout(code)
     y, rstd, kept = launches[variant](x.reshape(-1, x.shape[-1]), weight, bias, Wanted(layout, eps, keep))
@@ -67,7 +73,7 @@ def run_activation_gradients(
 ) -> torch.Tensor:
     """Return dz ``[M, gradient_pitch]``, of which the first N columns are written, in the order of the weight's rows.
 
-    ``dys`` are gradients of the segments' results, of any strides; ``None`` counts as zeros.
+    ``dys`` are the gradients of the segments' results, with any strides; ``None`` means zeros.
     """
     from onelaunch.ops.projections import launch
 
@@ -76,10 +82,10 @@ def run_activation_gradients(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Keep x, the weight, the packed result, and what activations are undone from."""
+    """Save x, the weight, the packed result, rstd and the pre-activations."""
     x, weight, _, ctx.code, *_ = inputs
     ctx.save_for_backward(x, weight, *output)
-    ctx.set_materialize_grads(False)  # a segment that took no part costs no memory
+    ctx.set_materialize_grads(False)  # a segment whose result was not used costs no memory
 
 
 def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -92,14 +98,14 @@ def gradients(ctx: Any, backward: Any, *dys: torch.Tensor | None) -> tuple[torch
     dweight = dz.mT @ x.reshape(-1, x.shape[-1]) if wants_weight else None
     dbias = None
     if wants_bias:
-        biased = [place for place in layout.places if place.segment.bias]
-        parts = [dz[:, place.row : place.row + place.segment.width].sum(0) for place in biased]
+        biased = [span for span in layout.spans if span.segment.bias]
+        parts = [dz[:, span.row : span.row + span.segment.width].sum(0) for span in biased]
         dbias = torch.cat(parts) if len(parts) > 1 else parts[0]
     return dx, dweight, dbias, None, None, None, None
 
 
 def views(inputs: tuple[Any, ...], packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the segments' results, views of the packed one."""
+    """Return the segments' results, as views of the packed result."""
     return read_layout(inputs[3]).cut(packed)
 
 
@@ -115,6 +121,6 @@ forward = Operator(
 
 
 def compute(call: ProjectionsCall, variant: str) -> tuple[torch.Tensor, ...]:
-    """Return all results by the variant of this name, differentiable."""
+    """Return all results, computed by the variant of this name; differentiable."""
     grad = call.query().grad
     return forward(call.x, call.weight, call.bias, call.layout.code, call.eps, grad, variant, grad=grad)

@@ -1,4 +1,4 @@
-"""The operation ``projections``: what it computes, takes and refuses."""
+"""The operation ``projections``: its definition, its arguments and their checks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ class ProjectionsCall(NamedTuple):
     """Checked arguments of :func:`projections`. Tensors have any strides."""
 
     x: torch.Tensor
-    """``[..., D]``"""
+    """Input, ``[..., D]``."""
     weight: torch.Tensor
-    """``[N, D]``, dtype of ``x``."""
+    """Packed weight, ``[N, D]``, dtype of ``x``."""
     bias: torch.Tensor | None
-    """``[layout.biases]``, dtype of ``x``."""
+    """Packed bias, ``[layout.biases]``, dtype of ``x``."""
     layout: Layout
     eps: float
     key: Query
 
     def query(self) -> Query:
+        """Return the dispatch key."""
         return self.key
 
 
@@ -41,7 +42,7 @@ def bind(
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> ProjectionsCall:
-    """The checked call; raises as :func:`projections` says."""
+    """Check the arguments and return the call; raises the errors that :func:`projections` lists."""
     layout = layout_of(checked_segments(segments))
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not (math.isfinite(eps) and eps >= 0):
         raise ArgumentError(f"eps is {eps!r}; it must be a number of at least 0.")
@@ -50,7 +51,7 @@ def bind(
 
 
 def checked_segments(segments: object) -> tuple[Segment, ...]:
-    """As a tuple, if they are segments that can be told apart."""
+    """Return the segments as a tuple; raise :class:`ArgumentError` unless they are segments with different names."""
     if isinstance(segments, (Segment, str)) or not isinstance(segments, Sequence):
         raise ArgumentError(f"segments is {type(segments).__name__}; it must be a sequence of onelaunch.ops.Segment.")
     if not segments:
@@ -67,9 +68,9 @@ def checked_segments(segments: object) -> tuple[Segment, ...]:
 
 @remembered
 def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_enabled: bool) -> Query:
-    """All checks that need no values, and the dispatch key.
+    """Make all checks that need no values, and return the dispatch key.
 
-    Its flag is the layout's code, all that variants have to know of the segments. Its sizes say how large the call is: B and T
+    Its flag is the layout's code, which is all that variants need to know of the segments. Its sizes measure the call: B and T
     are the leading dimensions of x, H and K those of the first segment, V the head size of the third, or of the last of fewer.
     """
     if len(x.shape) < 2:
@@ -78,12 +79,12 @@ def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_ena
     inner = x.shape[-1]
     checks.rank("weight", weight, "[N, D]")
     if weight.shape[0] != layout.rows:
-        parts = " + ".join([f"{place.segment.name} {place.segment.heads}x{place.segment.head_size}" for place in layout.places])
+        parts = " + ".join([f"{span.segment.name} {span.segment.heads}x{span.segment.head_size}" for span in layout.spans])
         said = f"[N, D] = {[layout.rows, inner]}: the segments {parts} add up to {layout.rows} rows, not {weight.shape[0]}"
         raise ShapeError("weight", got=weight.shape, want=said)
     checks.shape("weight", weight, (layout.rows, inner), "[N, D]", f"x {list(x.shape)}")
     if bias is None and layout.biases:
-        named = ", ".join([place.segment.name for place in layout.places if place.segment.bias])
+        named = ", ".join([span.segment.name for span in layout.spans if span.segment.bias])
         raise ArgumentError(
             f"bias is None; it must be a tensor of {layout.biases} elements, for the segments that have one: {named}."
         )
@@ -95,7 +96,7 @@ def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_ena
         if value is not None:
             checks.dtype(name, value, (x.dtype,), ", the dtype of x")
             checks.device(name, value, x.device)
-    first, last = layout.places[0].segment, layout.places[min(2, len(layout.places) - 1)].segment
+    first, last = layout.spans[0].segment, layout.spans[min(2, len(layout.spans) - 1)].segment
     batch, length = math.prod(x.shape[:-2]), x.shape[-2]
     sizes = fixed(batch, length, inner, first.heads, first.head_size, last.head_size)
     grad = grad_enabled and checks.grad_wanted(x, weight, bias)
@@ -103,12 +104,12 @@ def key_of(x: Facts, weight: Facts, bias: Facts | None, layout: Layout, grad_ena
 
 
 def layout_in(query: Query) -> Layout:
-    """The layout that a query tells of; its segments have other names."""
+    """Return the layout that a query encodes; its segments are called ``s0``, ``s1``..."""
     return read_layout(query.flags[0])
 
 
 def result_names(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of the results: the segments' names."""
+    """Return the names of the results, which are those of the segments."""
     return tuple([segment.name for segment in arguments["segments"]])
 
 
@@ -128,31 +129,32 @@ def projections(
     eps: float = 1e-6,
     variant: str = dispatch.AUTO,
 ) -> tuple[torch.Tensor, ...]:
-    """All projections of a layer's input at once, each through its activation: queries, keys, values, gates, decays.
+    """Compute all projections of a layer's input at once, each with its activation: queries, keys, values, gates, decays.
 
         y_s = activation_s(x weight_s^T + bias_s)   for every segment s
 
-    Differentiable in ``x``, ``weight`` and ``bias``; the backward pass is one product for each of the first two. Sums are in
-    float32. Where products are PyTorch's they are rounded to the dtype of ``x`` before the activation.
+    Differentiable in ``x``, ``weight`` and ``bias``; the backward pass has one matrix product for each of ``x`` and ``weight``.
+    Sums are in float32. Variants that multiply with PyTorch round them to the dtype of ``x`` before the activation.
 
     Args:
         x: ``[..., D]`` float16, bfloat16 or float32, of at least two dimensions; usually ``[B, T, D]``.
-        weight: ``[N, D]``, dtype of ``x``: rows as :class:`torch.nn.Linear` holds them, all segments one behind the other, in
-            their order. N is the sum of their widths, ``heads * head_size``.
-        segments: what the rows are, see :class:`onelaunch.ops.Segment`.
-        bias: dtype of ``x``: the biases of the segments that have one, and of no others, one behind the other.
-        eps: of ``l2norm``, added to the sum of squares; at least 0.
-        variant: a name from ``projections.variants``, or ``"auto"`` for the fastest measured one.
+        weight: ``[N, D]``, dtype of ``x``: rows as :class:`torch.nn.Linear` holds them, those of all segments concatenated in
+            order. N is the sum of their widths, ``heads * head_size``.
+        segments: the meaning of the rows; see :class:`onelaunch.ops.Segment`.
+        bias: the biases of the segments that have one, concatenated, dtype of ``x``.
+        eps: constant that ``l2norm`` adds to the sum of squares; at least 0.
+        variant: a name from ``projections.variants``, or ``"auto"`` for the fastest variant measured near this call.
 
     Returns:
         For every segment ``[..., heads, head_size]`` in the dtype of ``x``, or ``[..., heads]`` where ``head_size`` is 1, as
-        :func:`onelaunch.ops.gla` takes them. They may be views of one packed result, which a variant of our own writes with
-        every segment at a multiple of 8 columns: neighbouring channels are neighbours in memory, tokens are one pitch apart.
+        :func:`onelaunch.ops.gla` takes them. They may be views of one packed result, in which our own variants begin
+        every segment at a multiple of 8 columns: channels are contiguous, and tokens are one pitch apart.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what it was and what it has to be.
-        UnknownVariant: no variant of that name.
-        VariantUnsupported: the named variant cannot run this call; says why and which can.
+        ShapeError, DTypeError, DeviceError, ArgumentError: an argument is invalid; the message names it, what it was and
+            what it must be.
+        UnknownVariant: there is no variant of that name.
+        VariantUnsupported: the named variant cannot run this call; the message says why, and which variants can.
 
     Source: experiment 058; the normalization is that of ``fla.modules.l2norm``.
     """
@@ -166,6 +168,6 @@ def projections(
 
 @projections.shapes
 def result_shapes(call: ProjectionsCall) -> Shapes:
-    """Return ``[..., heads, head_size]`` for every segment, or ``[..., heads]`` where ``head_size`` is 1."""
-    segments = [place.segment for place in call.layout.places]
+    """Return the shape ``[..., heads, head_size]`` of every segment's result, or ``[..., heads]`` where ``head_size`` is 1."""
+    segments = [span.segment for span in call.layout.spans]
     return tuple((*call.x.shape[:-1], each.heads, each.head_size)[: None if each.head_size > 1 else -1] for each in segments)

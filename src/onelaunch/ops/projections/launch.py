@@ -1,4 +1,4 @@
-"""Launches of ``projections``'s portable kernels: how columns are cut, and what a kernel is handed."""
+"""Launches of ``projections``'s portable kernels: cut columns into tiles, allocate results, pass pointers and constants."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from onelaunch.ops.projections.kernels import product as product_kernels
 from onelaunch.ops.projections.layout import ACTIVATIONS, Layout
 
 ELEMENTS = 4096
-"""Elements of a CTA's tile: 32 a thread with four warps; not measured yet."""
+"""Number of elements of a CTA's tile: 32 per thread with four warps. Not tuned by measurement yet."""
 
 COLUMNS = 128
-"""Columns of a tile, where no normalized head is longer; not measured yet."""
+"""Number of columns of a tile, unless a normalized head is longer. Not tuned by measurement yet."""
 
 WARPS = 4
 
 
-def _or_nothing(column: int | None) -> int:
-    """Return a column as kernels know it."""
+def _column_or_nothing(column: int | None) -> int:
+    """Return a column for the kernels, which take NOTHING instead of ``None``."""
     return kernels.NOTHING.value if column is None else column
 
 
 @functools.lru_cache(maxsize=256)
 def constants(layout: Layout) -> dict[str, Any]:
-    """Return the constants of a layout that both kernels share. Tiles of a segment with normalized heads are its heads."""
-    segments = [place.segment for place in layout.places]
+    """Return the constants of a layout that both kernels of activations share; a normalized segment's tiles are its heads."""
+    segments = [span.segment for span in layout.spans]
     normalized = [segment.activation == "l2norm" for segment in segments]
     longest = max([power_of_2(each.head_size) for each, norm in zip(segments, normalized, strict=True) if norm], default=1)
     widest = max(longest, COLUMNS)
@@ -47,13 +47,13 @@ def constants(layout: Layout) -> dict[str, Any]:
         "BLOCKS": tuple(blocks),
         "STEPS": tuple(steps),
         "WIDTHS": layout.widths,
-        "ROWS": tuple([place.row for place in layout.places]),
-        "COLUMNS": tuple([place.column for place in layout.places]),
+        "ROWS": tuple([span.row for span in layout.spans]),
+        "COLUMNS": tuple([span.column for span in layout.spans]),
         "ACTIVATIONS": tuple([ACTIVATIONS.index(segment.activation) for segment in segments]),
         "NORMALIZERS": tuple([float(segment.normalizer) for segment in segments]),
-        "NORMS": tuple([_or_nothing(place.norm) for place in layout.places]),
-        "KEPTS": tuple([_or_nothing(place.kept) for place in layout.places]),
-        "BIASES": tuple([_or_nothing(place.bias) for place in layout.places]),
+        "NORMS": tuple([_column_or_nothing(span.norm) for span in layout.spans]),
+        "KEPTS": tuple([_column_or_nothing(span.kept) for span in layout.spans]),
+        "BIASES": tuple([_column_or_nothing(span.bias) for span in layout.spans]),
         "PITCH": layout.pitch,
         "NORM_PITCH": layout.norms,
         "KEPT_PITCH": layout.kept,
@@ -63,22 +63,22 @@ def constants(layout: Layout) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def forward_constants(layout: Layout, keep: bool) -> dict[str, Any]:
-    """Return the constants of the kernel that activates."""
+    """Return the constants of the kernel that applies activations; without ``keep`` nothing is saved."""
     known = constants(layout)
-    nothing = (_or_nothing(None),) * len(layout.places)
+    nothing = (_column_or_nothing(None),) * len(layout.spans)
     return known | {"Z_PITCH": layout.rows} | ({} if keep else {"NORMS": nothing, "KEPTS": nothing})
 
 
 @functools.lru_cache(maxsize=256)
 def gradient_constants(layout: Layout) -> dict[str, Any]:
-    """Return the constants of the kernel that undoes activations."""
+    """Return the constants of the kernel that computes gradients through activations."""
     known = {name: value for name, value in constants(layout).items() if name != "BIASES"}
     return known | {"Z_PITCH": layout.gradient_pitch}
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """Tiles of the wide product: BM rows by BN columns of the results a CTA, BK channels at once."""
+    """Tiles of the wide product: ``m`` (BM) rows by ``n`` (BN) columns of the results per CTA, ``k`` (BK) channels per step."""
 
     m: int
     n: int
@@ -90,32 +90,32 @@ class ProductTiles:
 
 @remembered
 def product_tiles(layout: Layout, rows: int, element: torch.dtype) -> ProductTiles:
-    """Return the tiles of the wide product. Not measured yet.
+    """Return the tiles of the wide product. They are not tuned by measurement yet.
 
-    128 columns, or as many as the longest normalized head takes. Products of float32 are made of single multiplications, whose
+    Tiles have 128 columns, or as many as the longest normalized head. Products of float32 use scalar multiplications, whose
     operands lie in registers: larger tiles than these spill.
     """
-    heads = [place.segment.head_size for place in layout.places if place.segment.activation == "l2norm"]
+    heads = [span.segment.head_size for span in layout.spans if span.segment.activation == "l2norm"]
     n = max(COLUMNS, power_of_2(max(heads, default=1)))
     if element is torch.float32:
         return ProductTiles(16 if n > COLUMNS else 32, n, 32, stages=3, warps=8)
     if n > COLUMNS:
         return ProductTiles(64, n, 32, stages=3, warps=8)
-    m = 64 if rows <= 64 else 128  # fewer rows are no less work for matrix instructions of 64
+    m = 64 if rows <= 64 else 128  # a matrix instruction takes 64 rows, so fewer save nothing
     return ProductTiles(m, n, 64, stages=3, warps=m // 16)
 
 
 @functools.lru_cache(maxsize=256)
 def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[str, Any]:
-    """Return the constants of the kernel whose product ends with the activations."""
+    """Return the constants of the kernel that multiplies and applies activations in its epilogue."""
     known = {name: value for name, value in forward_constants(layout, keep).items() if name not in ("BLOCKS", "BM", "Z_PITCH")}
     steps, heads, firsts = [], [], [0]
-    for place in layout.places:
-        size = place.segment.head_size
-        one = place.segment.activation == "l2norm" and power_of_2(size) != size  # a head lies in a block of its own
+    for span in layout.spans:
+        size = span.segment.head_size
+        one = span.segment.activation == "l2norm" and power_of_2(size) != size  # each head has a tile of its own
         steps.append(size if one else tiles.n)
-        heads.append(size if place.segment.activation == "l2norm" and not one else tiles.n)
-        firsts.append(firsts[-1] + cdiv(place.segment.width, steps[-1]))
+        heads.append(size if span.segment.activation == "l2norm" and not one else tiles.n)
+        firsts.append(firsts[-1] + cdiv(span.segment.width, steps[-1]))
     known |= {"FIRSTS": tuple(firsts), "STEPS": tuple(steps), "HEADS": tuple(heads)}
     return known | {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "GROUP": tiles.group}
 
@@ -123,10 +123,10 @@ def product_constants(layout: Layout, tiles: ProductTiles, keep: bool) -> dict[s
 def epilogue(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return what :func:`activate` does, from x ``[M, D]`` and the weight ``[N, D]``."""
+    """Multiply x ``[M, D]`` by the weight ``[N, D]`` and activate, in one launch; return the tensors of :func:`activate`."""
     x, weight = inner_contiguous(x), inner_contiguous(weight)
     rows, inner = x.shape
-    y, rstd, kept = room_for_results(x, layout, keep=keep)
+    y, rstd, kept = empty_results(x, layout, keep=keep)
     tiles = product_tiles(layout, rows, x.dtype)
     constants = product_constants(layout, tiles, keep)
     grid = (cdiv(rows, tiles.m) * constants["FIRSTS"][-1],)
@@ -141,16 +141,16 @@ def epilogue(
     return y, rstd, kept
 
 
-def room_for_results(
+def empty_results(
     x: torch.Tensor, layout: Layout, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return memory for the packed result of the rows of ``x``; for ``keep`` also for rstd and z of SiLU, if there are any."""
+    """Return uninitialized tensors for the packed result of ``x``'s rows and, with ``keep``, for rstd and z of SiLU."""
     rows = x.shape[0]
     rstd = x.new_empty(rows, layout.norms, dtype=torch.float32) if keep and layout.norms else None
     return x.new_empty(rows, layout.pitch), rstd, x.new_empty(rows, layout.kept) if keep and layout.kept else None
 
 
-def programs(rows: int, layout: Layout) -> int:
+def ctas_of_activations(rows: int, layout: Layout) -> int:
     """Return the number of CTAs of a launch of either kernel of activations."""
     known = constants(layout)
     return cdiv(rows, known["BM"]) * known["FIRSTS"][-1]
@@ -159,11 +159,14 @@ def programs(rows: int, layout: Layout) -> int:
 def activate(
     z: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float, *, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the packed result ``[M, pitch]`` of products ``[M, N]``; for ``keep`` also rstd ``[M, norms]``, z ``[M, kept]``."""
+    """Activate products ``[M, N]``; return the packed result ``[M, pitch]``, rstd ``[M, norms]`` and z of SiLU ``[M, kept]``.
+
+    The last two are ``None`` unless ``keep`` is set and the layout has such segments.
+    """
     z = z.contiguous()
     rows = z.shape[0]
-    y, rstd, kept = room_for_results(z, layout, keep=keep)
-    grid = (programs(rows, layout),)
+    y, rstd, kept = empty_results(z, layout, keep=keep)
+    grid = (ctas_of_activations(rows, layout),)
     bias = None if bias is None else bias.contiguous()
     Launch(
         kernels.activate_kernel, grid,
@@ -183,7 +186,7 @@ def activation_gradients(
     )
     strides = tuple([0 if dy is None else dy.stride(0) for dy in flat])
     Launch(
-        kernels.activation_gradients_kernel, (programs(rows, layout),),
+        kernels.activation_gradients_kernel, (ctas_of_activations(rows, layout),),
         flat, strides, y, rstd, kept, dz, rows, **gradient_constants(layout), num_warps=WARPS,
     ).run()  # fmt: skip
     return dz

@@ -16,11 +16,11 @@ from onelaunch.kernels.tma import ROW_BYTES, addressable
 from onelaunch.launch.launch import CudaLaunch
 from onelaunch.ops.projections.autograd import Packed, Wanted
 from onelaunch.ops.projections.configure_hopper import PANEL, TILE_ROWS, cluster_tiles, configuration, counts, header
-from onelaunch.ops.projections.launch import room_for_results
+from onelaunch.ops.projections.launch import empty_results
 from onelaunch.ops.projections.layout import Layout
 
 KINDS: tuple[cuda.Kind, ...] = (*["map"] * 5, *["pointer"] * 4, *["i32"] * 3, "f32")  # pyrefly: ignore[bad-assignment]
-"""Kinds of the parameters in ``operands/segments.cuh``."""
+"""Kinds of the kernel's parameters, in the order of ``kernels/gemm_sm90/operands/segments.cuh``."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -31,22 +31,22 @@ def gemm_for(layout: Layout, config: GemmConfig, *, keep: bool) -> Gemm:
 
 
 def ctas_of(layout: Layout, config: GemmConfig, rows: int, multiprocessors: int) -> int:
-    """Return the CTAs of a launch: as many as there are SMs, in whole clusters, and none without work."""
+    """Return the number of CTAs of a launch: one per SM, in whole clusters, and none without work."""
     tiles = cluster_tiles(config, rows, len(list(counts(layout, config.b_rows))))
     return min(tiles, multiprocessors // config.cluster) * config.cluster
 
 
 class Plan(NamedTuple):
-    """Everything of a launch that the addresses of its tensors do not change."""
+    """The part of a launch that depends on sizes but not on tensors' addresses, so that it can be cached."""
 
     gemm: Gemm
     ctas: int
     x_box: int
-    """Rows of x that are loaded at once."""
+    """Number of rows of x in one TMA load."""
     weight_box: int
-    """Rows of the weight that are loaded at once, in tiles that are not narrow."""
+    """Number of rows of the weight in one TMA load, for tiles that are not narrow."""
     x_bytes: int
-    """Bytes of x that arrive for a k-block."""
+    """Number of bytes of x that arrive per k-block."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,14 +68,14 @@ def plan_of(
 def launch_of(
     multicast: Multicast, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted
 ) -> tuple[CudaLaunch, Packed]:
-    """Return the launch of :func:`wide_gemm`, and memory for its results."""
+    """Return the launch of :func:`wide_gemm`, and uninitialized tensors for its results."""
     layout = wanted.layout
     x, weight = addressable(x), addressable(weight)
     bias = None if bias is None else bias.contiguous()
     rows, channels = x.shape
     plan = plan_of(layout, rows, channels, x.dtype, processors(x.device), multicast, keep=wanted.keep)
     config = plan.gemm.config
-    y, rstd, kept = room_for_results(x, layout, keep=wanted.keep)
+    y, rstd, kept = empty_results(x, layout, keep=wanted.keep)
     y_map = matrix_map(y, PANEL, PANEL)
     arguments = (
         matrix_map(x, plan.x_box, config.k_block),
@@ -97,7 +97,7 @@ def launch_of(
 
 
 def wide_gemm(multicast: Multicast, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
-    """Compute all segments in one launch, whose clusters have this operand in common."""
+    """Compute all segments in one launch; clusters load the operand ``multicast`` once for their CTAs."""
     launch, results = launch_of(multicast, x, weight, bias, wanted)
     launch.run()
     return results

@@ -1,4 +1,4 @@
-"""Segments of a packed projection, and where each of them lies: in the weight, in the results, in what is kept for gradients."""
+"""Segments of a packed projection, and their offsets in the weight, in the results and in the tensors saved for gradients."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Activation: TypeAlias = Literal["none", "l2norm", "silu", "sigmoid", "logsigmoid
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 ALIGNMENT = 8
-"""Columns: every segment begins at a multiple of it, 16 bytes in 16 bits, as copy engines address memory."""
+"""Number of columns whose multiples segments begin at: 8 elements of 16 bits are 16 bytes, the alignment that TMA needs."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A block of rows of a packed weight, and what becomes of the columns that they project to. Hashable.
+    """A block of rows of a packed weight, and the activation of the columns that they project to. Hashable.
 
     Args:
-        name: of the result; a segment's own among those of a call.
-        heads: at least 1.
-        head_size: channels of a head, at least 1. With 1, results have no dimension for them.
+        name: name of the result, different for each segment of a call.
+        heads: number of heads, at least 1.
+        head_size: channels of a head, at least 1. With 1, results have no dimension for channels.
         activation: ``none``; ``l2norm`` of every head, ``z / sqrt(sum(z^2) + eps)``; ``silu``; ``sigmoid``; or ``logsigmoid``,
             divided by ``normalizer``.
-        normalizer: above 0; of ``logsigmoid`` alone.
+        normalizer: divisor above 0, for ``logsigmoid`` only.
         bias: whether a bias is added before the activation.
 
     Raises:
-        ArgumentError: naming the segment, what was given and what it has to be.
+        ArgumentError: an argument is invalid; the message names the segment, what was given and what it must be.
     """
 
     name: str
@@ -64,17 +64,17 @@ class Segment:
 
     @property
     def width(self) -> int:
-        """Columns, and rows of the weight."""
+        """Number of columns of the result, and of rows of the weight."""
         return self.heads * self.head_size
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result behind the leading dimensions of x: ``(heads, head_size)``, or ``(heads,)`` for heads of one channel."""
+        """Trailing shape of the result: ``(heads, head_size)``, or ``(heads,)`` if heads have one channel."""
         return (self.heads,) if self.head_size == 1 else (self.heads, self.head_size)
 
     @property
     def code(self) -> str:
-        """All but the name in one word: ``16x128:silu``, ``4x64:logsigmoid/16.0:bias``."""
+        """All fields but the name as one word, such as ``16x128:silu`` or ``4x64:logsigmoid/16.0:bias``."""
         word = f"{self.heads}x{self.head_size}:{self.activation}"
         if self.normalizer != 1.0:
             word += f"/{float(self.normalizer)}"
@@ -82,7 +82,7 @@ class Segment:
 
     @classmethod
     def read(cls, name: str, code: str) -> Segment:
-        """The segment that a code stands for; raises :class:`ArgumentError` where it stands for none."""
+        """Return the segment that a code describes; raise :class:`ArgumentError` if it describes none."""
         sizes, *rest = code.split(":")
         bias = rest[-1:] == ["bias"]
         words = rest[:-1] if bias else rest
@@ -101,83 +101,83 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a segment lies."""
+class SegmentSpan:
+    """Offsets of a segment in the packed tensors."""
 
     segment: Segment
     row: int
-    """The first of its rows in the weight ``[N, D]``; of its columns in z and dz ``[M, N]``."""
+    """First row in the weight ``[N, D]``, and first column in z and dz ``[M, N]``."""
     column: int
-    """The first of its columns in the packed result ``[M, pitch]``: a multiple of 8."""
+    """First column in the packed result ``[M, pitch]``, a multiple of 8."""
     norm: int | None
-    """The column of its first head in rstd ``[M, norms]``, for ``l2norm``."""
+    """Column of the first head in rstd ``[M, norms]``; ``None`` unless the activation is ``l2norm``."""
     kept: int | None
-    """The first of its columns in the kept pre-activations ``[M, kept]``, a multiple of 8, for ``silu``."""
+    """First column in the saved pre-activations ``[M, kept]``, a multiple of 8; ``None`` unless the activation is ``silu``."""
     bias: int | None
-    """The first of its elements in the packed bias ``[biases]``, if it has one."""
+    """First element in the packed bias ``[biases]``; ``None`` for a segment without bias."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the segments of a call lie; made by :func:`layout_of`, which remembers it, so that it is hashed by identity.
+    """Offsets of all segments of a call. :func:`layout_of` makes and caches it, so it is hashed by identity.
 
-    Gaps between segments of the packed result are nobody's: they are not written, and no result shows them.
+    Gaps between segments of the packed result belong to no segment: they are not written, and no result shows them.
     """
 
-    places: tuple[Place, ...]
+    spans: tuple[SegmentSpan, ...]
     rows: int
-    """N, of the weight: the sum of all widths."""
+    """Number of rows of the weight, N: the sum of all widths."""
     pitch: int
-    """Columns of the packed result, a multiple of 8."""
+    """Number of columns of the packed result, a multiple of 8."""
     norms: int
-    """Heads that are normalized, all segments together."""
+    """Number of heads that are normalized, of all segments."""
     kept: int
-    """Columns of the kept pre-activations, a multiple of 8."""
+    """Number of columns of the saved pre-activations, a multiple of 8."""
     biases: int
-    """Elements of the packed bias: the sum of the widths of the segments that have one."""
+    """Number of elements of the packed bias: the sum of the widths of the segments that have one."""
     widths: tuple[int, ...]
-    """Of the segments."""
+    """Widths of the segments."""
     code: str
-    """All that a kernel has to know of the segments, in one text: their codes, without their names."""
+    """Codes of all segments in one string, without their names: all that a kernel needs to know of them."""
 
     @property
     def gradient_pitch(self) -> int:
-        """From row to row of dz: N, rounded up to a multiple of 8."""
+        """Row pitch of dz, in elements: N, rounded up to a multiple of 8."""
         return aligned(self.rows)
 
     def cut(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of the segments in a packed result: from ``[..., pitch]`` to ``[..., heads, head_size]`` or ``[..., heads]``."""
+        """Return views of a packed result ``[..., pitch]``, one per segment: ``[..., heads, head_size]`` or ``[..., heads]``."""
         leading, results = packed.shape[:-1], []
         parts = packed.split_with_sizes([aligned(width) for width in self.widths], -1)
-        for part, place, width in zip(parts, self.places, self.widths, strict=True):
+        for part, span, width in zip(parts, self.spans, self.widths, strict=True):
             filled = part if width % ALIGNMENT == 0 else part.narrow(-1, 0, width)
-            results.append(filled.view(*leading, *place.segment.shape))
+            results.append(filled.view(*leading, *span.segment.shape))
         return tuple(results)
 
     def cut_bias(self, bias: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Views of a packed bias: one for each segment that has one, else ``None``."""
+        """Return one entry per segment: a view of the packed bias, or ``None`` for a segment without bias."""
         if bias is None:
-            return (None,) * len(self.places)
+            return (None,) * len(self.spans)
         parts = iter(
-            bias.split_with_sizes([width for width, place in zip(self.widths, self.places, strict=True) if place.segment.bias])
+            bias.split_with_sizes([width for width, span in zip(self.widths, self.spans, strict=True) if span.segment.bias])
         )
-        return tuple([next(parts) if place.segment.bias else None for place in self.places])
+        return tuple([next(parts) if span.segment.bias else None for span in self.spans])
 
 
 def aligned(columns: int) -> int:
-    """Rounded up to a multiple of 8."""
+    """Round a number of columns up to a multiple of 8."""
     return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
 @remembered
 def layout_of(segments: tuple[Segment, ...]) -> Layout:
-    """Where these segments lie, one behind the other in the order given."""
-    places: list[Place] = []
+    """Return the layout of these segments, concatenated in the order given."""
+    spans: list[SegmentSpan] = []
     row = column = norms = kept = biases = 0
     for segment in segments:
         normalized, keeps = segment.activation == "l2norm", segment.activation == "silu"
-        places.append(
-            Place(
+        spans.append(
+            SegmentSpan(
                 segment,
                 row,
                 column,
@@ -193,10 +193,10 @@ def layout_of(segments: tuple[Segment, ...]) -> Layout:
         biases += segment.width * segment.bias
     widths = tuple([segment.width for segment in segments])
     code = ",".join([segment.code for segment in segments])
-    return Layout(tuple(places), row, column, norms, kept, biases, widths, code)
+    return Layout(tuple(spans), row, column, norms, kept, biases, widths, code)
 
 
 @remembered
 def read_layout(code: str) -> Layout:
-    """The layout that :attr:`Layout.code` stands for; its segments are called ``s0``, ``s1``..."""
+    """Return the layout that a :attr:`Layout.code` describes; its segments are called ``s0``, ``s1``..."""
     return layout_of(tuple([Segment.read(f"s{index}", word) for index, word in enumerate(code.split(","))]))

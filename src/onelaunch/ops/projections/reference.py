@@ -1,4 +1,4 @@
-"""The oracle of ``projections``, the inputs it is judged on, and the wide matrix product alone as a control."""
+"""Oracle of ``projections``, the inputs that variants are verified on, and the wide matrix product alone as a control."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from onelaunch.ops.projections.layout import Segment, layout_of, read_layout
 from onelaunch.wording import listing
 
 CHAINS = ("normalized", "gla")
-"""Lists of segments that the option ``segments`` names; any other text is the code of a layout, such as ``2x20:l2norm,3x7:silu``.
+"""Names that the option ``segments`` accepts; any other string is the code of a layout, such as ``2x20:l2norm,3x7:silu``.
 
-``normalized``: q and k normalized, v, a gate, a decay per head through a sigmoid, as experiment 058 has them. ``gla``: q, k and v
-as they are, a gate (through SiLU, or ``none``, by the option ``gate``), and log-decays per channel with a bias, as in fla's GLA.
+``normalized``: q and k normalized, v, a gate, a decay per head by a sigmoid, as in experiment 058. ``gla``: q, k and v
+as they are, a gate (through SiLU, or ``none``, by the option ``gate``), and log-decays per channel with a bias, as in fla's
+GLA.
 """
 
 GATES = ("silu", "none")
@@ -34,7 +35,7 @@ def reference(
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, ...]:
-    """Segment by segment, in float64 for float64 tensors."""
+    """Compute the results segment by segment, in the dtype of the arguments (float64 in verification)."""
     results, row, used = [], 0, 0
     for segment in segments:
         z = x @ weight[row : row + segment.width].mT
@@ -56,7 +57,7 @@ def reference(
 
 
 def segments_of(case: Case) -> tuple[Segment, ...]:
-    """The segments that a case names, of its sizes."""
+    """Return the segments that a case names, with its sizes."""
     chain, gate = projections.option(case, "segments"), projections.option(case, "gate")
     heads, keys, values = (case.sizes[name] for name in ("H", "K", "V"))
     if gate not in GATES:
@@ -79,12 +80,12 @@ def segments_of(case: Case) -> tuple[Segment, ...]:
         )
     if not isinstance(chain, str) or "x" not in chain:
         raise ArgumentError(f"segments is {chain!r}; it must be one of {listing(CHAINS)}, or codes such as 2x20:l2norm,3x7:silu.")
-    return tuple([place.segment for place in read_layout(chain).places])
+    return tuple([span.segment for span in read_layout(chain).spans])
 
 
 @projections.inputs
 def make_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Reading:
-    """Random rows and weights such that what activations see has unit variance."""
+    """Return random x, weight and bias such that the activations' inputs have about unit variance."""
     segments = segments_of(case)
     layout = layout_of(segments)
     batch, length, inner = (case.sizes[name] for name in ("B", "T", "D"))
@@ -102,7 +103,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator) ->
 
 @projections.queries
 def make_query(case: Case, device: str, grad: bool) -> Query:
-    """The dispatch key of a case, by the checks of a call."""
+    """Return the dispatch key of a case, through the checks of a call."""
     layout = layout_of(segments_of(case))
     batch, length, inner = (case.sizes[name] for name in ("B", "T", "D"))
 
@@ -128,11 +129,11 @@ def _wide(
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """The product with the packed weight."""
+    """Return the product with the packed weight."""
     return x @ weight.mT
 
 
 @projections.control("wide_gemm_alone", oracle=_wide, cost=_wide_cost)
 def wide_gemm_alone(call: ProjectionsCall) -> torch.Tensor:
-    """The product with the packed weight by PyTorch: what the operation would cost if activations were free."""
+    """Multiply by the packed weight with PyTorch: the time of the operation if activations were free."""
     return F.linear(call.x, call.weight)

@@ -1,7 +1,7 @@
-"""Variants of ``gated_scan`` in plain PyTorch: they run everywhere, and one of them is the CPU's default.
+"""Variants of ``gated_scan`` in plain PyTorch: they run on every device, and one of them is the CPU's default.
 
-``chunked`` splits time into chunks, scans all chunks side by side, then scans the chunks' ends the same way (the same function,
-recursively), and adds the carry: about ``CHUNK * log(T) / log(CHUNK)`` tensor operations instead of ``T``. No decay is ever
+``chunked`` splits time into chunks, scans all chunks in parallel, scans the chunks' final states by the same function
+(recursively), and adds the carry: about ``CHUNK * log(T) / log(CHUNK)`` tensor operations instead of ``T``. No decay is ever
 divided by, so any log-decay down to -inf is safe.
 """
 
@@ -17,14 +17,17 @@ from onelaunch.operation.requirements import no_steps
 from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 
 CHUNK = 16
-"""Steps scanned one after another at each level. 8 to 32 are within 15 % of each other on two x86 cores at T = 2048."""
+"""Number of steps of a chunk, scanned serially at each level.
+
+On two x86 cores at T = 2048, chunks of 8 to 32 steps are within 15 % of each other.
+"""
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
 @gated_scan.variant("eager", launches=None, fuses=(), yardstick=True)
 def eager(call: ScanCall) -> Results:
-    """The loop over time, one step after another: what the other variants are measured against for accuracy."""
+    """Loop over time, one step after another: the PyTorch baseline that sets the tolerance of the other variants."""
     v, decay = call.v.float(), call.log_decay.float().exp()
     batch, length, channels = v.shape
     bounds = [0, length] if call.cu_seqlens is None else call.cu_seqlens.tolist()
@@ -43,13 +46,13 @@ def eager(call: ScanCall) -> Results:
 
 @gated_scan.variant("chunked", launches=None, fuses=())
 def chunked(call: ScanCall) -> Results:
-    """Pure PyTorch, parallel over time: the default on a CPU."""
+    """Scan chunks in parallel over time, in pure PyTorch: the default on a CPU."""
     return chunked_scan_and_gate(call.v, call.log_decay, call.gate, call.initial_state, call.cu_seqlens)
 
 
 @gated_scan.variant("compiled", launches=None, fuses=("scan", "gate"))
 def compiled(call: ScanCall) -> Results:
-    """torch.compile of the chunked form."""
+    """Run the chunked form, compiled by torch.compile."""
     function = compile_static(chunked_scan_and_gate)
     return function(call.v, call.log_decay, call.gate, call.initial_state, call.cu_seqlens)
 
@@ -68,7 +71,7 @@ def chunked_scan_and_gate(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> Results:
-    """Results of ``gated_scan`` from its tensors."""
+    """Return the results of ``gated_scan``, computed from its tensors by the chunked scan."""
     decay, addend, ends = fold_initial_state(v.float(), log_decay.float().exp(), initial_state, cu_seqlens)
     s = scan(decay, addend)
     if cu_seqlens is None or ends is None:
@@ -83,7 +86,7 @@ def chunked_scan_and_gate(
 def fold_initial_state(
     v: torch.Tensor, decay: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Decay and addend of a scan that starts from zero and forgets at every sequence start, and the row where each one ends.
+    """Return decay and addend of a scan that starts from zero and resets at each sequence start, and each sequence's last row.
 
     The first step of a sequence becomes ``0 * s + (v + decay * initial_state)``, so that packed sequences are one scan over T.
     """
@@ -104,7 +107,7 @@ def fold_initial_state(
 
 
 def scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-    """``s_t = decay_t * s_{t-1} + addend_t`` along dimension -2 from zero; float32 ``[..., T, V]`` to the same."""
+    """Scan ``s_t = decay_t * s_{t-1} + addend_t`` along dimension -2, from zero; all tensors are float32 ``[..., T, V]``."""
     length = addend.shape[-2]
     if length <= CHUNK:
         return _scan_steps(decay, addend)[0]
@@ -114,12 +117,12 @@ def scan(decay: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     addend = F.pad(addend, padding).unflatten(-2, (chunks, CHUNK))
     local, product = _scan_steps(decay, addend)  # [..., chunks, CHUNK, V]
     ends = scan(product[..., -1, :], local[..., -1, :])  # [..., chunks, V]
-    carry = F.pad(ends, (0, 0, 1, 0))[..., :-1, :]  # into each chunk
+    carry = F.pad(ends, (0, 0, 1, 0))[..., :-1, :]  # state that enters each chunk
     return torch.addcmul(local, product, carry.unsqueeze(-2)).flatten(-3, -2)[..., :length, :]
 
 
 def _scan_steps(decay: torch.Tensor, addend: torch.Tensor) -> Results:
-    """The scan and the running product of decays, step by step along dimension -2."""
+    """Return the scan and the running product of decays, step by step along dimension -2."""
     steps = list(zip(decay.unbind(-2), addend.unbind(-2), strict=True))
     product, state = steps[0]
     states, products = [state], [product]

@@ -12,16 +12,17 @@ from onelaunch.ops.gated_scan.contract import ScanCall, gated_scan
 
 @gated_scan.variant("separate", launches=2, backward_launches=2, fuses=())
 def separate(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """A scan kernel, then a gate kernel, with the states between them in memory, in the dtype of ``v`` as the write-up had them.
+    """Run a scan kernel, then a gate kernel; the states between them go through memory in the dtype of ``v``.
 
-    Where few numbers are summed, that rounding may cost more than the error gate allows: in one of twenty draws of 200 elements.
+    So did the write-up. On small cases this rounding may exceed the error tolerance: it did in one of twenty draws of 200
+    elements.
     """
     return scan_and_gate(call, separate=True)
 
 
 @gated_scan.variant("fused", launches=1, backward_launches=1, fuses=("scan", "gate"))
 def fused(call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scan and gate in one launch, parallel over time by decoupled look-back."""
+    """Scan and gate in one launch, parallel over time by decoupled look-back (Merrill and Garland)."""
     return scan_and_gate(call, separate=False)
 
 

@@ -1,6 +1,6 @@
-"""Variants of ``gla_layer`` that are made of the operations: which variants of those they run is all that they differ in.
+"""Variants of ``gla_layer`` that are composed of operations; most differ only in the variants of these that they run.
 
-The tag ``parts`` names them: of both calls of ``projections``, of ``gla``, and of ``output_chain``.
+The tag ``parts`` names these: of both calls of ``projections``, of ``gla``, and of ``output_chain``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
 
 @functools.lru_cache(maxsize=256)
 def composed_of(sizes: LayerSizes, eps: float, output_final_state: bool, parts: Parts) -> Callable[[Tensors], Results]:
-    """:func:`compose` of one kind, so that what is compiled sees all but the tensors as constants."""
+    """Return :func:`compose` for these options, which the compiled code sees as constants."""
     return lambda tensors: compose(tensors, sizes, eps, output_final_state, parts)
 
 
 def tensors_of(call: GlaLayerCall) -> Tensors:
-    """The first argument of :func:`compose`."""
+    """Return the first argument of :func:`compose`."""
     return (call.x, call.in_proj_weight, call.gk_weight, call.gk_bias, call.norm_weight, call.w_out, call.initial_state)
 
 
 def run(call: GlaLayerCall, parts: Parts) -> Results:
-    """By variants of these names."""
+    """Compute the layer by the operations' variants of these names."""
     return compose(tensors_of(call), call.sizes, call.eps, call.output_final_state, parts)
 
 
@@ -43,24 +43,24 @@ DISPATCHED: Parts = (AUTO, AUTO, AUTO)
 
 @gla_layer.variant("stepwise", launches=None, fuses=(), parts=STEPWISE, maker="pytorch", yardstick=True)
 def stepwise(call: GlaLayerCall) -> Results:
-    """All in PyTorch, the recurrence step by step: what the other variants are measured against for accuracy."""
+    """Run everything in PyTorch, the recurrence step by step: the PyTorch baseline that sets the tolerance."""
     return run(call, STEPWISE)
 
 
 @gla_layer.variant("unfused", launches=None, fuses=(), parts=EAGER)
 def unfused(call: GlaLayerCall) -> Results:
-    """A product for each projection, PyTorch's activations, norm and gate; the recurrence as the dispatcher runs it.
+    """Run a product for each projection, PyTorch's activations, norm and gate; the dispatcher chooses the recurrence.
 
-    The eager layer of experiment 058, and the baseline for time. With a recurrence of PyTorch's own it would be several times
-    slower, and the gain over it would be that of ``gla``, which has a study of its own. Its parts are called as users call
-    them, so that eager times count the checks and the dispatch of four operations here as in ``composed``.
+    The eager layer of experiment 058, and the baseline for time. With a recurrence in PyTorch it would be several times slower,
+    and the speedup over it would be that of ``gla``, which has a study of its own. Its parts are called as users call them, so
+    that eager times include the checks and the dispatch of four operations, as those of ``composed`` do.
     """
     return run(call, EAGER)
 
 
 @gla_layer.variant("compiled", launches=None, fuses=(), parts=EAGER)
 def compiled(call: GlaLayerCall) -> Results:
-    """torch.compile of the unfused layer, in one graph with the recurrence as an operator in it."""
+    """Run the unfused layer, compiled by torch.compile in one graph that has the recurrence as an operator."""
     if torch.compiler.is_compiling():
         return run(call, EAGER)
     return compile_static(composed_of(call.sizes, call.eps, call.output_final_state, EAGER))(tensors_of(call))
@@ -72,32 +72,32 @@ compiled.supports(no_steps)
 
 @compiled.supports
 def short_enough_on_a_cpu(query: Query) -> str | None:
-    """There the recurrence is PyTorch's loop over chunks, which is unrolled."""
+    """Return why a sequence is too long to compile on a CPU, or ``None``: the loop over chunks is unrolled there."""
     return short_enough(query) if query.device_type == "cpu" else None
 
 
 @gla_layer.variant("composed", launches=None, fuses=(), parts=DISPATCHED)
 def composed(call: GlaLayerCall) -> Results:
-    """``projections`` twice, ``gla`` and ``output_chain``, each by the variant that the dispatcher chooses: what modules run."""
+    """Run ``projections`` twice, ``gla`` and ``output_chain``, each by the dispatcher's choice, as the modules do."""
     return run(call, DISPATCHED)
 
 
 @gla_layer.variant("packed", launches=None, fuses=("gradients",), parts=DISPATCHED)
 def packed(call: GlaLayerCall) -> Results:
-    """One function with a backward pass of its own: gradients of all projections are written into one matrix.
+    """Run the layer as one autograd function: its backward pass writes the gradients of all projections into one matrix.
 
-    See ``autograd.py``. Its parts run by kernels of ours, the one that the dispatcher chooses where it is one of them; what reads
-    x is a product of PyTorch's alone, since no activation follows it. Without a backward pass it would be ``composed``.
+    See ``autograd.py``. Its parts run our own kernels: the dispatcher's choice if that is one of them. The projection of x is
+    PyTorch's product alone, since no activation follows it. Without a backward pass it would equal ``composed``.
     """
     return layer.compute(call)
 
 
 @gla_layer.variant("packed_states", launches=None, fuses=("gradients",), parts=DISPATCHED)
 def packed_states(call: GlaLayerCall) -> Results:
-    """The same, and the forward pass keeps the state that enters each chunk of 64 steps, in 16 bits, for the backward pass.
+    """Run ``packed`` with a forward pass that saves the state entering each chunk of 64 steps, in 16 bits.
 
-    That saves one of its two walks for ``B * T * H * K * V / 32`` bytes between the passes. The dispatcher chooses it where
-    it was measured to be faster by more than what counts as equal.
+    This saves one of the two chunk state passes of the backward pass, for ``B * T * H * K * V / 32`` bytes between the passes.
+    The dispatcher chooses it where it was measured to be faster by more than the margin of equality.
     """
     return layer.compute(call, keep_states=True)
 
@@ -107,14 +107,14 @@ packed_states.supports(layer.why_not)
 
 
 @packed_states.supports
-def walks(query: Query) -> str | None:
-    """Only that recurrence makes all of the states where outputs are read from them."""
+def saves_states(query: Query) -> str | None:
+    """Return why states cannot be saved, or ``None``: only the Hopper recurrence writes all states to memory."""
     _, recurrence, _ = layer.parts_of(query, layer.ALIGNMENT, 1.0)
     return None if layer.own_kernel(recurrence, ("hopper",)) else "keeps states of the recurrence hopper alone"
 
 
 def training(*heads: tuple[int, int], architectures: tuple[str, ...] | None = None) -> list[Example]:
-    """Return training calls with heads of these sizes K and V, and as many of them as fill the chip without cutting T."""
+    """Return training calls with heads of these sizes K and V, and as many of them as fill the device without splitting T."""
     return [
         Example(
             gla_layer.case("bfloat16", B=32, T=2048, D=2048, H=12, K=keys, V=values),
@@ -128,11 +128,11 @@ def training(*heads: tuple[int, int], architectures: tuple[str, ...] | None = No
 
 @packed.examples
 def heads_of_aliased_states() -> list[Example]:
-    """Return training calls in which states lie in the place of gradients, and one in which they do not."""
+    """Return training calls whose states alias the buffer of gradients, and one whose states do not."""
     return training((64, 128), (128, 128), (256, 256))
 
 
 @packed_states.examples
 def heads_of_kept_states() -> list[Example]:
-    """Return training calls that keep the states."""
+    """Return training calls that save the states."""
     return training((128, 128), (256, 256), architectures=("sm_90a",))

@@ -1,4 +1,4 @@
-"""The peer: ``fla.layers.GatedLinearAttention`` with the weights of the call."""
+"""The peer variant of ``gla_layer``: ``fla.layers.GatedLinearAttention`` with the weights of the call."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from onelaunch.ops.gla_layer.composition import Results, segments_of
 from onelaunch.ops.gla_layer.contract import GlaLayerCall, LayerSizes, gla_layer
 
 PLACES = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0")
-"""fla's names for what the rows of ``in_proj_weight`` are, in their order."""
+"""Names of fla's modules whose weights are the segments of ``in_proj_weight``, in order."""
 
 ONE_AT_A_TIME = threading.Lock()
-"""Threads share a layer of the same sizes, which holds one call's tensors at a time."""
+"""Lock of the cached layers, which threads share and which hold the tensors of one call at a time."""
 
 
 @gla_layer.variant("fla", launches=None, fuses=(), parts=("unfused", "fla", "norm_gate"), maker="fla", requires="fla", tunes=True)
 def fla(call: GlaLayerCall) -> Results:
-    """fla's layer as its users call it.
+    """Run fla's layer as its users call it.
 
-    Its weights are views of the packed one: the backward pass puts their gradients together by one copy, which fla's own layer
-    does not need; it is as large as the weight.
+    Its weights are views of the packed weight. So the backward pass concatenates their gradients by one copy of the weight's
+    size, which fla's own layer does not need.
     """
     layer = layer_of(call.x.shape[2], call.sizes, call.eps)
     rows = call.in_proj_weight.split_with_sizes([segment.width for segment in segments_of(call.sizes)])
     given = {f"{place}.weight": weight for place, weight in zip(PLACES, rows, strict=True)}
     given |= {"gk_proj.1.weight": call.gk_weight, "gk_proj.1.bias": call.gk_bias}
     given |= {"g_norm_swish_gate.weight": call.norm_weight, "o_proj.weight": call.w_out}
-    # torch.func.functional_call would do the same, and cost as much host time as a tenth of a step of decoding
+    # torch.func.functional_call would do the same, for host time of a tenth of a decoding step.
     places = [(vars(layer.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in given]
     with ONE_AT_A_TIME:
         for (module, name), tensor in zip(places, given.values(), strict=True):
@@ -48,7 +48,7 @@ def fla(call: GlaLayerCall) -> Results:
 
 @functools.lru_cache(maxsize=64)
 def layer_of(width: int, sizes: LayerSizes, eps: float) -> nn.Module:
-    """fla's layer of these sizes, its parameters taken out: tensors of a call are put in their place as plain attributes."""
+    """Return fla's layer of these sizes without its parameters; a call sets its tensors as plain attributes instead."""
     from fla.layers import GatedLinearAttention  # pyrefly: ignore[missing-import]
 
     arguments: dict[str, Any] = {
@@ -69,8 +69,8 @@ def layer_of(width: int, sizes: LayerSizes, eps: float) -> nn.Module:
 
 
 @fla.supports
-def what_fla_can(query: Query) -> str | None:
-    """Its limits as of fla 0.6.0."""
+def why_fla_cannot_run(query: Query) -> str | None:
+    """Return why fla 0.6.0 cannot run a call, or ``None``."""
     if query.device_type != "cuda":
         return "needs a CUDA or ROCm device"
     for package, named in (("fla", "fla"), ("fla.layers", "flash-linear-attention"), ("transformers", "transformers")):

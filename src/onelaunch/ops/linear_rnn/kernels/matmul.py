@@ -1,8 +1,11 @@
-"""A plain matrix product of any strides.
+"""A plain matrix product of operands with any strides: the first launch of the three-launch baseline.
 
 Computes   out [M, N] = a [M, K] b [K, N]
-Grid       tiles of out, one a CTA; GROUP tiles of rows come before the next columns, so that CTAs of one time share columns of b
-On chip    [BM, BN] sums in float32; products of float32 are without tf32
+Grid       one CTA per tile [BM, BN] of out. Tiles are ordered so that GROUP_M tiles of rows come before the next tile of
+           columns: CTAs that run at the same time share columns of b in the L2 cache. All warps do the same work.
+On chip    [BM, BN] sums in float32 registers; Triton's pipeline holds the stages of a and b in shared memory.
+Memory     reads a once per BN columns and b once per BM rows, writes out once.
+Numerics   sums in float32; products of float32 operands do not use TF32.
 """
 
 import triton
@@ -14,7 +17,7 @@ def matmul_kernel(
     a, b, out, M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = a b, out contiguous: the first launch of three. Grid: tiles of out, neighbours share columns of b."""
+    """Compute one tile of out = a b; out is contiguous, a and b have any strides."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     per_group = GROUP_M * tiles_n

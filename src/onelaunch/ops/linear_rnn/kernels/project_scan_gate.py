@@ -1,13 +1,19 @@
 """The whole linear-RNN layer in one launch, with its matrix product on the tensor cores.
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
-Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, so B = 1 fills the chip as well.
-On chip    the tile of v as the accumulator of x W, then as slabs of steps; log_decay, loaded before the product begins, and
-gate, loaded behind it.
-Memory     reads x once per BV channels, W once per tile (from the cache), log_decay and gate once; writes y once; for a
-           backward pass also v and one row of states a tile.
-Carry      look_back.py of the scan.
-Source     the "chunked GEMM fusion" that experiment 040 named as its next step.
+Grid       (ceil(T / BT), B * ceil(V / BV)). A CTA owns one tile of BT steps by BV channels, so time is split too and B = 1
+           fills the device as well. All warps do the same work.
+On chip    the tile of v, first as the accumulator [BT, BV] of x W in float32, then as ROWS slabs [BT / ROWS, BV] (see
+look_back.py);
+           the slabs of log_decay, loaded before the product begins, and of the gate, loaded behind it. All are registers.
+           Triton pipelines x [BT, BD] and W [BD, BV] through shared memory, which also serves the one change of layout to
+           slabs.
+Memory     reads x once per BV channels, W once per tile of steps (from the L2 cache), log_decay and gate once; writes y once.
+           For a backward pass also writes v and one row of states per tile (KEEP).
+Protocol   the decoupled look-back of kernels/scan/look_back.py, after the product; see there for words, order and progress.
+Numerics   v stays in float32 on its way into the scan; float32 operands are multiplied without TF32. See
+           kernels/scan/forward.py.
+Source     the "chunked GEMM fusion" that experiment 040 named as its next step; docs/notebook/linear_rnn.md.
 """
 
 import triton
@@ -22,7 +28,7 @@ from onelaunch.kernels.scan.forward import (
     store_slab,
     tile_pointers,
 )
-from onelaunch.kernels.scan.look_back import own_words_before
+from onelaunch.kernels.scan.look_back import read_previous_words
 
 
 @triton.jit
@@ -30,7 +36,10 @@ def project_tile(
     x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride,
     BT: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """v = x W for BT steps and BV channels, float32 [BT, BV]; 0 outside the tensors."""
+    """Return v = x W for BT steps and BV channels, float32 [BT, BV]; 0 outside the tensors.
+
+    EVEN: steps and channels need no mask. EVEN_D: the D columns of x need none either.
+    """
     rows = tl.arange(0, BT)
     k = tl.arange(0, BD)
     in_time = (start + rows < T)[:, None]
@@ -48,7 +57,7 @@ def project_tile(
         else:
             b_x = tl.load(p_x, mask=in_time & (d + k < width)[None, :], other=0.0)
             b_weight = tl.load(p_weight, mask=in_range & (d + k < width)[:, None], other=0.0)
-        # float32 products in full precision: tf32 would cost three digits of the state
+        # Products of float32 stay in full precision: TF32 would cost three digits of the state.
         v = tl.dot(b_x, b_weight, v, input_precision="ieee")
         p_x += BD
         p_weight += BD * weight_stride
@@ -56,10 +65,13 @@ def project_tile(
 
 
 @triton.jit
-def slabs_of(tile):
-    """[BT, BV] to ROWS = 8 slabs [BT / 8, BV]: slab r holds rows r, r + 8, ... One trip through shared memory."""
+def split_into_slabs(tile):
+    """Split a tile [BT, BV] into ROWS = 8 slabs [BT / 8, BV]: slab r holds rows r, r + 8, ...
+
+    It costs one trip through shared memory.
+    """
     bits = tl.reshape(tile, [tile.shape[0] // ROWS, 2, 2, 2, tile.shape[1]])
-    low, high = tl.split(tl.permute(bits, (0, 4, 3, 2, 1)))  # the highest bit of r is split first
+    low, high = tl.split(tl.permute(bits, (0, 4, 3, 2, 1)))  # the highest bit of r is split off first
     low_0, low_1 = tl.split(low)
     high_0, high_1 = tl.split(high)
     slab_0, slab_1 = tl.split(low_0)
@@ -78,22 +90,22 @@ def project_scan_gate_kernel(
     GROUP: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """See the top of the file. KEEP: also write v and the carries, which the backward pass reads."""
+    """Compute one tile of y: see the top of the file. KEEP: also write v and the carries, which the backward pass reads."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     slices = tl.cdiv(channels, BV)
     b = tl.program_id(1) // slices
     c = (tl.program_id(1) % slices) * BV + tl.arange(0, BV)
     own_words, group_words = sequence_words(words, b, tl.num_programs(1) // slices, tiles, channels, GROUP)
-    before = own_words_before(own_words, tile, channels, c)
+    before = read_previous_words(own_words, tile, channels, c)
     segment = tl.arange(0, BT // ROWS)
     start = tile * BT
     t = start + segment * ROWS
     p_decay = row_pointer(log_decay, b, start, decay_stride_b, decay_stride_t)
     log_decays = load_slabs(p_decay, decay_stride_t, segment, t, T, c, channels, EVEN)
-    values = slabs_of(
+    values = split_into_slabs(
         project_tile(x, weight, b, start, c, T, width, channels, x_stride_b, x_stride_t, weight_stride, BT, BV, BD, EVEN, EVEN_D)
     )
-    # Loaded behind x, which is needed first; it arrives while the carry is waited for
+    # The gate is loaded behind x, which is needed first. It arrives while this CTA waits for its carry.
     p_gate = row_pointer(gate, b, start, gate_stride_b, gate_stride_t)
     gates = load_slabs(p_gate, gate_stride_t, segment, t, T, c, channels, EVEN)
     if KEEP:

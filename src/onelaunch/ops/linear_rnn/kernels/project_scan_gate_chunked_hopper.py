@@ -1,15 +1,26 @@
 """The whole linear-RNN layer in one launch on Hopper, for layers that do not keep the tensor cores busy.
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
-Grid       (T / BT, B * V / BV): a program owns one tile of time and channels, as in project_scan_gate.py.
-Order      everything is asked for at once: log_decay and gate into registers, x and W by copies (TMA) where D fits the stages;
-           the decays and silu(gate) are computed while x is on its way. What is left behind the product (WGMMA) is short: one
-           trip through shared memory to [SEGS, ROWS, BV], a walk of ROWS steps, the carry, a multiply-add and a product.
-Threads    a warp holds ROWS consecutive steps of all BV channels, two channels a thread: its loads and stores are whole rows, and
-           a segment is walked in one thread. Segments and tiles are put together by look_back_gluon.py of the scan.
-Memory     reads x once per BV channels, W once per tile (from the cache), log_decay and gate once; writes y once; for a
-           backward pass also v and one row of states a tile.
-Constants  D, V and the strides along time are constants of the code: a row's address is then an immediate of the access.
+Grid       (ceil(T / BT), B * ceil(V / BV)): a CTA owns one tile of BT = 64 steps by BV = 32 or 64 channels, as in
+           project_scan_gate.py. One CTA has one warpgroup (BV = 32) or two (BV = 64, each half of the channels). There are no
+           specialized warps: all of them load, multiply (WGMMA) and scan.
+Order      all loads are issued at once: log_decay and gate into registers, x and W by TMA, all of D if it fits into STAGES
+           stages. exp(log_decay) and silu(gate) are computed while x is in flight. Little is left behind the WGMMAs: one trip
+           through shared memory to the layout [SEGS, ROWS, BV], a serial scan of ROWS steps, the carry, and per element a
+           multiply-add and the product with the gate.
+Registers  a warp holds ROWS consecutive steps of all BV channels, two neighbouring channels per thread. So its global loads and
+           stores are whole rows, and a segment is scanned in one thread.
+Shared     STAGES stages of x [BT, BD] and W [BD, BV] in 16 bits (64 KiB for four stages, BV = BD = 64), one mbarrier per stage,
+           and four buffers [SEGS, BV] of float32 (8 KiB for BV = 64) for in_order.
+Memory     reads x once per BV channels, W once per tile of steps (from the L2 cache), log_decay and gate once; writes y once.
+           For a backward pass also writes v and one row of states per tile (KEEP).
+Protocol   full[stage] completes when the stage's x and W have arrived. If D needs more steps than stages, a stage is loaded
+           again after the WGMMA that read it is complete in all warps (a barrier of the CTA). Tiles are joined by the decoupled
+           look-back of kernels/scan/look_back_gluon.py: the CTA publishes its map, reads the final state of the group before
+           and the maps of earlier tiles in its group, and the last tile of a group publishes the group's final state.
+Constants  D, V and the strides along time are compile-time constants: a row's address is then an immediate of the access.
+Numerics   v stays in float32 on its way into the scan; decays are multiplied and nothing is divided by one.
+Source     docs/notebook/linear_rnn.md (2026-11-21).
 """
 
 from onelaunch.kernels.gluon.compat import (
@@ -24,49 +35,52 @@ from onelaunch.kernels.gluon.compat import (
 )
 from onelaunch.kernels.scan.look_back_gluon import (
     combine,
-    earlier_tiles,
     in_order,
     launch_phase,
     publish,
+    spin_until_published,
     unpack,
-    until_published,
+    wait_for_earlier_tiles,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
 ROWS = gl.constexpr(8)
-"""Steps of a segment."""
+"""Number of consecutive steps that form a segment, which one thread scans serially."""
 
 
 @gluon.jit
-def last(before, after):
-    """Of a row of values the last, by reduction."""
+def take_last(before, after):
+    """Return the second operand, so that a reduction returns the last element."""
     return after
 
 
 @gluon.jit
 def silu(gate):
-    """gate * sigmoid(gate), float32; a squared reciprocal root is two instructions, a division eight."""
+    """Return gate * sigmoid(gate) of float32. A squared reciprocal root takes two instructions, a division eight."""
     root = gl.rsqrt(1.0 + gl.exp2(gate * -LOG2E))
     return gate * (root * root)
 
 
 @gluon.jit
-def fetch(x, weight, x_tiles, w_tiles, full, row, c, k):
-    """Copy the k-th columns of x and rows of W into their stage."""
+def load_stage(x, weight, x_tiles, w_tiles, full, row, c, k):
+    """Start the TMA loads of the k-th block of columns of x and rows of W into stage k % STAGES.
+
+    full[stage] must already expect their bytes, and the stage must be free.
+    """
     stage = k % x_tiles.shape[0]
     tma_load(x, [row, k * x.block_type.shape[1]], full.index(stage), x_tiles.index(stage))
     tma_load(weight, [k * x.block_type.shape[1], c], full.index(stage), w_tiles.index(stage))
 
 
 @gluon.jit
-def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr, product: gl.constexpr):
-    """v = x W for one tile, float32 [BT, BV]; the first stages are on their way."""
+def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr, wgmma_layout: gl.constexpr):
+    """Return v = x W for one tile, float32 [BT, BV] in the layout of WGMMA; loads of the first STAGES stages are in flight."""
     STAGES: gl.constexpr = x_tiles.shape[0]
     BT: gl.constexpr = x_tiles.shape[1]
     BV: gl.constexpr = w_tiles.shape[2]
     nbytes: gl.constexpr = x.block_type.nbytes + weight.block_type.nbytes
-    total = gl.zeros([BT, BV], gl.float32, layout=product)
+    total = gl.zeros([BT, BV], gl.float32, layout=wgmma_layout)
     if STEPS == STAGES:
         for k in gl.static_range(STEPS):
             mbarrier.wait(full.index(k), 0)
@@ -77,11 +91,11 @@ def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr,
             mbarrier.wait(full.index(stage), (k // STAGES) & 1)
             started = warpgroup_mma(x_tiles.index(stage), w_tiles.index(stage), total, use_acc=k > 0, is_async=True)
             total = warpgroup_mma_wait(num_outstanding=1, deps=(started,))
-            block_barrier()  # all warps are done with the product before this one: its stage is free
+            block_barrier()  # The WGMMA of step k - 1 is complete in all warps, so its stage is free.
             after = k + STAGES - 1
             if (k > 0) & (after < STEPS):
                 mbarrier.expect(full.index(after % STAGES), nbytes)
-                fetch(x, weight, x_tiles, w_tiles, full, row, c, after)
+                load_stage(x, weight, x_tiles, w_tiles, full, row, c, after)
     return warpgroup_mma_wait(num_outstanding=0, deps=(total,))
 
 
@@ -89,12 +103,13 @@ def project_tile(x, weight, x_tiles, w_tiles, full, row, c, STEPS: gl.constexpr,
 def project_scan_gate_chunked_hopper_kernel(
     x, weight, log_decay, gate, initial, y, v, final, carries, words, T, decay_stride_b, gate_stride_b,
     WIDTH: gl.constexpr, CHANNELS: gl.constexpr, DECAY_STRIDE: gl.constexpr, GATE_STRIDE: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr,
+    KEEP: gl.constexpr,
 ):  # fmt: skip
-    """See the top of the file. x and weight are descriptors of [rows, columns]; their boxes are the tiles, of which no more
-    stages are asked for than D has.
+    """Compute one tile of y: see the top of the file.
 
-    KEEP: also write v and the carries, which the backward pass reads.
+    x and weight are TMA descriptors of [rows, columns], whose boxes are [BT, BD] and [BD, BV]. STAGES is at most the number of
+    blocks that D has. KEEP: also write v and the carries, which the backward pass reads.
     """
     BT: gl.constexpr = x.block_type.shape[0]
     BD: gl.constexpr = x.block_type.shape[1]
@@ -105,8 +120,8 @@ def project_scan_gate_chunked_hopper_kernel(
     SLICES: gl.constexpr = (CHANNELS + BV - 1) // BV
     slab: gl.constexpr = gl.BlockedLayout([1, ROWS, 2], [64 // BV, 1, BV // 2], [WARPS, 1, 1], [2, 1, 0])
     maps: gl.constexpr = gl.SliceLayout(1, slab)
-    # 64 steps are one warpgroup's rows; a second one takes the other half of the channels
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BV * 4 // WARPS, 16])
+    # The 64 steps are the rows of one warpgroup's WGMMA. A second warpgroup takes the other half of the channels.
+    wgmma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BV * 4 // WARPS, 16])
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     tile, tiles = gl.program_id(0), gl.num_programs(0)
@@ -123,7 +138,7 @@ def project_scan_gate_chunked_hopper_kernel(
     part = gl.arange(0, SEGS, layout=gl.SliceLayout(1, maps))
     lane = gl.arange(0, BV, layout=gl.SliceLayout(0, maps))[None, :]
     in_range = lane < CHANNELS - c
-    # read long before `publish` overwrites them, with barriers between; it also brings them into the cache
+    # The old words are read long before `publish` overwrites them, with barriers between. This also brings them into the cache.
     own_words = sequence_words + tile_long * CHANNELS + lane
     phase = launch_phase(gl.load(own_words, mask=in_range, other=0, volatile=True))
     segment = gl.arange(0, SEGS, layout=gl.SliceLayout(1, gl.SliceLayout(2, slab)))[:, None]
@@ -148,35 +163,35 @@ def project_scan_gate_chunked_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.expect(full.index(i), x.block_type.nbytes + weight.block_type.nbytes)
     for i in gl.static_range(STAGES):
-        fetch(x, weight, x_tiles, w_tiles, full, b * T + start, c, i)
+        load_stage(x, weight, x_tiles, w_tiles, full, b * T + start, c, i)
 
     decays = gl.exp2(log_decays.to(gl.float32) * LOG2E)
     gates = silu(gates.to(gl.float32))
 
-    total = project_tile(x, weight, x_tiles, w_tiles, full, b * T + start, c, STEPS, product)
+    total = project_tile(x, weight, x_tiles, w_tiles, full, b * T + start, c, STEPS, wgmma_layout)
     values = gl.convert_layout(gl.reshape(total, [SEGS, ROWS, BV]), slab)
     if not EVEN:
-        # what lies behind the end may be the next batch entry's: the state passes it unchanged
+        # Rows behind the end may belong to the next batch entry: with v = 0 and decay = 1 the state passes them unchanged.
         values = gl.where(in_time, values, 0.0)
         decays = gl.where(in_time, decays, 1.0)
     out = (b_long * T + start) * CHANNELS + c
     if KEEP:
         gl.store(v + out + (t * CHANNELS + channel), values.to(v.dtype.element_ty), mask=inside)
 
-    # of every step the map from its segment's beginning, of every segment the map from the tile's, of the tile the carry
+    # Every step gets the map from its segment's start, every segment the map from the tile's start, and the tile its carry.
     decays, states = gl.associative_scan((decays, values), 1, combine)
     decay_before, state_before, tile_decay, tile_state = in_order(
-        segment_decays, segment_states, gl.reduce(decays, 1, last), gl.reduce(states, 1, last), part
+        segment_decays, segment_states, gl.reduce(decays, 1, take_last), gl.reduce(states, 1, take_last), part
     )
     publish(own_words, tile_decay, tile_state, in_range, phase)
     carry = gl.zeros([1, BV], gl.float32, layout=maps)
     if group > 0:
         pointers = group_words + (group - 1).to(gl.int64) * CHANNELS + lane
         found = gl.where(in_range, gl.load(pointers, mask=in_range, other=0, volatile=True), phase)
-        carry = unpack(until_published(found, pointers, phase))[1]
+        carry = unpack(spin_until_published(found, pointers, phase))[1]
     elif INITIAL:
         carry = gl.load(initial + b_long * CHANNELS + c + lane, mask=in_range, other=0.0)
-    decay, state = earlier_tiles(
+    decay, state = wait_for_earlier_tiles(
         sequence_words + first.to(gl.int64) * CHANNELS, CHANNELS, part, lane, tile - first, in_range, phase, GROUP // SEGS
     )
     _, _, decay, state = in_order(tile_decays, tile_states, decay, state, part)

@@ -1,17 +1,28 @@
 """The whole linear-RNN layer in one launch for wide layers on Hopper: its matrix product never stops for the scan.
 
 Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(gate_t)
-Grid       one program per processor; each takes tile after tile from a counter, all channels and batch entries of a time tile
-           before those of the next: the tile before in time is long done when a tile's scan begins, so one serial pass is enough.
-Warps      a producer warp copies tiles of x and W (TMA); two warpgroups multiply half the steps of a tile each (WGMMA); a third
-           one scans and gates the tile before under the product of this one, a thread per channel.
-On chip    STAGES tiles of x and W; two short pieces of log_decay and gate; one tile of v, rounded to the dtype of x as a matrix
-           product of its own would round it.
-Memory     reads x once per tile of channels and W once per tile of time (mostly from the cache), log_decay and gate once;
-           writes y once; for a backward pass also v and a row of states every CARRY steps.
-Carry      the state that leaves a tile, one word per tile and channel: float32 and a phase bit (see look_back.py of the scan).
-Progress   tiles are taken in order by programs that run, and wait for tiles of lower index only: the lowest unfinished tile
-           always advances, whatever else runs on the device.
+Grid       persistent, one CTA per SM. A CTA takes tiles of 2 * HALF = 256 steps by BV = 128 channels from an atomic counter.
+           All slices of channels and batch entries of one tile of time come before those of the next. So the tile before in
+           time is long done when a tile's scan begins, and one serial pass over time is enough.
+Warps      a producer warp loads tiles of x and W (TMA); two consumer warpgroups compute half the steps of a tile each (WGMMA);
+           a third warpgroup scans and gates the tile before, meanwhile, with one thread per channel.
+Shared     STAGES stages of x [256, BD] and W [BD, BV] (3 * 48 KiB for BD = 64); one tile of v in the dtype of x (64 KiB); two
+           slots of ROWS steps of log_decay and gate (16 KiB for 16-bit decays); tile indices and mbarriers.
+Memory     reads x once per tile of channels and W once per tile of time (mostly from the L2 cache), log_decay and gate once;
+           writes y once. For a backward pass also writes v, and a row of states every CARRY steps (KEEP).
+Protocol   full[stage]: the stage's operands have arrived, and with a tile's first stage the tile's index. empty[stage]: both
+           consumer warpgroups are done with the stage. v_ready[half], v_free[half]: a half of v is stored, or read by the scan.
+           id_ready[slot]: the tile index for the scan is written. fetched[slot]: rows of log_decay and gate have arrived.
+           An index of -1 ends each role.
+Carry      the state that leaves a tile is one 64-bit flag-in-data word per channel: bits 0 to 31 hold the float32 state, bit 63
+           the phase. A CTA spins on the word of the tile before in time until its phase differs from the one that the own word
+           had at first. All words have one phase between launches; see kernels/scan/look_back.py. Flag and state are
+           written by one access, so no fence is needed.
+Progress   tiles are taken in order by CTAs that run, and wait only for tiles of a lower index. So the lowest unfinished tile
+           always advances, whatever else runs on the device. The CTA that takes the last number sets the counter back to 0.
+Numerics   v is rounded to the dtype of x, as a matrix product of its own would round it; the scan is in float32, and nothing is
+           divided by a decay.
+Source     docs/notebook/linear_rnn.md (fused_hopper).
 """
 
 from onelaunch.kernels.gluon.compat import gl, gluon, keep_barriers, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
@@ -19,55 +30,59 @@ from onelaunch.kernels.gluon.compat import gl, gluon, keep_barriers, mbarrier, t
 LOG2E = gl.constexpr(1.4426950408889634)
 
 CARRY = gl.constexpr(64)
-"""Steps between the states that a backward pass reads."""
+"""Number of steps between the states that are stored for a backward pass."""
 
 
 @gluon.jit
-def first_then_second(decay_1, state_1, decay_2, state_2):
-    """The map (decay_1, state_1), then (decay_2, state_2)."""
+def combine(decay_1, state_1, decay_2, state_2):
+    """Return the map that applies (decay_1, state_1) first and (decay_2, state_2) second."""
     return decay_1 * decay_2, decay_2 * state_1 + state_2
 
 
 @gluon.jit
-def second(first, last):
-    """Of a row of values the last, by reduction."""
+def take_last(first, last):
+    """Return the second operand, so that a reduction returns the last element."""
     return last
 
 
 @gluon.jit
-def tile_place(tile, pairs, slices):
-    """Time tile, batch entry and slice of channels."""
+def tile_coordinates(tile, pairs, slices):
+    """Return the tile of time, the batch entry and the slice of channels of a tile's index; ``pairs`` is B times the slices."""
     pair = tile % pairs
     return tile // pairs, pair // slices, pair % slices
 
 
 @gluon.jit
 def read_scalar(memory, layout: gl.constexpr):
-    """The one element of [1] in shared memory."""
+    """Return the one element of a [1] tensor in shared memory."""
     return gl.max(memory.load(layout), 0)
 
 
 @gluon.jit
 def write_scalar(memory, value, layout: gl.constexpr):
-    """Set the one element of [1] in shared memory."""
+    """Set the one element of a [1] tensor in shared memory."""
     memory.store(gl.full([1], value, gl.int32, layout=layout))
 
 
 @gluon.jit
 def produce(x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter, sizes):
-    """Take tiles from the counter and copy their operands into the stages; -1 after the last."""
+    """Run the producer warp: take tile indices from the counter and load the tiles' operands into the stages.
+
+    A tile's index is written to the first of its stages, -1 behind the last tile. A stage is filled after empty[stage]. The
+    next index is taken while the loads of the current tile are issued, which hides the latency of the counter.
+    """
     stages: gl.constexpr = w_tiles.shape[0]
     half: gl.constexpr = x.block_type.shape[0]
     BD: gl.constexpr = weight.block_type.shape[0]
     BV: gl.constexpr = weight.block_type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    T, width, tiles, pairs, slices, programs = sizes
+    T, width, tiles, pairs, slices, ctas = sizes
     steps = gl.cdiv(width, BD)
     stage = 0
     phase = 1
     tile = gl.atomic_add(counter, 1, sem="relaxed").to(gl.int32)
     while tile < tiles:
-        time, b, column = tile_place(tile, pairs, slices)
+        time, b, column = tile_coordinates(tile, pairs, slices)
         row = b * T + time * (2 * half)
         mbarrier.wait(empty.index(stage), phase)
         write_scalar(tile_ids.index(stage), tile, layout)
@@ -83,8 +98,8 @@ def produce(x, weight, x_tiles, w_tiles, tile_ids, full, empty, counter, sizes):
             if stage == stages:
                 stage = 0
                 phase ^= 1
-    if tile == tiles + programs - 1:
-        gl.atomic_xchg(counter, 0, sem="relaxed")  # nobody takes any more: ready for the next launch
+    if tile == tiles + ctas - 1:
+        gl.atomic_xchg(counter, 0, sem="relaxed")  # every CTA has taken its last index: reset for the next launch
     mbarrier.wait(empty.index(stage), phase)
     write_scalar(tile_ids.index(stage), -1, layout)
     mbarrier.arrive(full.index(stage), count=1)
@@ -95,7 +110,11 @@ def multiply(
     x_tiles, w_tiles, tile_ids, full, empty, v_tile, v_ids, id_ready, v_ready, v_free, width,
     BD: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Half the steps of each tile of v (the GROUP-th half), into shared memory for the scan."""
+    """Run a consumer warpgroup: compute the GROUP-th half of the steps of each tile of v, and store it for the scan.
+
+    Waits for full[stage] before each WGMMA and for v_free[GROUP] before the store. Arrives at empty[stage] when the WGMMA that
+    read the stage is complete, and at v_ready[GROUP] after the store. Group 0 also forwards tile indices to the scan.
+    """
     stages: gl.constexpr = w_tiles.shape[0]
     half: gl.constexpr = x_tiles.shape[1]
     channels: gl.constexpr = w_tiles.shape[2]
@@ -109,7 +128,7 @@ def multiply(
     tile = read_scalar(tile_ids.index(0), layout)
     while tile >= 0:
         if GROUP == 0:
-            # the scan has read what this slot held: it freed the tile of v that followed
+            # The slot held the index two tiles back. The scan read it before it freed that tile of v, which was waited for.
             write_scalar(v_ids.index(parity), tile, layout)
             mbarrier.arrive(id_ready.index(parity), count=1)
         total = gl.zeros([half, channels], gl.float32, layout=product)
@@ -137,13 +156,13 @@ def multiply(
 
 @gluon.jit
 def fetch_rows(log_decay, gate, decay_rows, gate_rows, fetched, row, c, n, wanted):
-    """Copy the n-th ROWS steps of a tile's decay and gate into their place of two."""
-    place = n % 2
-    arrived = fetched.index(place)
+    """Start the TMA loads of the n-th ROWS steps of a tile's log_decay and gate into slot n % 2; nothing unless ``wanted``."""
+    slot = n % 2
+    arrived = fetched.index(slot)
     mbarrier.expect(arrived, log_decay.block_type.nbytes + gate.block_type.nbytes, pred=wanted)
     at = row + n * log_decay.block_type.shape[0]
-    tma_load(log_decay, [at, c], arrived, decay_rows.index(place), pred=wanted)
-    tma_load(gate, [at, c], arrived, gate_rows.index(place), pred=wanted)
+    tma_load(log_decay, [at, c], arrived, decay_rows.index(slot), pred=wanted)
+    tma_load(gate, [at, c], arrived, gate_rows.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -152,7 +171,11 @@ def scan_gate(
     initial, y, v, final, carries, words, sizes,
     EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """Walk through each tile of v with a thread per channel, from the state that left the tile before in time."""
+    """Run the scan warpgroup: scan and gate each tile of v serially, with a thread per channel.
+
+    Starts from the state that left the tile before in time, spinning on its word. Waits for id_ready, v_ready and fetched;
+    arrives at v_free[half] once a half of v is in registers. At the end of a tile it publishes the state.
+    """
     ROWS: gl.constexpr = decay_rows.shape[1]
     BV: gl.constexpr = decay_rows.shape[2]
     BT: gl.constexpr = 2 * v_tile.shape[1]
@@ -170,7 +193,7 @@ def scan_gate(
     mbarrier.wait(id_ready.index(0), 0)
     tile = read_scalar(v_ids.index(0), layout)
     while tile >= 0:
-        time, b, column = tile_place(tile, pairs, slices)
+        time, b, column = tile_coordinates(tile, pairs, slices)
         start = time * BT
         left = T - start
         c = column * BV
@@ -208,7 +231,7 @@ def scan_gate(
             if EVEN:
                 inside = gl.full([ROWS, BV], 1, gl.int1, layout=rows_layout)
             else:
-                # the copies run into the next batch entry: past the end the state stays as it is
+                # TMA loads run into the next batch entry. With v = 0 and decay = 1 the state stays as it is past the end.
                 in_time = (r < left - n * ROWS)[:, None]
                 inside = in_time & in_range[None, :]
                 b_v = gl.where(in_time, b_v, 0.0)
@@ -219,11 +242,11 @@ def scan_gate(
                 step = n * ROWS
                 row = carries + (b_long * gl.cdiv(T, CARRY) + (start + step) // CARRY) * channels + c
                 gl.store(row + lane, s, mask=in_range & (step % CARRY == 0) & (step < left))
-            # the state enters with the first row, so that what is left is a scan from zero; its products of decays are dead code
+            # The state enters with the first row, so what is left is a scan from zero. Its products of decays are dead code.
             b_v = b_v.to(gl.float32)
             b_v += gl.where((r == 0)[:, None], b_decay * s[None, :], 0.0)
-            b_s = gl.associative_scan((b_decay, b_v), 0, first_then_second)[1]  # [ROWS, BV]
-            s = gl.reduce(b_s, 0, second)
+            b_s = gl.associative_scan((b_decay, b_v), 0, combine)[1]  # [ROWS, BV]
+            s = gl.reduce(b_s, 0, take_last)
             root = gl.rsqrt(1.0 + gl.exp2(b_gate * -LOG2E))
             gl.store(y + out + target, (b_s * b_gate * root * root).to(y.dtype.element_ty), mask=inside)
         bits = s.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
@@ -243,9 +266,10 @@ def project_scan_gate_hopper_kernel(
     STAGES: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, SCAN_REGISTERS: gl.constexpr,
     EVEN: gl.constexpr, INITIAL: gl.constexpr, FINAL: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """See the top of the file. x, weight, log_decay and gate are descriptors of [rows, columns]; their boxes are the tiles.
+    """Set up shared memory and barriers, and start the four roles: see the top of the file.
 
-    KEEP: also write v and the carries, which the backward pass reads.
+    x, weight, log_decay and gate are TMA descriptors of [rows, columns]; their boxes are the tiles. KEEP: also write v and the
+    carries, which the backward pass reads.
     """
     HALF: gl.constexpr = x.block_type.shape[0]
     BD: gl.constexpr = x.block_type.shape[1]

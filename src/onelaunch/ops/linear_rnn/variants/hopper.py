@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @launches("persistent")
 def run_persistent(layer: Layer) -> Results:
-    """Project, scan and gate by one CTA per SM."""
+    """Project, scan and gate by one persistent CTA per SM."""
     from onelaunch.ops.linear_rnn import launch_hopper
 
     return launch_hopper.persistent(layer)
@@ -29,7 +29,7 @@ def run_persistent(layer: Layer) -> Results:
     architectures=("sm_90a",),
 )  # fmt: skip
 def fused_hopper(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch for wide layers on Hopper: the scan of a tile runs under the matrix product of the next."""
+    """Run one launch for wide layers on Hopper: a tile is scanned while the next one is multiplied."""
     return one_launch(call, "persistent")
 
 
@@ -49,7 +49,7 @@ def fits(query: Query) -> str | None:
     if length < 64:
         return "needs at least 64 time steps"
     if width % 8 or channels % 8:
-        return "needs D and V that are multiples of 8: the copy engine moves 16 bytes at once"
+        return "needs D and V that are multiples of 8: TMA moves 16 bytes at once"
     return None
 
 

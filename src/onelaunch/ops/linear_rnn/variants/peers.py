@@ -1,4 +1,4 @@
-"""The peer: the library's matrix product, ``fla``'s chunkwise HGRN scan, and a SiLU gate."""
+"""The peer variant of ``linear_rnn``: cuBLAS, ``fla``'s chunkwise HGRN scan, and a SiLU gate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 @linear_rnn.variant("fla", launches=None, fuses=(), gemm="cublas", requires="fla")
 def fla(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """cuBLAS, then ``chunk_hgrn`` of flash-linear-attention and a SiLU gate in PyTorch."""
+    """Run cuBLAS, then ``chunk_hgrn`` of flash-linear-attention, and a SiLU gate in PyTorch."""
     from fla.ops.hgrn import chunk_hgrn  # pyrefly: ignore[missing-import]
 
     s, final = chunk_hgrn(call.project(), call.log_decay, call.initial_state, call.output_final_state)
@@ -20,8 +20,11 @@ def fla(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 @fla.supports
-def what_chunk_hgrn_can(query: Query) -> str | None:
-    """Its limits as of fla 0.6.0: the gradients of both states are dropped without a word, so those calls are refused."""
+def why_chunk_hgrn_cannot_run(query: Query) -> str | None:
+    """Return why fla 0.6.0 cannot run a call, or ``None``.
+
+    It silently drops the gradients of the initial and final states, so such calls are refused.
+    """
     if (reason := not_installed("fla")) is not None:
         return reason
     if query.device_type != "cuda":

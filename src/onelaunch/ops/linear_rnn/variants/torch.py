@@ -10,19 +10,19 @@ from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
 
 @linear_rnn.variant("eager", launches=None, fuses=(), yardstick=True)
 def eager(call: LinearRNNCall) -> scan.Results:
-    """A matrix product, then the loop over time: what the other variants are measured against for accuracy."""
+    """Multiply, then loop over time: the PyTorch baseline that sets the tolerance of the other variants."""
     return scan.eager(call.scan_call(call.project()))
 
 
 @linear_rnn.variant("chunked", launches=None, fuses=())
 def chunked(call: LinearRNNCall) -> scan.Results:
-    """Pure PyTorch, parallel over time: the default on a CPU."""
+    """Multiply, then scan chunks in parallel, in pure PyTorch: the default on a CPU."""
     return scan.chunked(call.scan_call(call.project()))
 
 
 @linear_rnn.variant("compiled", launches=None, fuses=("scan", "gate"))
 def compiled(call: LinearRNNCall) -> scan.Results:
-    """torch.compile of the projection and the chunked scan together."""
+    """Run the projection and the chunked scan, compiled together by torch.compile."""
     function = scan.compile_static(_project_scan_and_gate)
     return function(call.x, call.weight, call.log_decay, call.gate, call.initial_state, call.cu_seqlens)
 

@@ -22,26 +22,26 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 @linear_rnn.variant("three_launch", launches=3, backward_launches=4, fuses=(), gemm="triton")
 def three_launch(call: LinearRNNCall) -> Results:
-    """A Triton matrix product, a scan kernel, a gate kernel: the write-up's baseline."""
+    """Run a Triton matrix product, a scan kernel and a gate kernel: the write-up's baseline."""
     v = matmul(call.x.flatten(0, 1), call.weight, grad=call.query().grad).unflatten(0, call.x.shape[:2])
     return scan.separate(call.scan_call(v))
 
 
 @linear_rnn.variant("three_launch_cublas", launches=3, backward_launches=4, fuses=(), gemm="cublas")
 def three_launch_cublas(call: LinearRNNCall) -> Results:
-    """The library's matrix product, a scan kernel, a gate kernel: the control that the write-up lacked."""
+    """Run the library's matrix product, a scan kernel and a gate kernel: the control that the write-up lacked."""
     return scan.separate(call.scan_call(call.project()))
 
 
 @linear_rnn.variant("semi_fused", launches=2, backward_launches=3, fuses=("scan", "gate"), gemm="cublas")
 def semi_fused(call: LinearRNNCall) -> Results:
-    """The library's matrix product, then scan and gate in one kernel."""
+    """Run the library's matrix product, then scan and gate in one kernel."""
     return scan.fused(call.scan_call(call.project()))
 
 
 @launches("chunked")
 def run_chunked(layer: Layer) -> Made:
-    """Project, scan and gate tile by tile, by the kernel for Hopper where it takes the layer."""
+    """Project, scan and gate each tile; by the Hopper kernel if it can run the layer, else by the portable one."""
     from onelaunch.ops.linear_rnn import launch, launch_hopper
 
     return launch_hopper.chunked(layer) if launch_hopper.suits(layer) else launch.chunked(layer)
@@ -49,7 +49,7 @@ def run_chunked(layer: Layer) -> Made:
 
 @linear_rnn.variant("fused_chunked", launches=1, backward_launches=3, fuses=("projection", "scan", "gate"), gemm="triton")
 def fused_chunked(call: LinearRNNCall) -> Results:
-    """One launch that keeps the tensor cores: a tile of time at once, the carry by decoupled look-back."""
+    """Run one launch that uses tensor cores: a CTA per tile of time, the carry by decoupled look-back."""
     return one_launch(call, "chunked")
 
 
@@ -58,12 +58,16 @@ for _variant in (three_launch, three_launch_cublas, semi_fused, fused_chunked):
 
 
 WIDE = 512 * 512
-"""Weights beyond which the library's matrix product wins back what its own launch costs."""
+"""Number of weights beyond which the library's matrix product gains more than its own launch costs."""
 
 
 @linear_rnn.prefers
 def library_product_for_wide_layers(query: Query) -> tuple[str, ...]:
-    """At D = V = 2048 two launches take 515 us on an H200, ``fused_chunked`` 927: its product is no match for the library's."""
+    """Prefer the library's product for wide layers.
+
+    At D = V = 2048 two launches take 515 us on an H200, ``fused_chunked`` 927 us, because its product is slower than the
+    library's.
+    """
     return ("semi_fused",) if query.device_type == "cuda" and query.sizes[2] * query.sizes[3] >= WIDE else ()
 
 
@@ -82,9 +86,9 @@ def training() -> list[Example]:
 
 @fused_chunked.examples
 def every_tile() -> list[Example]:
-    """Return training calls of the portable kernel, and on Hopper of narrow and wide tiles, and of more columns than stages hold.
+    """Return training calls that compile every kernel: portable, and on Hopper narrow and wide tiles and a D beyond the stages.
 
-    On Hopper the portable kernel runs what TMA cannot address, such as rows of 260 numbers.
+    On Hopper the portable kernel runs layers that TMA cannot address, such as rows of 260 elements.
     """
     on_hopper = ("sm_90a",)
     others = tuple(name for name in ARCHITECTURES if name not in on_hopper)

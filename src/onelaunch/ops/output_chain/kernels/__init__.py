@@ -1,1 +1,1 @@
-"""The kernels of ``output_chain``."""
+"""Kernels of ``output_chain``: norm and gate in one pass, and the output projection with both inside."""

@@ -1,12 +1,17 @@
 """RMSNorm of every head times the gate, and the gradients of both, each in one pass.
 
-Computes   a = h * rstd * norm_weight * act(gate), rstd = 1 / sqrt(mean(h^2) + eps) of every head; act is SiLU, or nothing where
-           the gate is activated already. From da: dh, dgate, dnorm_weight, and a again, which is not kept.
-Grid       forward a program per BM tokens and head; backward a program per ``steps`` such tiles, one behind the other.
-On chip    whole heads [BM, BV] in float32, backward also the program's share of dnorm_weight.
-Memory     reads h, the gate (and da) once, writes a (dh, dgate) once; rstd, a number for each head; backward a row of partial
-           sums of dnorm_weight for each program, so that their sum does not depend on who comes first.
+Computes   a = h * rstd * norm_weight * act(gate), rstd = 1 / sqrt(mean(h^2) + eps) of every head. act is SiLU, or the identity
+           if the gate is activated already. Backward, from da: dh, dgate, dnorm_weight, and a again, which was not saved.
+Grid       forward: one CTA per BM tokens and head. Backward: one CTA per ``steps`` such tiles, one after the other. The heads
+           of the same tokens are neighbouring tiles. All warps do the same work.
+On chip    whole heads [BM, BV] in float32 registers; backward also the CTA's own sum of dnorm_weight, [BM, BV].
+Memory     forward reads h and the gate once, writes a once, and rstd, one float32 per token and head, if there is a buffer for
+           it. Backward reads h, the gate, da and rstd once, writes dh, dgate and a once, and a row of partial sums of
+           dnorm_weight per CTA. Another launch adds those rows in a fixed order, so the result does not depend on which CTA
+           ends first.
+Protocol   CTAs do not exchange anything.
 Numerics   float32 between the loads and the stores.
+Source     experiment 058; norm and gate as in fla's FusedRMSNormGated; docs/notebook/output_chain.md.
 """
 
 import triton
@@ -17,19 +22,19 @@ from onelaunch.kernels.common.activation import silu, silu_slope
 
 @triton.jit
 def reciprocal_rms(x, eps, V: tl.constexpr, AXIS: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) along AXIS, of V channels; what masks left out is zero."""
+    """Return 1 / sqrt(mean(x^2) + eps) along AXIS, of V channels; elements beyond V must be 0."""
     return 1.0 / tl.sqrt(tl.sum(x * x, axis=AXIS) * (1.0 / V) + eps)
 
 
 @triton.jit
 def activate(gate, ACTIVATED: tl.constexpr):
-    """The activated gate, float32."""
+    """Return the activated gate in float32: itself if ACTIVATED, else its SiLU."""
     return gate.to(tl.float32) if ACTIVATED else silu(gate)
 
 
 @triton.jit
-def place(tile, M, H, BM: tl.constexpr):
-    """Tokens of a tile, 64-bit, which of them there are, and its head: heads of the same tokens follow each other."""
+def tile_coordinates(tile, M, H, BM: tl.constexpr):
+    """Return a tile's tokens, 64-bit, the mask of those below M, and its head; heads of the same tokens are adjacent tiles."""
     m = (tile // H).to(tl.int64) * BM + tl.arange(0, BM)
     return m, m < M, tile % H
 
@@ -39,21 +44,21 @@ def norm_gate_kernel(
     h, gate, norm_weight, a, rstd, M, H, h_stride, gate_stride, eps,
     V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, ACTIVATED: tl.constexpr,
 ):  # fmt: skip
-    """a ``[M, H * V]``; rstd ``[M, H]`` if there is room for it."""
-    m, tokens_there, head = place(tl.program_id(0), M, H, BM)
+    """Compute one tile of a ``[M, H * V]``, and of rstd ``[M, H]`` unless it is ``None``."""
+    m, tokens_valid, head = tile_coordinates(tl.program_id(0), M, H, BM)
     c = tl.arange(0, BV)
-    there = tokens_there[:, None] & (c < V)[None, :]
+    valid = tokens_valid[:, None] & (c < V)[None, :]
     column = (head * V + c)[None, :]
-    x = tl.load(h + m[:, None] * h_stride + column, mask=there, other=0.0).to(tl.float32)  # [BM, BV]
+    x = tl.load(h + m[:, None] * h_stride + column, mask=valid, other=0.0).to(tl.float32)  # [BM, BV]
     r = reciprocal_rms(x, eps, V, 1)  # [BM]
     if rstd is not None:
-        tl.store(rstd + m * H + head, r, mask=tokens_there)
+        tl.store(rstd + m * H + head, r, mask=tokens_valid)
     x *= r[:, None]
     if norm_weight is not None:
         x *= tl.load(norm_weight + c, mask=c < V, other=0.0).to(tl.float32)[None, :]
     if gate is not None:
-        x *= activate(tl.load(gate + m[:, None] * gate_stride + column, mask=there, other=0.0), ACTIVATED)
-    tl.store(a + m[:, None] * (H * V) + column, x.to(a.dtype.element_ty), mask=there)
+        x *= activate(tl.load(gate + m[:, None] * gate_stride + column, mask=valid, other=0.0), ACTIVATED)
+    tl.store(a + m[:, None] * (H * V) + column, x.to(a.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -61,36 +66,40 @@ def norm_gate_gradients_kernel(
     da, h, gate, norm_weight, rstd, a, dh, dgate, partials, M, H, steps, da_stride, h_stride, gate_stride, dgate_stride,
     V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, ACTIVATED: tl.constexpr,
 ):  # fmt: skip
-    """a again, if there is room for it, and from da, if it is there, all gradients; partials are ``[programs, V]``."""
+    """Compute a again, unless ``a`` is ``None``, and from da, unless it is ``None``, the gradients.
+
+    dgate and ``partials`` [CTAs, V] may be ``None``. Each CTA stores its partial sum of dnorm_weight in its row of
+    ``partials``.
+    """
     c = tl.arange(0, BV)
     weight = 1.0
     if norm_weight is not None:
         weight = tl.load(norm_weight + c, mask=c < V, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros([BM, BV], tl.float32)
     for step in range(steps):
-        m, tokens_there, head = place(tl.program_id(0) * steps + step, M, H, BM)
-        there = tokens_there[:, None] & (c < V)[None, :]
+        m, tokens_valid, head = tile_coordinates(tl.program_id(0) * steps + step, M, H, BM)
+        valid = tokens_valid[:, None] & (c < V)[None, :]
         column = (head * V + c)[None, :]
         packed = m[:, None] * (H * V) + column
-        r = tl.load(rstd + m * H + head, mask=tokens_there, other=0.0)[:, None]
-        x = tl.load(h + m[:, None] * h_stride + column, mask=there, other=0.0).to(tl.float32) * r  # [BM, BV]
+        r = tl.load(rstd + m * H + head, mask=tokens_valid, other=0.0)[:, None]
+        x = tl.load(h + m[:, None] * h_stride + column, mask=valid, other=0.0).to(tl.float32) * r  # [BM, BV]
         if gate is not None:
-            g = tl.load(gate + m[:, None] * gate_stride + column, mask=there, other=0.0)
+            g = tl.load(gate + m[:, None] * gate_stride + column, mask=valid, other=0.0)
             opened, slope = activate(g, ACTIVATED), 1.0 if ACTIVATED else silu_slope(g)
         else:
             opened, slope = 1.0, 0.0
         factor = opened * weight
         if a is not None:
-            tl.store(a + packed, (x * factor).to(a.dtype.element_ty), mask=there)
+            tl.store(a + packed, (x * factor).to(a.dtype.element_ty), mask=valid)
         if da is not None:
-            d = tl.load(da + m[:, None] * da_stride + column, mask=there, other=0.0).to(tl.float32)
+            d = tl.load(da + m[:, None] * da_stride + column, mask=valid, other=0.0).to(tl.float32)
             both = d * x
             along = tl.sum(both * factor, axis=1) * (1.0 / V)  # [BM]
-            tl.store(dh + packed, (r * (d * factor - x * along[:, None])).to(dh.dtype.element_ty), mask=there)
+            tl.store(dh + packed, (r * (d * factor - x * along[:, None])).to(dh.dtype.element_ty), mask=valid)
             if partials is not None:
                 dweight += both * opened
             if dgate is not None:
                 to = dgate + m[:, None] * dgate_stride + column
-                tl.store(to, (both * weight * slope).to(dgate.dtype.element_ty), mask=there)
+                tl.store(to, (both * weight * slope).to(dgate.dtype.element_ty), mask=valid)
     if partials is not None:
         tl.store(partials + tl.program_id(0).to(tl.int64) * V + c, tl.sum(dweight, axis=0), mask=c < V)

@@ -1,15 +1,19 @@
-"""The output projection of heads that are normalized and gated as the product loads them: one launch.
+"""Output projection of heads that are normalized and gated as the product loads them: one launch.
 
 Computes   out = a w_out^T + bias, a = h * rstd * norm_weight * act(gate), rstd = 1 / sqrt(mean(h^2) + eps) of every head
-Grid       tiles of out, one a program, in swaths: programs that run at the same time share weights, and rows of h.
-On chip    [BN, BM] of out^T as sums in float32, and a head [BV, BM] of h and of the gate. Weights are the left operand, as in
-           kernels/gemm/tiles.py: few rows of h are then the narrow side of a matrix instruction.
-Memory     reads h and the gate once per BN columns of out, the weights once per BM rows, writes out once. Nothing else, but for
-           rstd where there is room for it: the programs of the first columns write it.
-Numerics   a is rounded to the dtype of the weights for the product. A float32 result is of float32 products without tf32; since
-           single multiplications take their operands from registers, a head then goes through in pieces of BK channels, which
-           are read once more (from a cache) when its rstd is known. Products in 16 bits take a head at once, BK = BV.
-Edges      rows beyond the end are the last one again, and are not stored; channels beyond the end of a head are zeros.
+Grid       one CTA per tile [BM, BN] of out, ordered in swaths of GROUP tiles of rows: CTAs that run at the same time share
+           weights and rows of h in the L2 cache. All warps do the same work.
+On chip    [BN, BM] of out^T as float32 sums in registers, and a head [BV, BM] of h and of the gate. The weights are the left
+           operand, as in kernels/gemm/tiles.py: few rows of h are then the narrow side of a matrix instruction. Triton
+           pipelines the loads through shared memory.
+Memory     reads h and the gate once per BN columns of out, the weights once per BM rows, writes out once. rstd is written by
+           the CTAs of the first columns, if there is a buffer for it.
+Protocol   CTAs do not exchange anything.
+Numerics   a is rounded to the dtype of the weights for the product. Products of float32 do not use TF32. They take their
+           operands from registers, so a head then goes through in blocks of BK channels, which are loaded once more (from a
+           cache) when its rstd is known. Products in 16 bits take a whole head at once, BK = BV.
+Edges      rows beyond the end repeat the last one and are not stored; channels beyond the end of a head are zeros.
+Source     experiment 058; docs/notebook/output_chain.md: this form is slower than norm_gate at all measured sizes.
 """
 
 import triton
@@ -25,7 +29,7 @@ def prologue_kernel(
     V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATED: tl.constexpr,
 ):  # fmt: skip
-    """out ``[M, N]``; rstd ``[M, H]`` if there is room for it."""
+    """Compute one tile of out ``[M, N]``, and rstd ``[M, H]`` unless it is ``None``."""
     EVEN: tl.constexpr = V == BV
     m_start, n_start = tile_of(M, N, BM, BN, GROUP)
     m, n = rows_from(m_start, M, BM), rows_from(n_start, N, BN)
@@ -38,8 +42,8 @@ def prologue_kernel(
         r = reciprocal_rms(x, eps, V, 0)  # [BM]
         if rstd is not None:
             tl.store(rstd + m_out.to(tl.int64) * H + head, r, mask=(m_out < M) & (n_start == 0))
-        for piece in tl.static_range(BV // BK):
-            c = piece * BK + k
+        for block in tl.static_range(BV // BK):
+            c = block * BK + k
             column = head * V + c
             if BK != BV:
                 x = load_channels(rows_h + column[:, None], V, c[:, None], EVEN).to(tl.float32)  # [BK, BM]

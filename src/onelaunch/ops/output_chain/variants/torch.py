@@ -1,4 +1,4 @@
-"""Variants of ``output_chain`` in plain PyTorch: they run everywhere."""
+"""Variants of ``output_chain`` in plain PyTorch: they run on every device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Results = tuple[torch.Tensor]
     "unfused", launches=None, fuses=(), hands=("norm", "silu", "a"), gemm="cublas", maker="pytorch", yardstick=True
 )
 def unfused(call: OutputChainCall) -> Results:
-    """The norm, the gate and the product, each by PyTorch: what the other variants are measured against."""
+    """Run the norm, the gate and the product, each by PyTorch: the PyTorch baseline that sets the tolerance."""
     return _chain(call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps)
 
 
 @output_chain.variant("compiled", launches=None, fuses=("norm", "gate"), hands=("a",), maker="pytorch")
 def compiled(call: OutputChainCall) -> Results:
-    """torch.compile of the unfused chain."""
+    """Run the unfused chain, compiled by torch.compile."""
     if torch.compiler.is_compiling():
         return _chain(call.h, call.gate, call.norm_weight, call.w_out, call.bias, call.activated, call.eps)
     function = compile_static(_chain_of(call.activated, call.eps))
@@ -50,7 +50,7 @@ def _chain(
 
 
 def _normalize(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMSNorm of every head; PyTorch's own takes weights of the dtype of ``h`` alone."""
+    """Apply RMSNorm to every head; PyTorch's own only takes weights of the dtype of ``h``, so others are applied here."""
     if weight is None or weight.dtype is h.dtype:
         return F.rms_norm(h, h.shape[-1:], weight, eps)
     return (F.rms_norm(h, h.shape[-1:], None, eps) * weight).to(h.dtype)
@@ -58,5 +58,5 @@ def _normalize(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torc
 
 @functools.lru_cache(maxsize=256)
 def _chain_of(activated: bool, eps: float) -> Callable[..., Results]:
-    """The chain of one kind, so that what is compiled sees it as constants."""
+    """Return the chain for these options, which the compiled code sees as constants."""
     return lambda h, gate, norm_weight, w_out, bias: _chain(h, gate, norm_weight, w_out, bias, activated, eps)

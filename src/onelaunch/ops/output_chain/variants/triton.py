@@ -1,4 +1,4 @@
-"""Variants of ``output_chain`` in Triton: a kernel before PyTorch's product, and a product with both inside."""
+"""Variants of ``output_chain`` in Triton: norm and gate in a kernel before PyTorch's product, and inside our own product."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from onelaunch.ops.output_chain.launch import Made, Operands
 
 LARGEST_HEAD = 512
-"""Most channels of a head: a CTA holds whole heads."""
+"""Limit on the channels of a head: a CTA holds whole heads."""
 
 LARGEST_MULTIPLIED_HEAD = 256
-"""Most channels of a head in a product, of which a CTA holds those of at least 16 rows."""
+"""Limit on the channels of a head in the product, where a CTA holds the heads of at least 16 rows."""
 
 LARGEST_GRID = 2**30
-"""Programs of a launch, and room for those of a tile beyond the end in 32 bits."""
+"""Limit on the CTAs of a launch, which leaves space for a tile beyond the end in 32 bits."""
 
 MOST_COLUMNS = 2**30
-"""H * V and D below this leave room for a tile in 32 bits."""
+"""Bound of H * V and of D: below it, columns of a tile beyond the end fit into 32 bits."""
 
 
 @launches("norm_gate")
 def run_norm_gate(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None, eps: float, keep: bool) -> Made:
-    """Normalize and gate in one launch, and multiply by PyTorch."""
+    """Normalize and gate in one launch, then multiply with PyTorch."""
     from onelaunch.ops.output_chain import launch
 
     a, rstd = launch.norm_gate(given, eps, keep=keep)
@@ -42,9 +42,10 @@ def run_norm_gate(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | Non
     "norm_gate", launches=2, backward_launches=4, fuses=("norm", "gate"), hands=("a",), keeps=("rstd",), gemm="cublas"
 )
 def norm_gate(call: OutputChainCall) -> Results:
-    """One kernel for norm and gate of all heads, and the product by PyTorch.
+    """Run one kernel for norm and gate of all heads, and the product with PyTorch.
 
-    A norm's weight in 16 bits adds a launch to the backward pass, and so does a bias; without a norm's weight it has one less.
+    A norm's weight in 16 bits adds one launch to the backward pass, and so does a bias; without a norm's weight there is one
+    less.
     """
     return compute(call, "norm_gate")
 
@@ -58,11 +59,11 @@ def needs_triton(query: Query) -> str | None:
 
     batch, length, heads, values, columns = query.sizes
     if values > LARGEST_HEAD:
-        return f"takes heads of at most {LARGEST_HEAD} channels, not {values}: a program holds whole heads"
+        return f"takes heads of at most {LARGEST_HEAD} channels, not {values}: a CTA holds whole heads"
     if max(heads * values, columns) >= MOST_COLUMNS:
-        return f"takes H * V and D below {MOST_COLUMNS}: positions in rows are of 32 bits"
+        return f"takes H * V and D below {MOST_COLUMNS}: column indices are 32-bit"
     if launch.tiles(batch * length, heads, values, launch.GRADIENT_ELEMENTS) > LARGEST_GRID:
-        return f"takes at most {LARGEST_GRID} tiles of {launch.GRADIENT_ELEMENTS} elements: a launch is no wider"
+        return f"takes at most {LARGEST_GRID} tiles of {launch.GRADIENT_ELEMENTS} elements, one per CTA of a grid"
     return None
 
 
@@ -78,9 +79,9 @@ def run_prologue(given: Operands, w_out: torch.Tensor, bias: torch.Tensor | None
     "prologue", launches=1, backward_launches=4, fuses=("norm", "gate", "product"), hands=(), keeps=("rstd",), gemm="triton"
 )
 def prologue(call: OutputChainCall) -> Results:
-    """One launch: a product that normalizes and gates every head as it loads it.
+    """Run one launch: a product that normalizes and gates every head as it loads it.
 
-    Every tile of columns does so anew. The backward pass is that of ``norm_gate``.
+    Every tile of columns repeats this work. The backward pass is that of ``norm_gate``.
     """
     return compute(call, "prologue")
 
@@ -93,14 +94,14 @@ def fits(query: Query) -> str | None:
     """Return why the kernel of the product cannot run a call, or ``None``."""
     values, most = query.sizes[3], LARGEST_MULTIPLIED_HEAD
     if values > most:
-        return f"takes heads of at most {most} channels, not {values}: they are held beside the sums of a product"
+        return f"takes heads of at most {most} channels, not {values}: a CTA holds them in addition to the sums of a product"
     return interprets_bfloat16_wrongly(query)
 
 
 # Example calls
 
 FEW, MANY = 3, 8191
-"""Tokens of the example calls."""
+"""Number of tokens of the example calls."""
 
 FORMS: dict[str, dict[str, Any]] = {
     "activated": {"gate": "activated"},

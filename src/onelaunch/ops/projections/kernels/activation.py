@@ -1,9 +1,15 @@
-"""Activations of all segments of a packed projection, and their gradients, each in one pass over a product that is there.
+"""Activations of all segments of a packed projection, and their gradients, each in one pass over an existing product.
 
-Computes   y = activation(z + bias); dz from dy, y, and what was kept: 1 / norm of every head, z where SiLU was applied
-Grid       a program per BM rows and one tile of columns; a tile lies in one segment, and is one head where heads are normalized.
-Memory     reads z (dy, and y or z) once, writes y (dz) once; a segment begins at column ROWS[s] of z and dz, COLUMNS[s] of y.
+Computes   y = activation(z + bias). Backward: dz from dy and what the forward pass saved: y, 1 / norm of every normalized head
+           (rstd), and z where SiLU was applied (kept).
+Grid       one CTA per BM rows and one tile of columns: CTA i has rows from BM * (i // TILES) and tile i % TILES. A tile lies in
+           one segment, and is one head where heads are normalized. All warps do the same work.
+On chip    one tile [BM, BLOCK] in float32 registers; only the norm of a head is a reduction over threads.
+Memory     forward reads z once and writes y once (and rstd, kept); backward reads dy, and y or kept, once and writes dz once.
+           Segment s begins at column ROWS[s] of z and dz, and at column COLUMNS[s] of y.
+Protocol   CTAs do not exchange anything.
 Numerics   float32 between the loads and the stores; a head is normalized by the sum of its squares plus eps, as fla does.
+Source     experiment 058; docs/notebook/projections.md.
 """
 
 import triton
@@ -12,18 +18,18 @@ import triton.language as tl
 from onelaunch.kernels.common.activation import LOG2E, sigmoid, silu_slope
 
 NONE, L2NORM, SILU, SIGMOID, LOGSIGMOID = (tl.constexpr(n) for n in range(5))
-"""Activations, in the order of ``layout.py``: tuples of constants hold numbers alone."""
+"""Numbers of the activations, in the order of ``layout.py``; tuples of compile-time constants can hold only numbers."""
 
 NOTHING = tl.constexpr(-1)
-"""Of NORM, KEPT and BIAS: there is nothing of the kind."""
+"""Value of NORM, KEPT or BIAS if the segment has no such thing."""
 
 SMALL = tl.constexpr(0.01)
-"""Below it, three terms of a series are exact to a rounding or two of float32."""
+"""Bound of an argument below which three terms of a series are exact to one or two roundings of float32."""
 
 
 @triton.jit
 def log_sigmoid(z):
-    """-log(1 + exp(-z)) of float32; a series where the exponential is lost beside 1."""
+    """Return -log(1 + exp(-z)) of float32; by a series where adding the exponential to 1 would lose it."""
     power = tl.exp2(-tl.abs(z) * LOG2E)
     series = power * (1.0 - power * (0.5 - power * (1.0 / 3.0)))
     return tl.minimum(z, 0.0) - tl.where(power < SMALL, series, tl.log(1.0 + power))
@@ -31,49 +37,50 @@ def log_sigmoid(z):
 
 @triton.jit
 def log_sigmoid_slope(y):
-    """The derivative of log_sigmoid by its result, 1 - exp(y); likewise."""
+    """Return the derivative of log_sigmoid from its result y, 1 - exp(y); by a series where the subtraction would cancel."""
     series = -y * (1.0 + y * (0.5 + y * (1.0 / 6.0)))
     return tl.where(y > -SMALL, series, 1.0 - tl.exp2(y * LOG2E))
 
 
 @triton.jit
-def place(M, first, TILES: tl.constexpr, BM: tl.constexpr):
-    """Rows of this program, 64-bit, which of them there are, and how far its tile lies behind the segment's first."""
+def tile_coordinates(M, first, TILES: tl.constexpr, BM: tl.constexpr):
+    """Return this CTA's rows, 64-bit, the mask of those below M, and its tile's index within the segment."""
     m = (tl.program_id(0) // TILES).to(tl.int64) * BM + tl.arange(0, BM)
     return m, m < M, tl.program_id(0) % TILES - first
 
 
 @triton.jit
 def finish_tile(
-    v, m, c, there, rows_there, columns_there, norm, bias, y, rstd, kept, eps,
+    v, m, c, valid, rows_valid, columns_valid, norm, bias, y, rstd, kept, eps,
     HEAD: tl.constexpr, COLUMN: tl.constexpr, ACTIVATION: tl.constexpr, NORMALIZER: tl.constexpr, NORM: tl.constexpr,
     KEPT: tl.constexpr, BIAS: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
 ):  # fmt: skip
-    """From products ``v`` [BM, BLOCK] of one segment in float32, zeros where nothing is, to what is written of them.
+    """Add the bias to products ``v`` [BM, BLOCK] of one segment, activate them, and store the results.
 
-    ``m`` and ``c`` are rows, and columns of the segment. Where heads are normalized the tile holds BLOCK / HEAD of them, of which
-    ``norm`` is the first.
+    Stores y, rstd unless NORM is NOTHING, and z before the activation unless KEPT is NOTHING. ``v`` is float32, and 0 outside
+    ``valid``. ``m`` are the rows, ``c`` the columns within the segment. If heads are normalized, the tile holds BLOCK / HEAD
+    heads, the first of which has index ``norm``.
     """
     if BIAS != NOTHING:
-        v += tl.load(bias + BIAS + c, mask=columns_there, other=0.0).to(tl.float32)[None, :]
+        v += tl.load(bias + BIAS + c, mask=columns_valid, other=0.0).to(tl.float32)[None, :]
     if KEPT != NOTHING:
-        tl.store(kept + m[:, None] * KEPT_PITCH + (KEPT + c)[None, :], v.to(kept.dtype.element_ty), mask=there)
+        tl.store(kept + m[:, None] * KEPT_PITCH + (KEPT + c)[None, :], v.to(kept.dtype.element_ty), mask=valid)
     if ACTIVATION == L2NORM:
         heads = tl.reshape(v, [v.shape[0], v.shape[1] // HEAD, HEAD])
         r = 1.0 / tl.sqrt(tl.sum(heads * heads, axis=2) + eps)  # [BM, BLOCK / HEAD]
         v = tl.reshape(heads * tl.expand_dims(r, 2), v.shape)
         if NORM != NOTHING:
             head = tl.arange(0, v.shape[1] // HEAD)
-            heads_there = tl.max(tl.reshape(columns_there, [v.shape[1] // HEAD, HEAD]).to(tl.int32), axis=1) > 0
+            heads_valid = tl.max(tl.reshape(columns_valid, [v.shape[1] // HEAD, HEAD]).to(tl.int32), axis=1) > 0
             at = rstd + m[:, None] * NORM_PITCH + (NORM + norm + head)[None, :]
-            tl.store(at, r, mask=rows_there[:, None] & heads_there[None, :])
+            tl.store(at, r, mask=rows_valid[:, None] & heads_valid[None, :])
     if ACTIVATION == SILU:
         v *= sigmoid(v)
     if ACTIVATION == SIGMOID:
         v = sigmoid(v)
     if ACTIVATION == LOGSIGMOID:
         v = log_sigmoid(v) * (1.0 / NORMALIZER)
-    tl.store(y + m[:, None] * PITCH + (COLUMN + c)[None, :], v.to(y.dtype.element_ty), mask=there)
+    tl.store(y + m[:, None] * PITCH + (COLUMN + c)[None, :], v.to(y.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -84,15 +91,15 @@ def activate_tile(
     KEPT: tl.constexpr, BIAS: tl.constexpr, Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr,
     KEPT_PITCH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one segment."""
-    m, rows_there, tile = place(M, FIRST, TILES, BM)
+    """Load, activate and store one tile of one segment; WIDTH is the segment's width, STEP the columns of a tile."""
+    m, rows_valid, tile = tile_coordinates(M, FIRST, TILES, BM)
     at = tl.arange(0, BLOCK)
     c = tile * STEP + at
-    columns_there = (at < STEP) & (c < WIDTH)
-    there = rows_there[:, None] & columns_there[None, :]
-    v = tl.load(z + m[:, None] * Z_PITCH + (ROW + c)[None, :], mask=there, other=0.0).to(tl.float32)  # [BM, BLOCK]
+    columns_valid = (at < STEP) & (c < WIDTH)
+    valid = rows_valid[:, None] & columns_valid[None, :]
+    v = tl.load(z + m[:, None] * Z_PITCH + (ROW + c)[None, :], mask=valid, other=0.0).to(tl.float32)  # [BM, BLOCK]
     finish_tile(
-        v, m, c, there, rows_there, columns_there, tile, bias, y, rstd, kept, eps,
+        v, m, c, valid, rows_valid, columns_valid, tile, bias, y, rstd, kept, eps,
         BLOCK, COLUMN, ACTIVATION, NORMALIZER, NORM, KEPT, BIAS, PITCH, NORM_PITCH, KEPT_PITCH,
     )  # fmt: skip
 
@@ -105,7 +112,7 @@ def activate_kernel(
     BIASES: tl.constexpr, Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """Every tile of every segment; FIRSTS holds each segment's first tile, and their number."""
+    """Activate the tile of this CTA; FIRSTS holds each segment's first tile, and behind them the number of tiles."""
     tile = tl.program_id(0) % FIRSTS[len(WIDTHS)]
     for s in tl.static_range(len(WIDTHS)):
         if (tile >= FIRSTS[s]) & (tile < FIRSTS[s + 1]):
@@ -123,28 +130,28 @@ def gradient_tile(
     ROW: tl.constexpr, COLUMN: tl.constexpr, ACTIVATION: tl.constexpr, NORMALIZER: tl.constexpr, NORM: tl.constexpr,
     KEPT: tl.constexpr, Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one segment; zeros where dy is ``None``."""
-    m, rows_there, tile = place(M, FIRST, TILES, BM)
+    """Compute one tile of dz of one segment; zeros if dy is ``None``."""
+    m, rows_valid, tile = tile_coordinates(M, FIRST, TILES, BM)
     at = tl.arange(0, BLOCK)
     c = tile * STEP + at
-    there = rows_there[:, None] & ((at < STEP) & (c < WIDTH))[None, :]
+    valid = rows_valid[:, None] & ((at < STEP) & (c < WIDTH))[None, :]
     if dy is None:
         d = tl.zeros((BM, BLOCK), tl.float32)
     else:
-        d = tl.load(dy + m[:, None] * dy_stride + c[None, :], mask=there, other=0.0).to(tl.float32)  # [BM, BLOCK]
+        d = tl.load(dy + m[:, None] * dy_stride + c[None, :], mask=valid, other=0.0).to(tl.float32)  # [BM, BLOCK]
         if ACTIVATION == SILU:
-            v = tl.load(kept + m[:, None] * KEPT_PITCH + (KEPT + c)[None, :], mask=there, other=0.0)
+            v = tl.load(kept + m[:, None] * KEPT_PITCH + (KEPT + c)[None, :], mask=valid, other=0.0)
             d *= silu_slope(v)
         elif ACTIVATION != NONE:
-            v = tl.load(y + m[:, None] * PITCH + (COLUMN + c)[None, :], mask=there, other=0.0).to(tl.float32)
+            v = tl.load(y + m[:, None] * PITCH + (COLUMN + c)[None, :], mask=valid, other=0.0).to(tl.float32)
             if ACTIVATION == L2NORM:
-                r = tl.load(rstd + m * NORM_PITCH + (NORM + tile), mask=rows_there, other=0.0)  # [BM]
+                r = tl.load(rstd + m * NORM_PITCH + (NORM + tile), mask=rows_valid, other=0.0)  # [BM]
                 d = r[:, None] * (d - v * tl.sum(v * d, axis=1)[:, None])
             elif ACTIVATION == SIGMOID:
                 d *= v * (1.0 - v)
             else:
                 d *= log_sigmoid_slope(v * NORMALIZER) * (1.0 / NORMALIZER)
-    tl.store(dz + m[:, None] * Z_PITCH + (ROW + c)[None, :], d.to(dz.dtype.element_ty), mask=there)
+    tl.store(dz + m[:, None] * Z_PITCH + (ROW + c)[None, :], d.to(dz.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -154,7 +161,7 @@ def activation_gradients_kernel(
     COLUMNS: tl.constexpr, ACTIVATIONS: tl.constexpr, NORMALIZERS: tl.constexpr, NORMS: tl.constexpr, KEPTS: tl.constexpr,
     Z_PITCH: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Every tile of every segment; dys and dy_strides hold one entry for each."""
+    """Compute the tile of dz of this CTA; dys and dy_strides hold one entry per segment."""
     tile = tl.program_id(0) % FIRSTS[len(WIDTHS)]
     for s in tl.static_range(len(WIDTHS)):
         if (tile >= FIRSTS[s]) & (tile < FIRSTS[s + 1]):

@@ -1,12 +1,15 @@
-"""The wide product of all segments, and the activation of each on its sums while those are in registers.
+"""The wide product of all segments, with each segment's activation applied to the sums in registers.
 
-Computes   y = activation(x w^T + bias), and for a backward pass what ``autograd.py`` keeps
-Grid       tiles of y, one a program, in swaths: programs that run at the same time share weights, and rows of x. A tile of
-           columns lies in one segment; where heads are normalized it holds as many whole ones as there is room for, or one.
-On chip    [BM, BN] sums in float32.
+Computes   y = activation(x w^T + bias), and for a backward pass what ``autograd.py`` saves (rstd, kept)
+Grid       one CTA per tile [BM, BN] of y, ordered in swaths of GROUP tiles of rows: CTAs that run at the same time share
+           weights and rows of x in the L2 cache. A tile of columns lies in one segment. Where heads are normalized it holds as
+           many whole heads as fit, or one. All warps do the same work.
+On chip    [BM, BN] sums in float32 registers; Triton pipelines x [BM, BK] and the weight [BK, BN] through shared memory.
 Memory     reads x once per BN columns and the weight once per BM rows, writes every result once.
-Numerics   products of float32 are without tf32; activations see sums in float32, which no variant of two launches gives them.
-Edges      rows beyond an end are the last one again, and are not stored; channels beyond the end are zeros of x.
+Protocol   CTAs do not exchange anything.
+Numerics   products of float32 do not use TF32; activations see sums in float32, which no variant of two launches gives them.
+Edges      rows beyond the end repeat the last one and are not stored; channels beyond the end are zeros of x.
+Source     experiment 058; docs/notebook/projections.md.
 """
 
 import triton
@@ -23,15 +26,19 @@ def epilogue_kernel(
     BIASES: tl.constexpr, PITCH: tl.constexpr, NORM_PITCH: tl.constexpr, KEPT_PITCH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """FIRSTS holds each segment's first tile of columns, and their number; HEADS the columns that a head takes of one."""
+    """Compute one tile of y: see the top of the file.
+
+    FIRSTS holds each segment's first tile of columns, and behind them the number of tiles. STEPS holds the columns of a
+    segment's tiles, HEADS the columns that a normalized head takes of a tile.
+    """
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), FIRSTS[len(WIDTHS)]
     first = (pid // (GROUP * tiles_n)) * GROUP
     high = min(tiles_m - first, GROUP)
-    turn = pid % (GROUP * tiles_n)
-    m = ((first + turn % high) * BM + tl.arange(0, BM)).to(tl.int64)
-    tile = turn // high
-    row, count = 0, 0  # of the weight, in this tile
+    index = pid % (GROUP * tiles_n)
+    m = ((first + index % high) * BM + tl.arange(0, BM)).to(tl.int64)
+    tile = index // high
+    row, count = 0, 0  # first row of the weight, and number of rows, of this tile
     for s in tl.static_range(len(WIDTHS)):
         inside = (tile >= FIRSTS[s]) & (tile < FIRSTS[s + 1])
         behind = (tile - FIRSTS[s]) * STEPS[s]
@@ -54,11 +61,11 @@ def epilogue_kernel(
 
     for s in tl.static_range(len(WIDTHS)):
         if (tile >= FIRSTS[s]) & (tile < FIRSTS[s + 1]):
-            place = tile - FIRSTS[s]
-            rows_there, columns_there = m < M, at < count
+            tile_in_segment = tile - FIRSTS[s]
+            rows_valid, columns_valid = m < M, at < count
             finish_tile(
-                v, m, place * STEPS[s] + at, rows_there[:, None] & columns_there[None, :], rows_there, columns_there,
-                place * (STEPS[s] // HEADS[s]) if STEPS[s] >= HEADS[s] else place, bias, y, rstd, kept, eps,
+                v, m, tile_in_segment * STEPS[s] + at, rows_valid[:, None] & columns_valid[None, :], rows_valid, columns_valid,
+                tile_in_segment * (STEPS[s] // HEADS[s]) if STEPS[s] >= HEADS[s] else tile_in_segment, bias, y, rstd, kept, eps,
                 HEADS[s], COLUMNS[s], ACTIVATIONS[s], NORMALIZERS[s], NORMS[s], KEPTS[s], BIASES[s],
                 PITCH, NORM_PITCH, KEPT_PITCH,
             )  # fmt: skip

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("sm_90a",)
 
 LONGEST_HEAD = 256
-"""Channels of a normalized head: a product has so many columns."""
+"""Limit on the channels of a normalized head: a tile of the product has at most so many columns."""
 
 MOST_TILES = 2**31 - 1
-"""Of a launch: they are counted in 32 bits."""
+"""Limit on the tiles of a launch, which are counted in 32 bits."""
 
 MOST_ROWS = MOST_TILES - 256
-"""Of x, and those of a cluster's two tiles beside them."""
+"""Limit on the rows of x, which leaves space for the rows of a cluster's two tiles beyond the end."""
 
 MULTICAST: dict[str, Multicast] = {"epilogue_persistent": "nothing", "cluster": "a", "cluster_weight": "b"}
-"""Operand that the CTAs of a cluster have in common, by variant: rows of x (a) or of the weight (b)."""
+"""Operand that is multicast within a cluster, by variant: rows of x (a), of the weight (b), or nothing."""
 
 
 def run_wide_gemm(variant: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
@@ -47,7 +47,7 @@ for name in MULTICAST:
     architectures=ARCHITECTURES,
 )  # fmt: skip
 def epilogue_persistent(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """One launch: products by warpgroups, activations on their sums in registers, programs that take one tile after the other."""
+    """Run one launch: WGMMA with activations applied to the sums in registers; persistent CTAs take one tile after another."""
     return compute(call, "epilogue_persistent")
 
 
@@ -61,7 +61,7 @@ def epilogue_persistent(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     architectures=ARCHITECTURES,
 )
 def cluster(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """The same with clusters of two programs, which fetch every tile of x once for both."""
+    """Run ``epilogue_persistent`` in clusters of two CTAs, which load every tile of x once for both (TMA multicast)."""
     return compute(call, "cluster")
 
 
@@ -70,7 +70,7 @@ def cluster(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
     architectures=ARCHITECTURES,
 )  # fmt: skip
 def cluster_weight(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """The same, but what clusters fetch once for both is the weight, of which a tile has twice as many bytes as of x."""
+    """Run ``epilogue_persistent`` in clusters of two CTAs that share the weight, whose tiles are twice as large as those of x."""
     return compute(call, "cluster_weight")
 
 
@@ -82,15 +82,15 @@ for variant in (epilogue_persistent, cluster, cluster_weight):
 @cluster.supports
 @cluster_weight.supports
 def can_train(query: Query) -> str | None:
-    """Return why the backward pass cannot run, whose kernel is in Triton."""
+    """Return why the backward pass, whose kernel is in Triton, cannot run, or ``None``."""
     return activates(query) if query.grad else None
 
 
 @epilogue_persistent.supports
 @cluster.supports
 @cluster_weight.supports
-def what_tiles_hold(query: Query) -> str | None:
-    """What the copy engine addresses, and a tile has room for."""
+def why_tiles_cannot_hold(query: Query) -> str | None:
+    """Return why TMA cannot address a call or a tile cannot hold it, or ``None``."""
     batch, length, channels, *_ = query.sizes
     layout = layout_in(query)
     if query.dtype is torch.float32:
@@ -98,10 +98,10 @@ def what_tiles_hold(query: Query) -> str | None:
     if 0 in (batch, length, channels):
         return "needs at least one element in every dimension"
     if channels % 8:
-        return f"needs D in multiples of 8, which the copy engine can address, not {channels}"
-    for place in layout.places:
-        head = place.segment.head_size
-        if place.segment.activation == "l2norm" and (head % 8 or head > LONGEST_HEAD):
+        return f"needs D in multiples of 8, which TMA can address, not {channels}"
+    for span in layout.spans:
+        head = span.segment.head_size
+        if span.segment.activation == "l2norm" and (head % 8 or head > LONGEST_HEAD):
             return f"normalizes heads of up to {LONGEST_HEAD} channels in multiples of 8, not {head}"
     if batch * length > MOST_ROWS or -(-batch * length // 128) * layout.rows > MOST_TILES:
         return f"takes at most {MOST_ROWS} rows of x, and {MOST_TILES} tiles"
@@ -110,12 +110,12 @@ def what_tiles_hold(query: Query) -> str | None:
 
 @projections.prefers
 def one_launch(query: Query) -> tuple[str, ...]:
-    """Where there is no measured size near."""
+    """Prefer one launch for calls without a measured size near them."""
     return ("epilogue_persistent",)
 
 
 ROWS = 32768
-"""Rows of x of the example calls."""
+"""Number of rows of x in the example calls."""
 
 
 def examples(multicast: Multicast) -> list[Example]:

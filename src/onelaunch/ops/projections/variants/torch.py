@@ -1,4 +1,4 @@
-"""Variants of ``projections`` in plain PyTorch: they run everywhere."""
+"""Variants of ``projections`` in plain PyTorch: they run on every device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def activate(z: torch.Tensor, segment: Segment, eps: float) -> torch.Tensor:
     z = z.unflatten(-1, segment.shape)
     if segment.activation == "l2norm":
         heads = z.unsqueeze(-1) if segment.head_size == 1 else z
-        norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True, dtype=torch.float32)  # squares beyond float16 are finite
+        norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True, dtype=torch.float32)  # squares may exceed float16
         return (heads * torch.rsqrt(norm.square() + eps).to(z.dtype)).reshape(z.shape)
     if segment.activation == "silu":
         return F.silu(z)
@@ -31,25 +31,25 @@ def activate(z: torch.Tensor, segment: Segment, eps: float) -> torch.Tensor:
 
 @projections.variant("unfused", launches=None, fuses=(), hands=("activated",), gemm="cublas", maker="pytorch", yardstick=True)
 def unfused(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """A matrix product for each segment, then PyTorch's activations: what the other variants are measured against.
+    """Multiply for each segment, then apply PyTorch's activations: the PyTorch baseline that sets the tolerance.
 
-    Of the chain of experiment 058, five products and three activations, of which the normalization is several kernels.
+    For the chain of experiment 058 these are five products and three activations; the normalization takes several kernels.
     """
     return _chain(call.x, call.weight, call.bias, call.layout, call.eps)
 
 
 @projections.variant("wide", launches=None, fuses=("products",), hands=("activated",), gemm="cublas", maker="pytorch")
 def wide(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """One matrix product with the packed weight, a split, then PyTorch's activations: the write-up's form."""
+    """Multiply once by the packed weight, split, then apply PyTorch's activations: the write-up's form."""
     parts = F.linear(call.x, call.weight).split_with_sizes(call.layout.widths, -1)
     biases = call.layout.cut_bias(call.bias)
     biased = [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
-    return tuple([activate(z, place.segment, call.eps) for z, place in zip(biased, call.layout.places, strict=True)])
+    return tuple([activate(z, span.segment, call.eps) for z, span in zip(biased, call.layout.spans, strict=True)])
 
 
 @projections.variant("compiled", launches=None, fuses=(), hands=("activated",), maker="pytorch")
 def compiled(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """The unfused chain, compiled by ``torch.compile``."""
+    """Run the unfused chain, compiled by ``torch.compile``."""
     if torch.compiler.is_compiling():
         return _chain(call.x, call.weight, call.bias, call.layout, call.eps)
     return compile_static(_chain_of(call.layout, call.eps))(call.x, call.weight, call.bias)
@@ -62,11 +62,11 @@ def _chain(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: Layout, eps: float
 ) -> tuple[torch.Tensor, ...]:
     weights = weight.split_with_sizes(layout.widths)
-    parts = zip(weights, layout.cut_bias(bias), layout.places, strict=True)
-    return tuple([activate(F.linear(x, rows, added), place.segment, eps) for rows, added, place in parts])
+    parts = zip(weights, layout.cut_bias(bias), layout.spans, strict=True)
+    return tuple([activate(F.linear(x, rows, added), span.segment, eps) for rows, added, span in parts])
 
 
 @functools.lru_cache(maxsize=256)
 def _chain_of(layout: Layout, eps: float) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return the chain of one layout, so that what is compiled sees it as constants."""
+    """Return the chain for one layout, which the compiled code sees as constants."""
     return lambda x, weight, bias: _chain(x, weight, bias, layout, eps)

@@ -1,4 +1,4 @@
-"""Variants of ``projections`` in Triton: activations behind PyTorch's product, and at the end of our own. See ``autograd.py``."""
+"""Variants of ``projections`` in Triton: activations after PyTorch's product, and in the epilogue of our own product."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from onelaunch.ops.projections.contract import ProjectionsCall, layout_in, proje
 from onelaunch.ops.projections.layout import Layout, Segment, layout_of
 
 LARGEST_HEAD = 512
-"""Most channels of a normalized head: a CTA holds whole heads."""
+"""Limit on the channels of a normalized head: a CTA holds whole heads."""
 
 LARGEST_PRODUCT_HEAD = 256
-"""Most channels of a head that is normalized in the product's registers."""
+"""Limit on the channels of a head that is normalized in the product's registers."""
 
 MOST_COLUMNS = 2**30
-"""Bound of N: below it there is room for a tile in 32 bits."""
+"""Bound of N: below it, columns of a tile beyond the end fit into 32 bits."""
 
 
 @launches("wide_activated")
@@ -30,16 +30,16 @@ def run_wide_activated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 @projections.variant("wide_activated", launches=2, backward_launches=3, fuses=("products",), hands=("all",), gemm="cublas")
 def wide_activated(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """One matrix product with the packed weight by PyTorch, and one kernel for the activations of all segments.
+    """Multiply by the packed weight with PyTorch, then apply the activations of all segments in one kernel.
 
-    A bias adds a launch to the backward pass for each segment that has one, and another where these are several.
+    In the backward pass a bias adds one launch per segment that has one, and one more if there are several.
     """
     return compute(call, "wide_activated")
 
 
 @launches("epilogue")
 def run_epilogue(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Wanted) -> Packed:
-    """Launch the kernel whose product ends with the activations."""
+    """Launch the kernel that multiplies and applies activations in its epilogue."""
     from onelaunch.ops.projections import launch
 
     return Packed(*launch.epilogue(x, weight, bias, wanted.layout, wanted.eps, keep=wanted.keep))
@@ -47,14 +47,14 @@ def run_epilogue(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 @projections.variant("epilogue", launches=1, backward_launches=3, fuses=("products", "activations"), hands=(), gemm="triton")
 def epilogue(call: ProjectionsCall) -> tuple[torch.Tensor, ...]:
-    """One launch: a portable kernel multiplies, and applies each segment's activation to sums in registers."""
+    """Run one launch: a portable kernel multiplies and applies each segment's activation to the sums in registers."""
     return compute(call, "epilogue")
 
 
 @epilogue.supports
 def whole_heads(query: Query) -> str | None:
-    """Return why a tile of the product cannot hold a call's heads."""
-    longest = max((each.segment.head_size for each in layout_in(query).places if each.segment.activation == "l2norm"), default=0)
+    """Return why a tile of the product cannot hold a call's heads, or ``None``."""
+    longest = max((each.segment.head_size for each in layout_in(query).spans if each.segment.activation == "l2norm"), default=0)
     if longest > LARGEST_PRODUCT_HEAD:
         return f"normalizes heads of at most {LARGEST_PRODUCT_HEAD} channels, not {longest}"
     return None if query.sizes[2] else "needs at least one channel of x"
@@ -63,7 +63,10 @@ def whole_heads(query: Query) -> str | None:
 @epilogue.supports
 @wide_activated.supports
 def activates(query: Query) -> str | None:
-    """Return why the kernels of activations cannot run: of the forward pass, and of the backward pass of every own variant."""
+    """Return why the kernels of activations cannot run, or ``None``.
+
+    All of our own variants run one of them in the backward pass.
+    """
     if (reason := cannot_launch(query)) is not None:
         return reason
     from onelaunch.ops.projections import launch
@@ -72,19 +75,19 @@ def activates(query: Query) -> str | None:
     if (reason := heads_too_long(layout)) is not None:
         return reason
     if layout.rows >= MOST_COLUMNS:
-        return f"takes N below {MOST_COLUMNS}: positions in rows are of 32 bits"
-    if launch.programs(query.sizes[0] * query.sizes[1], layout) > LARGEST_GRID_X:
-        return f"takes at most {LARGEST_GRID_X} tiles of {launch.ELEMENTS} elements: a launch is no wider"
+        return f"takes N below {MOST_COLUMNS}: column indices are 32-bit"
+    if launch.ctas_of_activations(query.sizes[0] * query.sizes[1], layout) > LARGEST_GRID_X:
+        return f"takes at most {LARGEST_GRID_X} tiles of {launch.ELEMENTS} elements, one per CTA of a grid"
     return None
 
 
 def heads_too_long(layout: Layout) -> str | None:
-    """Return why a CTA cannot hold a head that it normalizes, or whose normalization it undoes."""
-    heads = [place.segment for place in layout.places if place.segment.activation == "l2norm"]
+    """Return why a CTA cannot hold a head that it normalizes, forward or backward, or ``None``."""
+    heads = [span.segment for span in layout.spans if span.segment.activation == "l2norm"]
     longest = max(heads, key=lambda segment: segment.head_size, default=None)
     if longest is None or longest.head_size <= LARGEST_HEAD:
         return None
-    return f"normalizes heads of at most {LARGEST_HEAD} channels, not {longest.head_size}: a program holds whole heads"
+    return f"normalizes heads of at most {LARGEST_HEAD} channels, not {longest.head_size}: a CTA holds whole heads"
 
 
 def chain(heads: int, head_size: int) -> Layout:
@@ -110,7 +113,7 @@ def example(heads: int, head_size: int, dtype: str, rows: int, direction: Direct
 BOTH: tuple[Direction, ...] = ("forward", "forward_backward")
 
 MANY = 4095
-"""Rows of examples, of which no tile holds a whole number."""
+"""Number of rows of the examples, no multiple of any tile's rows."""
 
 
 @wide_activated.examples
