@@ -85,15 +85,15 @@ def segment_tiles(keys: int, values: int) -> PassTiles:
 
 
 @remembered
-def segment_count(programs: int, chunks: int, multiprocessors: int) -> int:
+def segment_count(ctas: int, chunks: int, multiprocessors: int) -> int:
     """Return the number of segments of T: one, unless that leaves SMs idle for longer than the sums cost.
 
     The model counts waves of CTAs times chunks per segment. A segment has at least four chunks.
     """
 
     def duration(segments: int) -> float:
-        rounds = cdiv(programs * segments, multiprocessors)
-        return rounds * cdiv(chunks, segments) * (1.0 if segments == 1 else 1.0 + SEGMENT_SUM_COST)
+        waves = cdiv(ctas * segments, multiprocessors)
+        return waves * cdiv(chunks, segments) * (1.0 if segments == 1 else 1.0 + SEGMENT_SUM_COST)
 
     return min((segments for segments in (1, 2, 3, 4, 6, 8, 12, 16) if segments <= max(chunks // 4, 1)), key=duration)
 

@@ -69,7 +69,7 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
 
 @gluon.jit
 def load_stage(descriptors, tiles, full, at, head, panel, stage, enabled, GROUPS: gl.constexpr, OUTPUT: gl.constexpr,
-          SCALAR: gl.constexpr):  # fmt: skip
+               SCALAR: gl.constexpr):  # fmt: skip
     """Load one chunk into a stage by TMA: log-decays per channel, keys, queries with OUTPUT, and values of all groups.
 
     The stage must be empty. Announces the bytes to ``full``, on which the loads arrive; does nothing unless ``enabled``.
@@ -144,9 +144,9 @@ def store_state(to, state, turn, K: gl.constexpr):
 
 @gluon.jit
 def multiply(descriptors, outputs, state_pointers, tiles, vectors, bars, offsets, T, sizes, values, GROUP: gl.constexpr,
-           GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
-           REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
-           INITIAL: gl.constexpr, SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+             GROUPS: gl.constexpr, SLICES: gl.constexpr, PACKED: gl.constexpr, OUTPUT: gl.constexpr,
+             REVERSE: gl.constexpr, STORE_STATES: gl.constexpr, STAGED: gl.constexpr, ALIASED: gl.constexpr, SCALAR: gl.constexpr,
+             INITIAL: gl.constexpr, SEGMENTED: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that holds a state [V, K] for PANEL values, for all chunks of a segment.
 
     Start from the initial state, or from the sums of the segments before. Per chunk: store the state if STORE_STATES; wait for

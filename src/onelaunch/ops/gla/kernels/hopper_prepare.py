@@ -82,8 +82,7 @@ def weighted_sum(weights, g, rows: gl.constexpr):
 def half_sums(g, ones, panel: gl.constexpr):
     """Return the sums of a panel's log-decays over the first and over the second half of the steps, each [PANEL].
 
-    ``ones`` [8, C] comes from ``fill_half_masks``. The product is transposed, [PANEL, 8]: an M of 64 channels with the smallest
-    N.
+    ``ones`` [8, C] comes from ``fill_half_masks``. The product is transposed, [PANEL, 8]: M is 64 channels, N is 8.
     """
     few: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     total = gl.zeros([PANEL, 8], gl.float32, layout=few)
@@ -117,7 +116,7 @@ def fill_half_masks(ones):
 
 @gluon.jit
 def scores_from_middle(queries, keys, g, scores, decayed, scores_empty, turn, scale, square: gl.constexpr,
-             SINGLE_BUFFER: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+                       SINGLE_BUFFER: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Decay queries and keys in place, anchored at the middle of the chunk, and compute the scores by one product.
 
     Given q, k and g of a full stage with moderate decays. Leaves decayed queries, keys in two 16-bit terms (``keys`` and
@@ -182,7 +181,7 @@ def decay_over(g, level, zero, PART: gl.constexpr, square: gl.constexpr):
 
 @gluon.jit
 def scores_by_levels(queries, keys, g, scores, decayed, flag, scores_empty, turn, scale, square: gl.constexpr,
-              SINGLE_BUFFER: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
+                     SINGLE_BUFFER: gl.constexpr, OUTPUT: gl.constexpr, REVERSE: gl.constexpr):  # fmt: skip
     """Decay queries and keys in place, and compute the scores, for log-decays of any size (secondary chunking).
 
     Works panel by panel. For each level the right blocks of 2^level steps are multiplied with the left blocks next to them,
@@ -303,7 +302,7 @@ def prepare_channels(tiles, vectors, bars, offsets, T, sizes, scale, LIMIT: gl.c
                 near = ends_flat.index(2 * stage).slice(panel * PANEL, PANEL, dim=0)
                 far = ends_flat.index(2 * stage + 1).slice(panel * PANEL, PANEL, dim=0)
                 near.store(exp(first + second))
-                far.store(first * 0.0 + 1.0)
+                far.store(first * 0.0 + 1.0)  # 1, but NaN where a log-decay is NaN
             scores_by_levels(
                 tiles_q.index(opaque_stage), tiles_k.index(opaque_stage), tiles_g.index(opaque_stage),
                 tiles_s.index(opaque_stage % SCORES), decayed.index(stage), strong.index(opaque_stage), scores_empty, c, scale,

@@ -64,8 +64,8 @@ def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr):
 
 @gluon.jit
 def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-        SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-        SPLIT_KEYS: gl.constexpr):  # fmt: skip
+               SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
+               SPLIT_KEYS: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that sums keys^T v over the segment for PANEL values, and store the sum.
 
     Per chunk: wait for ``full`` and ``decayed``, multiply, wait for the product, arrive at ``empty``; GROUP 0 then refills the
@@ -75,12 +75,12 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
     full, decayed, empty, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
     STAGES: gl.constexpr = tiles_k.shape[0]
-    held: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     heads, segments, segment_steps = sizes
     n, head, value_slice, segment = work_item(sizes, SLICES)
     row, steps = segment_span(offsets, n, T, segment, segment_steps, PACKED)
-    state = gl.zeros([PANEL, K], gl.float32, layout=held)
+    state = gl.zeros([PANEL, K], gl.float32, layout=state_layout)
     panel = (head * SLICES + value_slice) * GROUPS
     chunks = segment_chunks(steps, segment, segments, REVERSE)
     limit = chunks
@@ -118,7 +118,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
             stage = 0
             phase ^= 1
         c += 1
-    if GROUP == 0:  # loads still in flight when the loop stopped must land before the CTA ends
+    if GROUP == 0:  # loads in flight, at most STAGES - 1, must land before the CTA ends
         for i in gl.static_range(STAGES - 1):
             at = c + i
             mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1, pred=at < issued)
@@ -152,7 +152,7 @@ def decay_panels(keys, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: g
     Each row of ``carry`` [C / 2, channels] is the sum of the log-decays of the chunks processed before. ``weights`` holds two
     matrices of 0 and 1, for the steps on the far side of each step and for all steps.
     """
-    held: gl.constexpr = carry.type.layout
+    carry_layout: gl.constexpr = carry.type.layout
     K: gl.constexpr = carry.shape[1]
     if K == PANEL:
         p_k = keys.slice(FIRST, PANEL, dim=1)
@@ -164,7 +164,7 @@ def decay_panels(keys, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: g
         total = warpgroup_mma(weights.index(1), p_g, total, use_acc=False, is_async=True)
         d, total = warpgroup_mma_wait(num_outstanding=0, deps=(d, total))
         b_k = p_k.load(square).to(gl.float32) * exp2_flushed((restore_duplicate_rows(carry, square) + d) * LOG2E)
-        carry += gl.convert_layout(drop_duplicate_rows(total), held)
+        carry += gl.convert_layout(drop_duplicate_rows(total), carry_layout)
         if REVERSE:
             b_k *= scale
         store_split(b_k, p_k, p_g)
@@ -172,13 +172,13 @@ def decay_panels(keys, g, carry, weights, scale, FIRST: gl.constexpr, REVERSE: g
         left, right = split_columns(carry)
         left = decay_panels(keys, g, left, weights, scale, FIRST, REVERSE)
         right = decay_panels(keys, g, right, weights, scale, FIRST + K // 2, REVERSE)
-        carry = gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C // 2, K]), held)
+        carry = gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C // 2, K]), carry_layout)
     return carry
 
 
 @gluon.jit
 def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, PACKED: gl.constexpr,
-                  REVERSE: gl.constexpr):  # fmt: skip
+                       REVERSE: gl.constexpr):  # fmt: skip
     """Run the decay role for a decay per channel: all chunks of the segment, from its far end; store the segment's decay."""
     _, tiles_k, _, tiles_g, weights, _ = tiles
     full, decayed, _, stop = bars
@@ -199,7 +199,7 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
     weights.index(1).store(ones_where((s >= 0) & (t >= 0), E))
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     carry = drop_duplicate_rows(gl.zeros([C, K], gl.float32, layout=wide))
-    held: gl.constexpr = carry.type.layout
+    carry_layout: gl.constexpr = carry.type.layout
     limit = chunks
     c = 0
     while c < limit:
@@ -222,14 +222,14 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
         c += 1
     if value_slice == 0:
         index = (n.to(gl.int64) * heads + head) * segments + segment
-        row = gl.arange(0, C // 2, layout=gl.SliceLayout(1, held))[:, None]
-        channel = gl.arange(0, K, layout=gl.SliceLayout(0, held))[None, :]
+        row = gl.arange(0, C // 2, layout=gl.SliceLayout(1, carry_layout))[:, None]
+        channel = gl.arange(0, K, layout=gl.SliceLayout(0, carry_layout))[None, :]
         gl.store(segment_decays + index * K + channel + 0 * row, exp(carry), mask=(row == 0) & (channel >= 0))
 
 
 @gluon.jit
 def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-               PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
+                    PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr):  # fmt: skip
     """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay."""
     _, tiles_k, _, tiles_low, _, _ = tiles
     full, decayed, _, stop = bars
@@ -284,8 +284,8 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
 
 @gluon.jit
 def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
-         PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-         SPLIT_KEYS: gl.constexpr):  # fmt: skip
+               PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
+               SPLIT_KEYS: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays keys to the far end of the segment, for every chunk."""
     if SCALAR:
         decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SPLIT_KEYS)
