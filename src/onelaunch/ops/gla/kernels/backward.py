@@ -128,9 +128,9 @@ def state_products(
     whole = tl.zeros([c.shape[0]], tl.float32)
     for first in range(0, V, BV):
         cv = first + tl.arange(0, BV)
-        held = inside_state(c, cv, K, V)
-        b_state = tl.load(state_pointers(states, index, c, cv, K, V), mask=held, other=0.0)
-        b_dstate = tl.load(state_pointers(dstates, index, c, cv, K, V), mask=held, other=0.0)
+        inside = inside_state(c, cv, K, V)
+        b_state = tl.load(state_pointers(states, index, c, cv, K, V), mask=inside, other=0.0)
+        b_dstate = tl.load(state_pointers(dstates, index, c, cv, K, V), mask=inside, other=0.0)
         whole += tl.sum(b_state.to(tl.float32) * b_dstate.to(tl.float32), 1)
         b_do = load_rows(p_do, do_stride_t, t, left, cv, V, EVEN)
         b_v = load_rows(p_v, v_stride_t, t, left, cv, V, EVEN)

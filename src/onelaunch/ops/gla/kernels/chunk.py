@@ -356,7 +356,7 @@ def chunk_scores(
 def chunk_state_kernel(
     added, values, g, first, offsets, states, last, scale,
     T, H, K, V, sequences,
-    rows_stride_b, rows_stride_t, rows_stride_h, values_stride_b, values_stride_t, values_stride_h,
+    added_stride_b, added_stride_t, added_stride_h, values_stride_b, values_stride_t, values_stride_h,
     g_stride_b, g_stride_t, g_stride_h,
     BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     EVEN: tl.constexpr, SCALAR: tl.constexpr, PACKED: tl.constexpr,
@@ -377,34 +377,34 @@ def chunk_state_kernel(
     t = tl.arange(0, CHUNK)
     c = tl.arange(0, 1) if SCALAR else k
     channels = 1 if SCALAR else K
-    held = inside_state(k, v, K, V)
+    inside = inside_state(k, v, K, V)
     b, start, length, slot = sequence_bounds(offsets, n, T, PACKED)
     chunks = tl.cdiv(length, CHUNK)
     state = tl.zeros([BK, BV], tl.float32)
     if FIRST:
-        state = tl.load(state_pointers(first, head, k, v, K, V), mask=held, other=0.0)
-    p_rows = row_pointer(added, b, start, h, rows_stride_b, rows_stride_t, rows_stride_h)
+        state = tl.load(state_pointers(first, head, k, v, K, V), mask=inside, other=0.0)
+    p_added = row_pointer(added, b, start, h, added_stride_b, added_stride_t, added_stride_h)
     p_values = row_pointer(values, b, start, h, values_stride_b, values_stride_t, values_stride_h)
     p_g = row_pointer(g, b, start, h, g_stride_b, g_stride_t, g_stride_h)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
         left = length - chunk * CHUNK
         at = (chunk * CHUNK).to(tl.int64)
-        b_rows = load_rows(p_rows + at * rows_stride_t, rows_stride_t, t, left, k, K, EVEN).to(tl.float32)  # [64, BK]
+        b_added = load_rows(p_added + at * added_stride_t, added_stride_t, t, left, k, K, EVEN).to(tl.float32)  # [64, BK]
         b_values = load_rows(p_values + at * values_stride_t, values_stride_t, t, left, v, V, EVEN)  # [64, BV]
         b_g = load_decay(p_g + at * g_stride_t, g_stride_t, t, left, c, channels, EVEN)  # [64, BK]
         if PARTS == 0:
             b_values = b_values.to(tl.float32)
         if REVERSE:
-            b_rows = b_rows * scale * exp(sum_before(b_g, t, PRECISION))
+            b_added = b_added * scale * exp(sum_before(b_g, t, PRECISION))
         else:
-            b_rows *= exp(sum_after(b_g, t, PRECISION))
+            b_added *= exp(sum_after(b_g, t, PRECISION))
         index = (slot + chunk).to(tl.int64) * H + h
-        tl.store(state_pointers(states, index, k, v, K, V), state.to(states.dtype.element_ty), mask=held)
+        tl.store(state_pointers(states, index, k, v, K, V), state.to(states.dtype.element_ty), mask=inside)
         state *= tl.trans(exp(tl.sum(b_g, 0, keep_dims=True)))
-        state = split_product(tl.trans(b_rows), b_values, state, PARTS, PRECISION)
+        state = split_product(tl.trans(b_added), b_values, state, PARTS, PRECISION)
     if LAST:
-        tl.store(state_pointers(last, head, k, v, K, V), state, mask=held)
+        tl.store(state_pointers(last, head, k, v, K, V), state, mask=inside)
 
 
 # Chunk output

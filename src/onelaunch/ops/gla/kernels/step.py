@@ -44,12 +44,12 @@ def step_kernel(
     n, h = head // H, head % H
     c = tl.arange(0, BK)
     cv = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
-    held = inside_state(c, cv, K, V)
+    inside = inside_state(c, cv, K, V)
     cell = head.to(tl.int64) * K * V + c[:, None] * state_stride_k + cv[None, :] * state_stride_v
     b, start, length, _ = sequence_bounds(offsets, n, T, PACKED)
     state = tl.zeros([BK, BV], tl.float32)
     if FIRST:
-        state = tl.load(first + cell, mask=held, other=0.0)
+        state = tl.load(first + cell, mask=inside, other=0.0)
     p_q = row_pointer(q, b, start, h, q_stride_b, q_stride_t, q_stride_h)
     p_k = row_pointer(k, b, start, h, k_stride_b, k_stride_t, k_stride_h)
     p_v = row_pointer(v, b, start, h, v_stride_b, v_stride_t, v_stride_h)
@@ -69,4 +69,4 @@ def step_kernel(
         tl.store(p_out + cv, b_out.to(out.dtype.element_ty), mask=cv < V)
         p_out += H * V
     if LAST:
-        tl.store(last + cell, state, mask=held)
+        tl.store(last + cell, state, mask=inside)
