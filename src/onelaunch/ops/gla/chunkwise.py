@@ -121,7 +121,7 @@ def products(decay: torch.Tensor) -> Products:
 def inside(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key_decay: Products, value_decay: Products | None
 ) -> torch.Tensor:
-    """Return the outputs that a chunk's steps owe to steps of the same chunk, ``[..., C, V]``."""
+    """Return the terms of a chunk's outputs that come from steps of the same chunk, ``[..., C, V]``."""
     if value_decay is not None:
         return _inside_by_blocks(queries, keys, values, key_decay, value_decay)
     if key_decay.whole.shape[-1] == 1:  # one decay per head: the decays between steps are a matrix
