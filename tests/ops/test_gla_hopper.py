@@ -128,7 +128,7 @@ def test_any_number_of_parts(parts, keys, values, per, device, monkeypatch):
     """More parts than there are chunks leave some of them empty."""
     from onelaunch.ops.gla import launch_hopper
 
-    monkeypatch.setattr(launch_hopper, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(launch_hopper, "segment_count", lambda *_: parts)
     for lengths in (None, (5, 0, 290, 30)):
         case = GLA.case("bfloat16", B=1, T=325, H=2, K=keys, V=values, decay_per=per, lengths=lengths)
         assert_correct(GLA, case, "hopper", device)
@@ -300,6 +300,6 @@ def test_elsewhere_it_is_refused():
 )
 def test_parts_fill_the_chip(programs, chunks, parts):
     pytest.importorskip("triton", reason="launches import their kernels, and these import Triton")
-    from onelaunch.ops.gla.launch_hopper import parts_of
+    from onelaunch.ops.gla.launch_hopper import segment_count
 
-    assert parts_of(programs, chunks, 132) == parts
+    assert segment_count(programs, chunks, 132) == parts
