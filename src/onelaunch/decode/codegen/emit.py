@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onelaunch import cuda
 from onelaunch.decode.codegen.layout import BINS, Tuning, launch_of, layout_of, sum_rows, word_offsets
-from onelaunch.decode.plan.phases import PRODUCTS, ROUNDS, Edge, Op, Phase, Plan, blocks_of, depth, passes, passes_of
+from onelaunch.decode.plan.phases import PRODUCTS, ROUNDS, Edge, Op, Phase, Plan, blocks_of, depth, groups, groups_of
 
 KINDS: tuple[cuda.Kind, ...] = (*["pointer"] * 19, *["i32"] * 4)  # pyrefly: ignore[bad-assignment]
 """Kinds of the kernel's arguments, in order."""
@@ -46,12 +46,17 @@ def header(plan: Plan, tuning: Tuning) -> str:
         "ROUNDS": ROUNDS, "BINS": BINS, "PACE": (700 if plan.blocks else 800) if tuning.pace is None else tuning.pace,
     }  # fmt: skip
     blocks = plan.blocks or blocks_of(config, plan.sharers)
-    numbers |= {"BLOCK_WIDTH": blocks.width, "BLOCK_ROOM": blocks.room, "UNIT_BLOCKS": blocks.count, "ADDERS": plan.adders}
+    numbers |= {
+        "BLOCK_WIDTH": blocks.width,
+        "BLOCK_ROOM": blocks.tile_columns,
+        "UNIT_BLOCKS": blocks.count,
+        "ADDERS": plan.adders,
+    }
     numbers |= {name: words.get(buffer, 0) for buffer, name in NAMES.items()} | dict(layout.offsets)
     for op in PRODUCTS:
-        together = [end - begin for cta in range(plan.ctas) for begin, end in passes_of(plan, op, cta)]
+        together = [end - begin for cta in range(plan.ctas) for begin, end in groups_of(plan, op, cta)]
         numbers |= {f"MOST_{op.upper()}": max(together), f"LEAST_{op.upper()}": min(together)}
-        numbers[f"GROUPS_{op.upper()}"] = max(len(passes(share.units)) for share in plan.phase(op).shares)
+        numbers[f"GROUPS_{op.upper()}"] = max(len(groups(share.units)) for share in plan.phase(op).shares)
     numbers["UNITS"] = max(share.units for phase in plan.phases() for share in phase.shares if "attention" in phase.op)
     flags = {
         "STREAMS": plan.streams, "SEPARATE": plan.separate, "TAGGED": any(buffer.tagged for buffer in plan.buffers),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from onelaunch.decode.plan.phases import CHUNK, MOST_TILES, PRODUCTS, TILE, WARPS, Phase, Plan, padded, passes_of
+from onelaunch.decode.plan.phases import CHUNK, MAX_TILES, PRODUCTS, TILE, WARPS, Phase, Plan, groups_of, padded
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 
 THREADS: Final = 32 * (WARPS + 1)
@@ -63,7 +63,7 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
     widest = max(map(padded, (config.hidden_size, config.query_size, config.intermediate_size)))
     if plan.blocks:  # what units have found lies behind the residual stream
         units = max(share.units for share in plan.phase("rope_attention").shares)
-        widest = max(widest, padded(config.hidden_size) + units * plan.blocks.room)
+        widest = max(widest, padded(config.hidden_size) + units * plan.blocks.tile_columns)
     own = max((share.units for share in plan.phase("o").shares), default=0) * TILE
     sizes = {
         "UPPER": widest * 2 + 64,  # 64 bytes apart in banks: a warp reads both parts at once
@@ -88,8 +88,8 @@ def layout_of(plan: Plan, tuning: Tuning) -> Layout:
 
 def sum_rows(plan: Plan) -> int:
     """Return the number of row sums that a warp keeps at once, for a group of tiles or of blocks of tiles."""
-    most = max((end - begin for cta in range(plan.ctas) for begin, end in passes_of(plan, "o", cta)), default=0)
-    return max(MOST_TILES * TILE, most * plan.blocks.rows if plan.blocks else 0)
+    most = max((end - begin for cta in range(plan.ctas) for begin, end in groups_of(plan, "o", cta)), default=0)
+    return max(MAX_TILES * TILE, most * plan.blocks.rows if plan.blocks else 0)
 
 
 def word_offsets(plan: Plan) -> dict[str, int]:
@@ -111,7 +111,7 @@ APART = ("best", "drawn", "tallies", "cache")
 """Names of the buffers that are not among the float32 words."""
 
 
-def shares_table(plan: Plan) -> list[list[tuple[int, int]]]:
+def assignments_table(plan: Plan) -> list[list[tuple[int, int]]]:
     """Return the first and last unit of each CTA in each phase, ``[CTAS][SHARES][2]``."""
     by_op: dict[str, Phase] = {}
     for phase in plan.phases():

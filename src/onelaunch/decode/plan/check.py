@@ -19,7 +19,7 @@ LAYERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Resources:
     """Resources that a launch needs, and those of the device."""
 
     threads: int
@@ -27,22 +27,22 @@ class Room:
     """Registers of a thread."""
     shared_bytes: int
     """Shared memory of a CTA."""
-    processors: int
+    sms: int
     shared_limit: int = HOPPER_SHARED_BYTES
     registers_limit: int = 1 << 16
     """Registers of an SM."""
 
 
-def check(*tokens: Plan, room: Room | None = None) -> None:
+def check(*tokens: Plan, resources: Resources | None = None) -> None:
     """Raise :class:`PlanError` with the reason unless a plan is sound.
 
     Args:
         tokens: the plan of each of a few tokens in a row: one plan, or the same for lengths that use more and fewer CTAs.
-        room: what a launch needs; without it, residency is not looked at.
+        resources: what a launch needs; without it, residency is not looked at.
     """
     plan = tokens[0]
-    if room is not None:
-        check_room(plan, room)
+    if resources is not None:
+        check_residency(plan, resources)
     for each in dict.fromkeys(tokens):
         _check_shares(each)
     if plan.separate:
@@ -55,15 +55,18 @@ def check(*tokens: Plan, room: Room | None = None) -> None:
             clocks.follow(phase, layer, f"token {number}, layer {layer}")
 
 
-def check_room(plan: Plan, room: Room) -> None:
+def check_residency(plan: Plan, resources: Resources) -> None:
     """The part of :func:`check` that depends on the device: whether all CTAs can be resident."""
-    if room.shared_bytes > room.shared_limit:
-        raise PlanError(plan.rung, f"a CTA needs {room.shared_bytes} bytes of shared memory; there are {room.shared_limit}")
-    if room.threads * room.registers > room.registers_limit:
-        needed = f"{room.threads} threads of {room.registers} registers"
-        raise PlanError(plan.rung, f"a CTA needs {needed}; a processor has {room.registers_limit}")
-    resident = room.processors * min(
-        room.shared_limit // max(room.shared_bytes, 1), room.registers_limit // (room.threads * room.registers)
+    if resources.shared_bytes > resources.shared_limit:
+        raise PlanError(
+            plan.rung, f"a CTA needs {resources.shared_bytes} bytes of shared memory; there are {resources.shared_limit}"
+        )
+    if resources.threads * resources.registers > resources.registers_limit:
+        needed = f"{resources.threads} threads of {resources.registers} registers"
+        raise PlanError(plan.rung, f"a CTA needs {needed}; an SM has {resources.registers_limit}")
+    resident = resources.sms * min(
+        resources.shared_limit // max(resources.shared_bytes, 1),
+        resources.registers_limit // (resources.threads * resources.registers),
     )
     if not plan.separate and plan.ctas > resident:
         raise PlanError(plan.rung, f"{plan.ctas} CTAs wait for each other; only {resident} can be resident")

@@ -27,8 +27,8 @@ from onelaunch.decode.plan.phases import (
     Plan,
     blocks_of,
     depth,
+    groups_of,
     padded,
-    passes_of,
 )  # fmt: skip
 
 MOMENTARY = 1 << 25
@@ -110,7 +110,7 @@ def by_heads(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     :func:`by_warps`.
     """
     units = values.unflatten(1, (-1, blocks.channels))
-    room = values.new_zeros(blocks.count * blocks.rows, units.shape[1], blocks.room)
+    room = values.new_zeros(blocks.count * blocks.rows, units.shape[1], blocks.tile_columns)
     room[: len(units), :, : blocks.channels] = units
     room = room.unflatten(0, (blocks.count, -1, TILE))  # [blocks, tiles, 8, units, columns]
     return by_warps(room.permute(3, 0, 2, 1, 4).reshape(-1, blocks.width), blocks)
@@ -118,14 +118,14 @@ def by_heads(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 def by_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Columns ``[..., width]`` of tiles side by side in the order that gives each warp, in its steps, 32 after 32 of one tile."""
-    if blocks.room == blocks.width:
+    if blocks.tile_columns == blocks.width:
         return values
     return values.unflatten(-1, (WARPS, -1, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
 
 
 def from_warps(values: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Undo :func:`by_warps`."""
-    if blocks.room == blocks.width:
+    if blocks.tile_columns == blocks.width:
         return values
     return values.unflatten(-1, (-1, WARPS, WARP_COLUMNS)).transpose(-3, -2).reshape(values.shape)
 
@@ -214,6 +214,6 @@ def _places(plan: Plan, op: Op, at: torch.Tensor) -> torch.Tensor:
 
     begins = at.tolist()
     found = [
-        within(end - begin) + (begins[cta] + begin * steps) for cta in range(plan.ctas) for begin, end in passes_of(plan, op, cta)
+        within(end - begin) + (begins[cta] + begin * steps) for cta in range(plan.ctas) for begin, end in groups_of(plan, op, cta)
     ]
     return torch.cat(found)

@@ -111,7 +111,7 @@ class Blocks(NamedTuple):
 
     channels: int
     """Channels of the queries of a unit of attention."""
-    room: int
+    tile_columns: int
     """Columns that a tile of these channels takes in the weight stream: a power of two, at least a warp's 32."""
     width: int
     """Columns of a block."""
@@ -121,7 +121,7 @@ class Blocks(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of a block."""
-        return self.width // self.room * TILE
+        return self.width // self.tile_columns * TILE
 
 
 @dataclass(frozen=True)
@@ -258,25 +258,25 @@ WARP_COLUMNS = 32
 def blocks_of(config: ModelConfig, sharers: int) -> Blocks:
     """Return the cut of the output projection for ``sharers`` units of attention per key head."""
     channels = config.queries_per_key // sharers * config.head_dim
-    room = max(1 << (channels - 1).bit_length(), WARP_COLUMNS)
-    width = max(room, depth(config) * STEP)
-    return Blocks(channels, room, width, -(-config.hidden_size // (width // room * TILE)))
+    tile_columns = max(1 << (channels - 1).bit_length(), WARP_COLUMNS)
+    width = max(tile_columns, depth(config) * STEP)
+    return Blocks(channels, tile_columns, width, -(-config.hidden_size // (width // tile_columns * TILE)))
 
 
-MOST_TILES = 6
+MAX_TILES = 6
 """Most tiles whose sums a CTA keeps in registers."""
 
 
-def passes(tiles: int) -> list[tuple[int, int]]:
+def groups(tiles: int) -> list[tuple[int, int]]:
     """Return begin and end of the groups of a CTA's tiles that are multiplied together."""
-    return split(tiles, -(-tiles // MOST_TILES)) if tiles else []
+    return split(tiles, -(-tiles // MAX_TILES)) if tiles else []
 
 
-def passes_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
+def groups_of(plan: Plan, op: Op, cta: int) -> list[tuple[int, int]]:
     """Return the groups of tiles of a CTA in a phase; unit by unit where each unit of attention has its own vector."""
     share = plan.phase(op).shares[cta]
     if op != "o" or plan.blocks is None or not share.units:
-        return passes(share.units)
+        return groups(share.units)
     count = plan.blocks.count
     ends = [0, *range(count - share.begin % count, share.units, count), share.units]
-    return [(first + begin, first + end) for first, last in itertools.pairwise(ends) for begin, end in passes(last - first)]
+    return [(first + begin, first + end) for first, last in itertools.pairwise(ends) for begin, end in groups(last - first)]
