@@ -117,9 +117,9 @@ def test_threads_meet_between_accesses_to_shared_memory(rung, model, ctas, posit
 @pytest.mark.parametrize(
     "change",
     [
-        ("  lay_all<COLUMNS>(w, from, use);\n  w.meet();", "  lay_all<COLUMNS>(w, from, use);"),
-        ("  w.parity ^= 1;  // so that sums are read while others already multiply", "  ;"),
-        ("    warp_meets();\n#pragma unroll 1\n    for (; held > 0; --held)", "#pragma unroll 1\n    for (; held > 0; --held)"),
+        ("  stage_vector_unsynced<COLUMNS>(c, from, epoch);\n  c.sync();", "  stage_vector_unsynced<COLUMNS>(c, from, epoch);"),
+        ("    c.parity ^= 1;  // The next product writes", "    ;  //"),
+        ("    syncwarp();\n#pragma unroll 1\n    for (; unreleased", "#pragma unroll 1\n    for (; unreleased"),
     ],
 )
 def test_where_they_do_not_it_is_seen(change, libraries):

@@ -87,7 +87,7 @@ def test_weights_that_kernels_would_misread_are_refused(name, change, error, mes
 def test_a_proof_is_of_the_room_that_there_is(weights, played, monkeypatch, tmp_path):
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(room))
+    monkeypatch.setattr(proofs, "check", lambda *plans, resources: checked.append(resources))
     for limit in (proofs.HOPPER_SHARED_BYTES, proofs.HOPPER_SHARED_BYTES, 1024):
         proofs._check.cache_clear()
         monkeypatch.setattr(proofs, "HOPPER_SHARED_BYTES", limit)
@@ -177,7 +177,7 @@ def test_only_the_rung_that_is_asked_for_is_checked_and_once_with_these_files(we
     checked = []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
     proofs._check.cache_clear()
-    monkeypatch.setattr(proofs, "check", lambda *plans, room: checked.append(plans[0].rung))
+    monkeypatch.setattr(proofs, "check", lambda *plans, resources: checked.append(plans[0].rung))
     monkeypatch.setattr(megakernel, "processors", lambda device: 132)
     for rung in RUNGS:
         assert megakernel.has_a_plan(rung, query_of(weights.config)) is None
@@ -195,7 +195,7 @@ def proofs_with(changes, monkeypatch, tmp_path):
     """How many proofs run when the sources are as they are, then with changes by module name, then so again."""
     real, proved = proofs.source_of, []
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(proofs, "check", lambda *plans, room: proved.append(plans[0].rung))
+    monkeypatch.setattr(proofs, "check", lambda *plans, resources: proved.append(plans[0].rung))
     for changed in ({}, changes, changes):
         monkeypatch.setattr(proofs, "source_of", lambda name, changed=changed: changed[name] if name in changed else real(name))
         proofs._check.cache_clear()
@@ -249,7 +249,7 @@ def test_a_package_brings_all_of_its_modules(prose):
 def test_a_plan_that_is_not_sound_is_refused_every_time(weights, played, monkeypatch, tmp_path, prose):
     monkeypatch.setenv("ONELAUNCH_CACHE", str(tmp_path))
 
-    def refuse(*plans, room):
+    def refuse(*plans, resources):
         raise PlanError("streaming", "it is not sound")
 
     monkeypatch.setattr(proofs, "check", refuse)
