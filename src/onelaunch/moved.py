@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -41,6 +41,7 @@ MOVED = {
     "onelaunch.workbench.provenance": "onelaunch.workbench.result.provenance",
     "onelaunch.workbench.study_file": "onelaunch.workbench.study.read",
     "onelaunch.workbench.timing": "onelaunch.workbench.measure.timing",
+    "onelaunch.workbench.verify.truth": "onelaunch.workbench.verify.reference",
 }
 """New name by old name."""
 
@@ -88,3 +89,22 @@ def install() -> None:
     """Let imports find the old names."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())  # pyrefly: ignore[bad-argument-type]
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module whose names have changed, so that the old ones still work.
+
+    An old name gives the object of the new name, with one :class:`DeprecationWarning` that names it.
+
+    Args:
+        module: Name of the module, its ``__name__``.
+        names: New name by old name.
+    """
+
+    def look_up(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is now {names[name]}; the old name will go away.", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return look_up

@@ -180,7 +180,7 @@ def _progress() -> Iterator[Callable[[Step], None]]:
         seen: set[str] = set()
 
         def tell_line(step: Step) -> None:
-            line = f"[{step.place + 1}/{step.places}] {_place(step)}"
+            line = f"[{step.cases_done + 1}/{step.cases}] {_case(step)}"
             if line not in seen:
                 seen.add(line)
                 console.print(line, soft_wrap=True, markup=False)
@@ -195,14 +195,14 @@ def _progress() -> Iterator[Callable[[Step], None]]:
             share = step.done / step.total if step.total else 0.0
             bar.update(
                 task,
-                description=_place(step),
-                completed=step.place + share,
-                total=step.places,
-                part=f"{step.place + 1} of {step.places}",
+                description=_case(step),
+                completed=step.cases_done + share,
+                total=step.cases,
+                part=f"{step.cases_done + 1} of {step.cases}",
             )
 
         yield tell_bar
 
 
-def _place(step: Step) -> str:
+def _case(step: Step) -> str:
     return one_line(f"{step.shape}, {way(step.direction)}: {step.step}")

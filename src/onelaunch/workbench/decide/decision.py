@@ -30,9 +30,9 @@ from onelaunch.operation import Direction, find_operation
 from onelaunch.wording import listing
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
-from onelaunch.workbench.decide.candidates import STATUS_WORDS, candidate, compared
 from onelaunch.workbench.decide.criteria import evaluate
 from onelaunch.workbench.decide.measured import judged
+from onelaunch.workbench.decide.selection import STATUS_WORDS, compared, select_cell
 from onelaunch.workbench.result import Cell, Decision, DecisionKind, Outcome, Result, Saving
 from onelaunch.workbench.study import Criterion, Selector, Shape
 from onelaunch.workbench.study.plan import bandwidth, infeasibilities, matrix_dtype
@@ -173,7 +173,7 @@ def _broken(result: Result, judged: list[Outcome]) -> list[str]:
         criterion = outcome.criterion
         for at in result.study.shapes_of(criterion):
             for selector, shape in result.study.sides(criterion, at):
-                if candidate(result, criterion, selector, shape.name).cell is None:
+                if select_cell(result, criterion, selector, shape.name).cell is None:
                     sentences += [_describe(cell) for cell in _cells(result, criterion, selector, shape.name) if _is_broken(cell)]
     return list(dict.fromkeys(sentences))
 
@@ -199,7 +199,7 @@ def _missed(result: Result, outcome: Outcome) -> str:
     if not judged(criterion).limited_by_time:
         return sentence
     for shape in _worst_first(result, outcome):
-        cell = candidate(result, criterion, criterion.of, shape.name).cell
+        cell = select_cell(result, criterion, criterion.of, shape.name).cell
         time = _cold(cell) if cell is not None else None
         if cell is not None and cell.plan is not None and time is not None:
             above = time / cell.plan.floor_microseconds if cell.plan.floor_microseconds else 0.0

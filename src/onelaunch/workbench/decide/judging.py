@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onelaunch.workbench.decide.candidates import asked_of_over, compared
+from onelaunch.workbench.decide.selection import asked_of_over, compared
 from onelaunch.workbench.result import CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Criterion, Study
 

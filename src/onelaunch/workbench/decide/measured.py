@@ -10,8 +10,8 @@ import torch
 
 from onelaunch.operation import Operation
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decide.candidates import compared
 from onelaunch.workbench.decide.judging import Finding, exactly, held
+from onelaunch.workbench.decide.selection import compared
 from onelaunch.workbench.measure.count import Request
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Alone, Criterion, Measure, Shape, measures

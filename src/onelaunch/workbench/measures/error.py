@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.decide.candidates import why_none
 from onelaunch.workbench.decide.judging import Finding, exactly
 from onelaunch.workbench.decide.measured import JudgedMeasure
+from onelaunch.workbench.decide.selection import why_none
 from onelaunch.workbench.result import Cell, Estimate, Result
 from onelaunch.workbench.study import Alone, Criterion, Shape, Study, register
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
-from onelaunch.workbench.decide.candidates import asked_of_over, timing_of
 from onelaunch.workbench.decide.judging import Finding, floor_of, judge_time, noise_of, possible_gain, scaled, share_of_work
 from onelaunch.workbench.decide.measured import JudgedMeasure
+from onelaunch.workbench.decide.selection import asked_of_over, timing_of
 from onelaunch.workbench.decide.words import per
 from onelaunch.workbench.result import Cell, CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Alone, Criterion, Shape, Study, register

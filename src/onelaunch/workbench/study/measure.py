@@ -26,7 +26,7 @@ class Alone(NamedTuple):
     held: str
     """Statement of what it is held against, such as ``bytes are held against the least``."""
     bounded: str
-    """Subject and verb of a statement about its bound, such as ``bytes over the least are``."""
+    """CandidateResult and verb of a statement about its bound, such as ``bytes over the least are``."""
 
 
 class Measure(ABC):

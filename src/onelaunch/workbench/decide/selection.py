@@ -21,7 +21,7 @@ STATUS_WORDS = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Selected:
     """Measurement that a selector stands for at one shape."""
 
     cell: Cell | None
@@ -31,7 +31,7 @@ class Candidate:
     """The reason if there is no measurement."""
 
 
-def candidate(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Candidate:
+def select_cell(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Selected:
     """Return the named variant's (or control's) cell, or the fastest correct one that a tag filter selects, except ``but``."""
     names = [name for name in result.study.select(selector) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
@@ -39,22 +39,22 @@ def candidate(result: Result, criterion: Criterion, selector: Selector, shape: s
     counted = [] if criterion.quantity.timed else [cell for cell in cells if cell.status == "ok"]
     usable = timed or counted
     if not usable:
-        return Candidate(None, 0, why_none(names, cells, shape, criterion))
-    return Candidate(min(usable, key=lambda cell: _median(cell, criterion)), len(usable))
+        return Selected(None, 0, why_none(names, cells, shape, criterion))
+    return Selected(min(usable, key=lambda cell: _median(cell, criterion)), len(usable))
 
 
-def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Candidate]:
+def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Selected]:
     """Return the candidate for ``of`` and, if the measure compares two, the candidate for ``over``.
 
     If both selectors stand for the same fastest variant, it is compared with the fastest of the others. Against itself, noise
     alone would decide.
     """
     asked = zip((criterion, asked_of_over(criterion)), result.study.sides(criterion, shape), strict=False)
-    sides = [candidate(result, asking, selector, where.name) for asking, (selector, where) in asked]
+    sides = [select_cell(result, asking, selector, where.name) for asking, (selector, where) in asked]
     if criterion.quantity.timed and len(sides) == 2 and criterion.over_regime is None and sides[0].cell is sides[1].cell:
         _, (selector, where) = result.study.sides(criterion, shape)
         if sides[0].cell is not None and not isinstance(selector, str):
-            other = candidate(result, criterion, selector, where.name, but=sides[0].cell.variant)
+            other = select_cell(result, criterion, selector, where.name, but=sides[0].cell.variant)
             sides[1] = sides[1] if other.cell is None else other
     return sides
 
