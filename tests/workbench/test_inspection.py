@@ -149,7 +149,7 @@ def test_a_failing_disassembler_is_reported(monkeypatch):
 
     only_ours = SimpleNamespace(run=fail, SubprocessError=subprocess.SubprocessError)  # Triton starts ptxas by the same module
     monkeypatch.setattr(inspection, "subprocess", only_ours)
-    with pytest.raises(InspectionError, match="'matmul' compiled, but cuobjdump cannot"):
+    with pytest.raises(InspectionError, match="'matmul' was compiled, but cuobjdump cannot"):
         inspect_build(matmul(), "sm_80")
 
 
@@ -287,7 +287,7 @@ def test_a_cuda_kernel_that_does_not_compile_is_named():
 
 
 def test_a_cuda_kernel_has_no_code_for_amd():
-    with pytest.raises(InspectionError, match="'product' is CUDA C\\+\\+ and has no code for gfx942"):
+    with pytest.raises(InspectionError, match="'product' is CUDA C\\+\\+ and cannot be compiled for gfx942"):
         inspect_build(product(), "gfx942")
 
 
@@ -301,7 +301,7 @@ def test_without_nvrtc_the_message_says_what_to_install(monkeypatch):
 @compiled
 def test_without_triton_a_cuda_kernel_cannot_be_taken_apart(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(InspectionError, match=r"'product' compiled; .*pip install 'onelaunch\[triton\]'"):
+    with pytest.raises(InspectionError, match=r"'product' was compiled, .*pip install 'onelaunch\[triton\]'"):
         inspect_build(product(), "sm_90a")
 
 

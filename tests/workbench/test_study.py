@@ -133,7 +133,7 @@ MISTAKES = {
     ),
     "direction of a shape alone": (
         ('["forward", "forward_backward"]\n\n[[shapes]]', '["forward"]\n\n[[shapes]]\ndirections = ["forward_backward"]'),
-        "directions of big has 'forward_backward', which the study does not; add it there.",
+        "directions of big has 'forward_backward', which the study does not have; add it there.",
     ),
     "direction of a shape twice": (
         ('kind = "odd"', 'directions = ["forward", "forward"]'),
@@ -175,7 +175,7 @@ MISTAKES = {
         ("launches = [1", "lunches = [1"),
         "asks for the tag 'lunches', which no variant has. Did you mean 'launches'?",
     ),
-    "selector of nothing": (("[1, 2]", "[4]"), "matches no variant of the study; among them launches is 1, 2, 3, None."),
+    "selector of nothing": (("[1, 2]", "[4]"), "matches no variant of the study; in their tags launches is 1, 2, 3, None."),
     "unknown over": (('at = "big"', 'at = "big"\nover = "fore"'), "over is 'fore', no variant or control."),
     "control backward": (
         ('at = "big"', 'at = "big"\nover = "product"\ndirection = "forward_backward"'),
@@ -193,18 +193,18 @@ MISTAKES = {
     "launches from below": (('"speedup"', '"launches"'), "a number of launches is bounded from above; use at_most."),
     "barriers over something": (('"speedup"', '"barriers"\nover = "two"'), "barriers are counted; leave over out."),
     "barriers from below": (('"speedup"', '"barriers"'), "a number of barriers is bounded from above; use at_most."),
-    "a time exactly": (("at_least = 1.3", "equals = 2"), "equals is for what is counted (launches, barriers); use at_least"),
+    "a time exactly": (("at_least = 1.3", "equals = 2"), "equals is for counted measures (launches, barriers); use at_least"),
     "a part of a launch": (
         ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"launches"\nof = "one"\nequals'),
         "equals is 1.3; it must be an integer of at least 0.",
     ),
     "mean of barriers": (
         ('"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least', '"barriers"\nof = "one"\ncombine = "geomean"\nat_most'),
-        "what is counted exactly, or may be none, has no geometric mean; leave combine out.",
+        "a count that must be exact, or may be 0, has no geometric mean; leave combine out.",
     ),
     "steps in a row of what is no step": (
         ("controls", 'regimes = ["cold", "served"]\ncontrols'),
-        "regimes has 'served', which is of steps in a row; ladder has no such loop.",
+        "regimes has 'served', which is for consecutive steps; ladder has no loop of steps.",
     ),
     "other regime that is not timed": (
         ('at = "big"', 'at = "big"\nover_regime = "served"'),

@@ -1,4 +1,4 @@
-"""Hold a value against a criterion's bound: with interval and noise if it is a time, directly if it is an exact number."""
+"""Compare a value with a criterion's bound: with interval and noise if it is a time, directly if it is an exact number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onelaunch.workbench.result import CriterionStatus, Estimate, Result
 from onelaunch.workbench.study import Criterion, Study
 
 FEWEST_ROUNDS = 3
-"""Smallest number of rounds whose interval is believed."""
+"""Smallest number of rounds that give a usable interval."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def judge_time(ratio: Estimate, criterion: Criterion, noise: float | None) -> tu
 
 
 def _turned(criterion: Criterion, ratio: Estimate) -> tuple[float, float, float, float]:
-    """Return bound, low, high and median, inverted if the bound is an upper one, so that larger is better."""
+    """Return bound, low, high and median. For an upper bound all are inverted, so that larger is better."""
     if criterion.at_least is not None:
         return criterion.at_least, ratio.low, ratio.high, ratio.median
     bound = criterion.at_most or 1.0
@@ -90,7 +90,7 @@ def exactly(criterion: Criterion, shape: str, value: float, text: str, brief: st
 
 
 def held(criterion: Criterion, value: float) -> CriterionStatus:
-    """Return whether an exact number is on the right side of the bound, as a status."""
+    """Return ``met`` if an exact number is on the right side of the bound, else ``missed``."""
     if criterion.equals is not None:
         return "met" if value == criterion.equals else "missed"
     enough = value >= criterion.at_least if criterion.at_least is not None else value <= (criterion.at_most or 0.0)

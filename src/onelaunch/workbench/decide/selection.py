@@ -18,11 +18,12 @@ STATUS_WORDS = {
     "error": "failed",
     "interrupted": "was interrupted",
 }
+"""Words for each status except ``ok``. They are part of stored decisions, so they must not change."""
 
 
 @dataclass(frozen=True)
 class Selected:
-    """Measurement that a selector stands for at one shape."""
+    """The measurement that a selector stands for at one shape."""
 
     cell: Cell | None
     among: int = 1
@@ -32,7 +33,10 @@ class Selected:
 
 
 def select_cell(result: Result, criterion: Criterion, selector: Selector, shape: str, but: str | None = None) -> Selected:
-    """Return the named variant's (or control's) cell, or the fastest correct one that a tag filter selects, except ``but``."""
+    """Return the measurement that a selector stands for at a shape.
+
+    It is that of the named variant or control, or of the fastest correct variant with the selector's tags, except ``but``.
+    """
     names = [name for name in result.study.select(selector) if name != but]
     cells = [cell for name in names if (cell := result.cell(shape, name, criterion.direction)) is not None]
     timed = [cell for cell in cells if cell.status == "ok" and cell.timing(criterion.regime) is not None]
@@ -44,7 +48,7 @@ def select_cell(result: Result, criterion: Criterion, selector: Selector, shape:
 
 
 def compared(result: Result, criterion: Criterion, shape: Shape) -> list[Selected]:
-    """Return the candidate for ``of`` and, if the measure compares two, the candidate for ``over``.
+    """Return the measurement for ``of`` and, if the measure compares two, the one for ``over``.
 
     If both selectors stand for the same fastest variant, it is compared with the fastest of the others. Against itself, noise
     alone would decide.
@@ -65,7 +69,11 @@ def asked_of_over(criterion: Criterion) -> Criterion:
 
 
 def timing_of(cell: Cell, criterion: Criterion) -> Timing:
-    """Return a cell's timing in the criterion's regime. A chosen cell always has one; :class:`LookupError` for any other."""
+    """Return a measurement's timing in the criterion's regime, which a selected measurement always has.
+
+    Raises:
+        LookupError: The measurement has none.
+    """
     timing = cell.timing(criterion.regime)
     if timing is None:
         raise LookupError(f"{cell.variant} has no {criterion.regime} time")
@@ -82,7 +90,7 @@ def why_none(names: Sequence[str], cells: Sequence[Cell], shape: str, criterion:
     if not cells:
         return f"{listing(names)} did not run at {shape}"
     if len(cells) > 1 and {cell.status for cell in cells} - {"unsupported", "not_installed"} == {"interrupted"}:
-        return f"the run was interrupted before {shape} was done"  # whichever of them it would have been
+        return f"the run was interrupted before {shape} was done"  # any of these variants might have been the fastest
     reasons = []
     for cell in cells:
         if cell.status == "ok":

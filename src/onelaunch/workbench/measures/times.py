@@ -1,4 +1,4 @@
-"""Measures of time: compared round by round, with an interval and the A/A noise."""
+"""Measures of time. They are compared round by round, with an interval and the A/A noise."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class TimeMeasure(JudgedMeasure):
         return q.ratio_interval(value)
 
     def reach(self, gain: float) -> str:
-        """Return the best value that a possible gain allows, in words."""
+        """Return the best value that the roofline bounds allow, in words."""
         return f"at least {1 / gain:.2f}x the time"
 
     def out_of_reach(self, criterion: Criterion, gain: float, noise: float | None) -> bool:
         """Return whether the bound lies beyond the largest possible gain by more than the A/A noise.
 
-        The gain is computed from a measured time. Without an A/A run its noise is unknown, and nothing is out of reach.
+        The gain is computed from a measured time. Without an A/A run its noise is unknown, and no bound counts as out of reach.
         """
         return noise is not None and criterion.at_most is not None and 1 / (gain * noise) > criterion.at_most
 
@@ -51,7 +51,10 @@ class TwoTimes(TimeMeasure):
     """Verb and object that compare ``of`` with ``over``, with ``{:.3g}`` for the value."""
 
     def ratio(self, study: Study, criterion: Criterion, of: Cell, over: Cell) -> Estimate:
-        """Return the time of ``of`` over that of ``over``, round by round if they share rounds, each per share of the work."""
+        """Return the time of ``of`` over that of ``over``.
+
+        The ratio is taken round by round if they share rounds. At two shapes each time is divided by its amount of work.
+        """
         of_time, over_time = timing_of(of, criterion), timing_of(over, asked_of_over(criterion))
         if criterion.over_at is None:
             return stats.ratio(of_time.rounds, over_time.rounds)
@@ -131,7 +134,7 @@ class OneTime(TimeMeasure):
     """Base of measures of one variant's time."""
 
     def scale(self, cell: Cell) -> float | None:
-        """Return the microseconds that count as 1, or ``None`` if they are not known."""
+        """Return the microseconds by which the time is divided, or ``None`` if they are not known."""
         del cell
         return 1.0
 
@@ -141,7 +144,7 @@ class OneTime(TimeMeasure):
         return f"{time.median:.4g} µs"
 
     def against(self, time: Estimate, scale: float) -> str:
-        """Return what the time is held against, in words, or nothing."""
+        """Return what the time is compared with, in words, or an empty string."""
         del time, scale
         return ""
 
@@ -185,7 +188,7 @@ class Time(OneTime):
 
 @register
 class TimeOverFloor(OneTime):
-    """Time of ``of`` divided by its roofline bound, which the fewest bytes or the matrix products need on this device."""
+    """Time of ``of`` divided by its roofline bound on this device."""
 
     name = "time_over_floor"
     meaning = "time of `of` / its roofline bound on this device"
