@@ -1,4 +1,4 @@
-"""``python -m onelaunch``: the command line, where the console script is not on the path."""
+"""Entry point of ``python -m onelaunch``, for environments in which the console script is not on the path."""
 
 from onelaunch.cli.main import app
 

@@ -158,7 +158,7 @@ def test_a_time_that_is_not_believed_stands_nowhere_as_a_time() -> None:
     for text in (markdown.render(result), page.render(result), terminal(result)):
         assert q.interval(fast.timings[0].microseconds) not in text
     assert "fused_chunked" not in {row[2] for table in summarize(result).use for row in table.rows}
-    assert any("Not to be used: fused_chunked, semi_fused" in alert for alert in summarize(result).alerts)
+    assert any("Do not use fused_chunked, semi_fused" in alert for alert in summarize(result).alerts)
 
 
 def test_an_incorrect_variant_says_what_was_wrong() -> None:
@@ -170,7 +170,7 @@ def test_an_incorrect_variant_says_what_was_wrong() -> None:
 def test_an_interrupted_result_says_so_first() -> None:
     make = results.interrupted_on_cpu
     result = make()
-    assert "8 of 16 cells were reached" in summarize(result).alerts[0]
+    assert "8 of 16 measurements were reached" in summarize(result).alerts[0]
     for text in (plain(markdown.render(result)), plain(terminal(result)), plain(read(make).text)):
         assert text.index("Interrupted: 8 of 16") < text.index("measure more", 60)
 

@@ -111,7 +111,7 @@ class Run:
             self.plan = self.plan.in_first_direction()
             first = self.study.directions[0].replace("_", " and ")
             self.notes.append(
-                f"This was a quick run: only the direction {first} was measured, and each shape for {QUICK_SECONDS:g} s."
+                f"No direction but {first} was measured, and each shape for {QUICK_SECONDS:g} s only, as in every quick run."
             )
 
     @property

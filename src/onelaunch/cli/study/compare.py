@@ -15,7 +15,7 @@ from onelaunch.cli.study.report import ResultPath
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench.decide.compare import Change, Comparison, MemoryChange, TimeChange, require_repeat, require_two_runs
 from onelaunch.workbench.decide.compare import compare as compare_sides
-from onelaunch.workbench.report.summary import way
+from onelaunch.workbench.report.summary import direction_words
 from onelaunch.workbench.report.tables import ROOMY, Table, columns, words
 from onelaunch.workbench.result import Result
 
@@ -67,14 +67,28 @@ def compare(
     _print_times(console, found, everything=everything)
     if found.memory:
         rows = tuple(
-            (change.variant, change.shape, way(change.direction), q.size(change.before), q.size(change.after), _factor(change))
+            (
+                change.variant,
+                change.shape,
+                direction_words(change.direction),
+                q.size(change.before),
+                q.size(change.after),
+                _factor(change),
+            )
             for change in found.memory
         )
         heads = columns("variant", "shape", "direction", ">first", ">second", ">ratio")
         output.table(console, Table("Peak memory", heads, rows, "Where it differs by more than one percent."))
     if found.statuses:
         rows = tuple(
-            (change.variant, change.shape, way(change.direction), words(change.before), words(change.after), change.reason)
+            (
+                change.variant,
+                change.shape,
+                direction_words(change.direction),
+                words(change.before),
+                words(change.after),
+                change.reason,
+            )
             for change in found.statuses
         )
         output.table(console, Table("Other statuses", OTHER, rows))
@@ -148,7 +162,7 @@ def _times(changes: list[TimeChange], width: int) -> Table:
         (
             change.variant,
             change.shape,
-            way(change.direction),
+            direction_words(change.direction),
             change.regime,
             NAMES[change.change],
             q.time(change.before),

@@ -22,7 +22,7 @@ from onelaunch.device.peaks import ceilings
 from onelaunch.errors import ResultExists
 from onelaunch.workbench.files import probe_file, probe_folder, within
 from onelaunch.workbench.report import RESULT
-from onelaunch.workbench.report.summary import way
+from onelaunch.workbench.report.summary import direction_words
 from onelaunch.workbench.report.terminal import show
 from onelaunch.workbench.report.text import one_line
 from onelaunch.workbench.result import Result
@@ -205,4 +205,4 @@ def _progress() -> Iterator[Callable[[Step], None]]:
 
 
 def _case(step: Step) -> str:
-    return one_line(f"{step.shape}, {way(step.direction)}: {step.step}")
+    return one_line(f"{step.shape}, {direction_words(step.direction)}: {step.step}")

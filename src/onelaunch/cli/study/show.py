@@ -18,7 +18,7 @@ from onelaunch.errors import UnknownShape
 from onelaunch.operation import Direction
 from onelaunch.wording import escaped
 from onelaunch.workbench import quantities as q
-from onelaunch.workbench.report.summary import asked, sizes, way
+from onelaunch.workbench.report.summary import asked, direction_words, sizes
 from onelaunch.workbench.report.tables import Table, columns, words
 from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study, scale_for
@@ -49,7 +49,7 @@ def show(
         style="dim",
         markup=False,
     )
-    console.print(f"Regimes: {', '.join(study.regimes)}. Directions: {', '.join(map(way, study.directions))}.")
+    console.print(f"Regimes: {', '.join(study.regimes)}. Directions: {', '.join(map(direction_words, study.directions))}.")
     if study.notes:
         console.print("Reported before (history):", style="dim")
         console.print(Padding(Markdown(study.notes), (0, 2)), style="dim")
@@ -113,14 +113,16 @@ def _shapes(plan: StudyPlan, direction: Direction) -> Table:
             )
         )
     heads = columns("shape", "sizes", ">least bytes", ">floor", ">variants that run")
-    return Table(way(direction).capitalize(), heads, tuple(rows), "Nothing can run below the floor in the cold regime.")
+    return Table(
+        direction_words(direction).capitalize(), heads, tuple(rows), "Nothing can run below the floor in the cold regime."
+    )
 
 
 def _variants(plan: StudyPlan, shape: Shape, direction: Direction) -> Table:
     rows = tuple(_variant_row(cell) for cell in _cells(plan, shape, direction))
     heads = columns("variant", ">launches", ">own bytes", "?>matrix work", ">planned", "status", "reason")
     note = "Planned: own bytes, FLOPs and launches at the measured ceilings; what a variant takes above that has another reason."
-    return Table(f"At {shape.name}, {way(direction)}", heads, rows, note)
+    return Table(f"At {shape.name}, {direction_words(direction)}", heads, rows, note)
 
 
 def _variant_row(cell: PlannedCell) -> tuple[str, ...]:
