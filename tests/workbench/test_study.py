@@ -186,7 +186,7 @@ MISTAKES = {
     "error from below": (('"speedup"', '"error"'), "an error is bounded from above; use at_most."),
     "bytes over the least over something": (
         ('"speedup"', '"dram_bytes_over_least"\nover = "two"'),
-        "bytes are held against the least; leave over out.",
+        "bytes are compared with the least; leave over out.",
     ),
     "bytes over the least from below": (('"speedup"', '"dram_bytes_over_least"'), "are bounded from above; use at_most."),
     "launches over something": (('"speedup"', '"launches"\nover = "two"'), "launches are counted; leave over out."),
@@ -217,15 +217,15 @@ MISTAKES = {
     "time from below": (('"speedup"', '"time"'), "a time is bounded from above; use at_most."),
     "floor of something else": (
         ('"speedup"', '"time_over_floor"\nover = "two"'),
-        "a time is held against its floor; leave over out.",
+        "a time is compared with its roofline bound; leave over out.",
     ),
-    "floor from below": (('"speedup"', '"time_over_floor"'), "a time over its floor is bounded from above; use at_most."),
+    "floor from below": (('"speedup"', '"time_over_floor"'), "a time over its roofline bound is bounded from above; use at_most."),
     "floor of warm calls": (
         (
             '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',
             '"time_over_floor"\nregime = "warm"\nof = "one"\nat_most',
         ),
-        "floors are for data that lies in memory, not in caches",
+        "roofline bounds assume that data lies in memory, not in caches",
     ),
     "floor at another shape": (
         (

@@ -138,9 +138,9 @@ class Run:
             ResultMismatch: The study, the device, the software, the scale or the number of rounds differ.
         """
         if differences := _differences(earlier, self.result(interrupted=True)):
-            said = "; ".join(differences)
+            facts = "; ".join(differences)
             advice = "Restore the earlier state, or pass {force} instead of {resume} to begin again."
-            raise ResultMismatch(f"{path} cannot be resumed: {said}.", advice=advice)
+            raise ResultMismatch(f"{path} cannot be resumed: {facts}.", advice=advice)
         for case in self.cases:
             name = case[0].name, case[1]
             cells = [cell for cell in earlier.cells if (cell.shape, cell.direction) == name]
@@ -178,9 +178,9 @@ class Run:
         """Let several processes compile the kernels of the cases that are not finished."""
         done = {(shape.name, direction) for shape, direction in self.finished}
         cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) not in done]
-        tell = lambda call, count, total: self._report(call.shape, call.direction, "compile", count, total)  # noqa: E731
+        report = lambda call, count, total: self._report(call.shape, call.direction, "compile", count, total)  # noqa: E731
         calls = calls_to_compile(self.study, cells, processes)
-        self.notes += self.steps.compile(self.study, calls, str(self.device), processes, tell)
+        self.notes += self.steps.compile(self.study, calls, str(self.device), processes, report)
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count all variants and controls of one case."""
@@ -271,9 +271,9 @@ class Run:
 
         Peaks that come out higher replace those of this result, and all plans, including those of finished cases, follow them.
         """
-        believed = hardware.Ceilings(**self.ceilings.model_dump())
-        raised = self.steps.remeasure(str(self.device), believed)
-        if raised != believed:
+        current = hardware.Ceilings(**self.ceilings.model_dump())
+        raised = self.steps.remeasure(str(self.device), current)
+        if raised != current:
             self.ceilings = StoredCeilings(**asdict(raised))
             fresh = plan_study(self.study, self.ceilings, str(self.device), self.plan.scale)
             self.plan = fresh.in_first_direction() if self.options.quick else fresh
@@ -340,14 +340,14 @@ class Run:
         """Store the measurements of a case as cells of the result, with their noise, clocks and notes."""
         for planned in runnable:
             outcome = found.candidates[planned.variant]
-            believed = outcome.status in ("ok", "invalid", "interrupted")
+            has_times = outcome.status in ("ok", "invalid", "interrupted")
             counted = traffic.get(planned.variant) or _by_arithmetic(planned)
             self._store(
                 planned,
                 status=outcome.status,
                 reason=outcome.reason,
                 verdict=outcome.verdict,
-                timings=outcome.timings if believed else (),
+                timings=outcome.timings if has_times else (),
                 traffic=counted if outcome.status == "ok" else None,
                 peak_bytes=outcome.peak_bytes,
             )

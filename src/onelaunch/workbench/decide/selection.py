@@ -96,6 +96,6 @@ def why_none(names: Sequence[str], cells: Sequence[Cell], shape: str, criterion:
         if cell.status == "ok":
             reasons.append(f"{cell.variant} has no {criterion.regime} time at {shape}")
         else:
-            said = f" ({cell.reason})" if cell.reason else ""
-            reasons.append(f"{cell.variant} {STATUS_WORDS[cell.status]} at {shape}{said}")
+            detail = f" ({cell.reason})" if cell.reason else ""
+            reasons.append(f"{cell.variant} {STATUS_WORDS[cell.status]} at {shape}{detail}")
     return "; ".join(reasons)

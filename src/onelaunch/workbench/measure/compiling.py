@@ -46,7 +46,7 @@ def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int)
 
 
 def compile_ahead(
-    study: Study, calls: Iterable[CompileCall], device: str, processes: int, tell: Callable[[CompileCall, int, int], None]
+    study: Study, calls: Iterable[CompileCall], device: str, processes: int, report: Callable[[CompileCall, int, int], None]
 ) -> list[str]:
     """Make calls of a study in several processes, and report the progress after each.
 
@@ -56,7 +56,7 @@ def compile_ahead(
         device: Device of all processes. Each process makes one call at a time, so the device needs memory for as many calls as
             there are processes.
         processes: Number of processes.
-        tell: Callback in this process, with the call, the number of calls that are done, and the number of all calls.
+        report: Callback in this process, with the call, the number of calls that are done, and the number of all calls.
 
     Returns:
         One line for each call that failed. These are no errors, because the call is made again when it is measured.
@@ -73,7 +73,7 @@ def compile_ahead(
             call = futures[future]
             if problem := future.result():
                 failed.append(f"Not compiled ahead: {call.variant} at {call.shape}: {problem}")
-            tell(call, done, len(futures))
+            report(call, done, len(futures))
     except BrokenProcessPool:
         failed.append("A process died while it compiled. The calls that were left are compiled when they are measured.")
     finally:

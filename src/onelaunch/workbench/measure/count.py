@@ -172,10 +172,10 @@ def _profile(
     with tempfile.TemporaryDirectory(prefix="onelaunch-count-") as folder:
         specification, log, report = (Path(folder) / name for name in ("requests.json", "ncu.csv", "report.json"))
         specification.write_text(json.dumps(_specification(operation, requests, device, seed, report)), encoding="utf-8")
-        said, code = _run(command(ncu, log, specification, len(requests)), timeout_seconds)
+        printed, code = _run(command(ncu, log, specification, len(requests)), timeout_seconds)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if code != 0 and '"ID"' not in text:
-            raise CountFailed(_error_line(text + said) or f"ncu ended with code {code}: {said.strip()[-200:]}")
+            raise CountFailed(_error_line(text + printed) or f"ncu ended with code {code}: {printed.strip()[-200:]}")
         sums = parse(text)
         outcomes = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     if sum(found.kernels for found in sums.values()) >= MOST_KERNELS:
@@ -240,14 +240,14 @@ def _run(arguments: list[str], timeout_seconds: float) -> tuple[str, int]:
     except OSError as error:
         raise CountFailed(f"ncu does not start: {error}") from error
     try:
-        said, _ = process.communicate(timeout=timeout_seconds)
+        printed, _ = process.communicate(timeout=timeout_seconds)
     except BaseException as error:  # whatever ended the wait, the whole process group must end, the profiled child included
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             raise CountFailed(f"ncu took more than {timeout_seconds:g} s") from error
         raise
-    return said, process.returncode
+    return printed, process.returncode
 
 
 def _error_line(text: str) -> str | None:

@@ -280,8 +280,8 @@ class _Session:
                     if regime not in LOOPS and regime not in entry.sampler.refused
                     for outputs in entry.sampler.outputs(regime)
                 ]
-                said = ((regime, loop.problem()) for regime, loop in entry.loops.items() if regime in entry.rounds)
-                problem = next(((regime, why) for regime, why in said if why is not None), None)
+                loop_problems = ((regime, loop.problem()) for regime, loop in entry.loops.items() if regime in entry.rounds)
+                problem = next(((regime, why) for regime, why in loop_problems if why is not None), None)
             except Exception as error:  # noqa: BLE001 - any exception of a variant is its result
                 entry.fail(error)
                 continue

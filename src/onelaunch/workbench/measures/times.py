@@ -176,7 +176,7 @@ class Time(OneTime):
     name = "time"
     meaning = "time of `of`, in microseconds"
     unit = " µs"
-    alone = Alone("a time is held against microseconds", "a time is")
+    alone = Alone("a time is compared with microseconds", "a time is")
     rank = 6
     evidence = "the time of {of} in microseconds is"
     demand = "{of} takes {bound}"
@@ -192,7 +192,7 @@ class TimeOverFloor(OneTime):
 
     name = "time_over_floor"
     meaning = "time of `of` / its roofline bound on this device"
-    alone = Alone("a time is held against its floor", "a time over its floor is")
+    alone = Alone("a time is compared with its roofline bound", "a time over its roofline bound is")
     rank = 5
     evidence = "the time of {of} over its floor is"
     demand = "{of} takes {bound} its roofline bound"
@@ -200,7 +200,7 @@ class TimeOverFloor(OneTime):
 
     def problem(self, criterion: Criterion) -> str | None:
         if criterion.regime == "warm":
-            return "floors are for data that lies in memory, not in caches; use cold or eager as the regime"
+            return "roofline bounds assume that data lies in memory, not in caches; use cold or eager as the regime"
         return None
 
     def infeasible_at(self, study: Study, criterion: Criterion, shape: Shape) -> str | None:

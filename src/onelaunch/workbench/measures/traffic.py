@@ -74,7 +74,7 @@ class DramBytesOverLeast(JudgedMeasure):
 
     name = "dram_bytes_over_least"
     meaning = "DRAM bytes of `of` / the fewest bytes that any implementation must move, by the plan"
-    alone = Alone("bytes are held against the least", "bytes over the least are")
+    alone = Alone("bytes are compared with the least", "bytes over the least are")
     needs_dram_bytes = True
     rank = 4
     evidence = "the bytes of {of} over the least are"

@@ -267,15 +267,15 @@ def _grounds(result: Result) -> list[str]:
     """Return the sentences of the stored decision without the evidence that the table of criteria shows."""
     if result.decision is None:
         return []
-    kept = []
+    sentences = []
     for line in result.decision.because:
         quoted = [outcome for outcome in result.outcomes if outcome.evidence and outcome.evidence in line]
         if quoted:
             rest = line.partition(quoted[0].evidence)[2].strip()
-            kept += [f"{quoted[0].criterion.name!r}: {rest}"] if rest and not COUNTED.match(line) else []
+            sentences += [f"{quoted[0].criterion.name!r}: {rest}"] if rest and not COUNTED.match(line) else []
         elif not COUNTED.match(line):
-            kept.append(line)
-    return list(dict.fromkeys(kept))
+            sentences.append(line)
+    return list(dict.fromkeys(sentences))
 
 
 def unexplained(result: Result, grounds: Iterable[str]) -> tuple[str, ...]:

@@ -318,8 +318,8 @@ class Result(Stored):
         if type(version) is int and version > SCHEMA:
             raise ResultTooNew(path, schema=version, newest=SCHEMA)
         if type(version) is not int or version not in READABLE:
-            said = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
-            raise ResultCorrupt(path, said)
+            message = f"its schema_version is {shown(version)}, this onelaunch reads {listing(map(str, READABLE))}"
+            raise ResultCorrupt(path, message)
         try:
             found = cls.model_validate(raw, context=FROM_A_FILE)
         except ValidationError as error:

@@ -165,7 +165,7 @@ class Criterion(Declared):
     """With ``over_at``: sizes by whose product both times are divided; ``["B", "T"]`` gives the time per token."""
     decides: bool = True
     """Switch for taking part in the decision. A criterion that takes no part is judged and shown all the same, such as a claim of
-    a write-up that is kept for what it taught."""
+    a write-up that is recorded for its lesson."""
     direction: Direction = "forward"
     """Direction that is judged: the forward pass alone, or the forward and backward passes together."""
     regime: Regime = "cold"
@@ -207,7 +207,7 @@ class Study(Declared):
     name: str
     """Name of the study; its results and reports are named after it."""
     question: str
-    """Question that the study answers, in a sentence; the report shows it beside the decision."""
+    """Question that the study answers, in a sentence; the report shows it with the decision."""
     operation: str
     """Name of the operation whose variants are compared."""
     baseline: str
@@ -215,7 +215,7 @@ class Study(Declared):
     variants: tuple[str, ...] = ()
     """Variants that take part; all of the operation's when empty. The baseline always takes part."""
     controls: tuple[str, ...] = ()
-    """Controls that are timed beside the variants: parts of the operation, such as its matrix product alone."""
+    """Controls that are timed together with the variants: parts of the operation, such as its matrix product alone."""
     directions: tuple[Direction, ...] = ("forward",)
     """Directions that are measured: the forward pass alone, the forward and backward passes together, or each of them."""
     regimes: tuple[Regime, ...] = ("cold", "warm", "eager")

@@ -26,7 +26,7 @@ class Alone(NamedTuple):
     """Words of the errors of a measure of ``of`` alone whose criterion has an ``over``, or a bound on the wrong side."""
 
     held: str
-    """Statement of what the value is compared with, such as ``bytes are held against the least``."""
+    """Statement of what the value is compared with, such as ``bytes are compared with the least``."""
     bounded: str
     """CandidateResult and verb of a statement about its bound, such as ``bytes over the least are``."""
 

@@ -75,8 +75,8 @@ def study_folders() -> list[Path]:
     named = [Path(entry) for entry in os.environ.get(FOLDERS, "").split(os.pathsep) if entry]
     for folder in named:
         if not _is_folder(folder):
-            told = f"${FOLDERS} names {folder}, which is no folder; no studies are read from there."
-            warnings.warn(FolderNotice(escaped(told)), stacklevel=1)  # Python shows a warning of one line once per process
+            notice = f"${FOLDERS} names {folder}, which is no folder; no studies are read from there."
+            warnings.warn(FolderNotice(escaped(notice)), stacklevel=1)  # Python shows a warning of one line once per process
     return [folder for folder in (Path("studies"), _built_in(), *named) if _is_folder(folder)]
 
 

@@ -75,8 +75,8 @@ class Reference:
             error = self._error(name, given, expected)
             errors.append(error)
             if not error.error <= error.allowed:
-                said = "is not finite everywhere" if math.isinf(error.error) else f"is off by {error.error:.2e}"
-                problems.append(f"{name} {said}; {error.allowed:.2e} is allowed (norm-wise, against the float64 oracle).")
+                fault = "is not finite everywhere" if math.isinf(error.error) else f"is off by {error.error:.2e}"
+                problems.append(f"{name} {fault}; {error.allowed:.2e} is allowed (norm-wise, against the float64 oracle).")
         return tuple(errors), tuple(problems)
 
     def _mismatch(self, name: str, given: torch.Tensor, expected: torch.Tensor) -> str | None:
