@@ -161,7 +161,7 @@ def test_inspect_shows_what_the_compiler_made(call, here, monkeypatch):
     assert (here / "asm" / "fused_chunked.scan.sm_90a.ptx").read_text() == "text of ptx"
     everything = call("inspect", "linear_rnn")
     assert asked[1] == ("linear_rnn", "sm_90a", None)
-    assert re.search(r"Without kernels of their own: .*\bchunked\b", everything.out)
+    assert re.search(r"without kernels of their own: .*\bchunked\b", everything.out)
 
 
 def test_inspect_fails_when_a_kernel_has_a_problem(call, monkeypatch):
@@ -217,7 +217,7 @@ def test_doctor_says_that_the_device_was_busy(call, known_ceilings, monkeypatch)
     assert "busy" not in call("doctor", "--device", "cpu").out
     busy = replace(known_ceilings, spread={"copy": 0.01, "read": 5.74})
     monkeypatch.setattr("onelaunch.device.peaks.measure", lambda device: busy)
-    assert re.search("busy.* measured again the next time", call("doctor", "--device", "cpu", "--refresh").out)
+    assert re.search("busy.* measured again next time", call("doctor", "--device", "cpu", "--refresh").out)
     assert "busy" in call("doctor", "--device", "cpu").out
 
 
@@ -275,7 +275,7 @@ def test_doctor_is_whole_on_a_narrow_terminal(call, monkeypatch, width):
 def test_doctor_leaves_no_column_for_one_long_word_alone(call):
     """The name of a driver's setting once left the other column three letters wide."""
     lines = call("doctor", "--no-measure", width=80).raw.splitlines()
-    needs = lines[next(index for index, line in enumerate(lines) if "What is here" in line) :]
+    needs = lines[next(index for index, line in enumerate(lines) if "Requirements" in line) :]
     assert sum(len(line.strip()) > 40 for line in needs) > len(doctor.NEEDS) / 2
     assert len(needs) < 2.5 * len(doctor.NEEDS)
 
@@ -322,7 +322,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(package):
         timeout=120,
     )
     assert ended.returncode == 1
-    assert ended.stderr.strip() == f'error: the command line needs {package}. Do: pip install "onelaunch[workbench]"'
+    assert ended.stderr.strip() == f'error: the command line needs the package {package}. Do: pip install "onelaunch[workbench]"'
     assert not ended.stdout
 
 

@@ -44,7 +44,7 @@ def test_a_reader_that_goes_away_ends_a_command_silently():
 def test_a_full_disk_below_stdout_is_named():
     ended = shell(f"{ONELAUNCH} study list > /dev/full")
     assert ended.returncode == 1
-    assert ended.stderr.strip() == "error: stdout cannot be written: No space left on device. Lead it elsewhere."
+    assert ended.stderr.strip() == "error: stdout cannot be written: No space left on device. Redirect it to another file."
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])

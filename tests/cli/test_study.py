@@ -171,7 +171,7 @@ def test_a_disk_that_becomes_full_loses_neither_decision_nor_result(call, here, 
     assert "Decision: " in answer.out
     rescued = Path(re.search(r"saved as (\S+) instead", answer.err)[1])
     assert Result.load(rescued).study.name == "toy-study"
-    assert any("could not be saved meanwhile" in note for note in Result.load(rescued).notes)
+    assert any("could not be saved during the run" in note for note in Result.load(rescued).notes)
     assert not list(here.rglob("*.partial*"))
     shutil.rmtree(rescued.parent)
 
@@ -272,11 +272,11 @@ from onelaunch.cli.main import app
 timing.WARM_UP_SECONDS["cpu"] = 0.0
 sampling.CACHES, sampling.CPU_SAMPLE_SECONDS = 0, 1e-4
 run.TIME_CAP_SECONDS = {"small": 2.0, "full": 2.0}
-keep = running.Run.keep
+keep = running.Run.save_partial
 def keep_and_be_terminated(self, path):
     keep(self, path)
     os.kill(os.getpid(), signal.SIGTERM)
-running.Run.keep = keep_and_be_terminated
+running.Run.save_partial = keep_and_be_terminated
 sys.argv = ["onelaunch", "study", "run", "toy-study", "--device", "cpu"]
 app()
 """
@@ -309,8 +309,8 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(call, here, monkeypatch):
     monkeypatch.setattr(run_module, "run_study", run_study)
     answer = call("study", "run", "toy-study")
     assert answer.code == 130
-    assert "Interrupted: 8 of 16 cells were reached" in answer.out
-    assert "interrupted: what was measured is kept in results/cpu/toy-study.json" in answer.err
+    assert "Interrupted: 8 of 16 measurements were reached" in answer.out
+    assert "interrupted: the measurements so far are saved in results/cpu/toy-study.json" in answer.err
     assert (here / "reports" / "cpu" / "toy-study" / "report.html").exists()
 
 

@@ -139,7 +139,7 @@ def test_compare_of_different_studies_says_so(call, stored):
     answer = call("study", "compare", *stored)
     assert answer.code == 0
     assert "declarations differ" in answer.out
-    assert "In the first alone:" in answer.out
+    assert "Only in the first:" in answer.out
 
 
 def test_adopt_writes_the_dispatcher_s_table(call, here, stored):
@@ -195,4 +195,4 @@ def test_what_was_adopted_is_chosen_and_explained(call, here, monkeypatch):
 def test_adopt_of_two_devices_is_refused(call, stored):
     answer = call("study", "adopt", *stored, "--into", "tables")
     assert answer.code == 1
-    assert "error: One table is of one device" in answer.err
+    assert "error: A table holds the times of one device" in answer.err

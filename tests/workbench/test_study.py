@@ -219,7 +219,10 @@ MISTAKES = {
         ('"speedup"', '"time_over_floor"\nover = "two"'),
         "a time is compared with its roofline bound; leave over out.",
     ),
-    "floor from below": (('"speedup"', '"time_over_floor"'), "a time over its roofline bound is bounded from above; use at_most."),
+    "floor from below": (
+        ('"speedup"', '"time_over_floor"'),
+        "a time over its roofline bound is bounded from above; use at_most.",
+    ),
     "floor of warm calls": (
         (
             '"speedup"\nof = { launches = [1, 2] }\nat = "big"\nat_least',

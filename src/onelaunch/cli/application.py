@@ -104,6 +104,7 @@ class Commands(LazyGroup):
     }
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command, and turn expected errors into one line on stderr and an exit code, unless ``--debug`` is set."""
         debug = ctx.params.get("debug")
         try:
             with warnings.catch_warnings():

@@ -80,6 +80,7 @@ def _table(operation: str, architecture: str, found: list[Inspection]) -> Table:
 
 
 def _write(found: list[Inspection], folder: Path) -> int:
+    """Write the code of all compiler stages, one file each, and return the number of files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = 0
     for inspection in found:

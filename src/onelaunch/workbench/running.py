@@ -229,6 +229,7 @@ class Run:
         return concluded(found)
 
     def _measure(self, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> None:
+        """Verify and time the candidates of a case, store the measurements, and then count bytes and launches."""
         variants = [planned.variant for planned in runnable if not planned.control]
         try:
             found = self.steps.measure(

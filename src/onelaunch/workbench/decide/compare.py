@@ -306,6 +306,7 @@ class _Times:
         return stats.noise_between_runs(before, after)
 
     def _change(self, ratio: Estimate, within: float, between: float | None) -> Change:
+        """Classify a ratio by the noise within and between runs."""
         if math.isinf(within):
             return "AMBIGUOUS"
         change = classify(ratio, max(within, between or 1.0), within)
@@ -384,6 +385,7 @@ def _incomparable(one: Study, other: Study) -> tuple[Incomparable, ...]:
 
 
 def _case_differences(one: Shape, other: Shape) -> list[str]:
+    """Return a clause for each difference between the dtypes, sizes and options of two shapes."""
     reasons = [f"dtypes differ: {one.dtype} and {other.dtype}"] if one.dtype != other.dtype else []
     for what, mine, theirs in (("sizes", one.sizes, other.sizes), ("options", one.options, other.options)):
         names = [name for name in dict.fromkeys((*mine, *theirs)) if mine.get(name) != theirs.get(name)]
@@ -402,6 +404,7 @@ def _by_key(result: Result) -> dict[Key, Cell]:
 
 
 def _memory(before: Cell, after: Cell) -> MemoryChange | None:
+    """Return the change of peak memory, or ``None`` if it is within :data:`LEAST_MEMORY` or not measured."""
     if before.status != "ok" or after.status != "ok" or not before.peak_bytes or not after.peak_bytes:
         return None
     if 1 / LEAST_MEMORY <= after.peak_bytes / before.peak_bytes <= LEAST_MEMORY:
@@ -421,6 +424,7 @@ def _status(before: Cell, after: Cell) -> StatusChange:
 
 
 def _outcomes(a: Result, b: Result) -> tuple[OutcomeChange, ...]:
+    """Return the criteria whose status differs, including those that only one result declares."""
     first = {outcome.criterion.name: outcome.status for outcome in a.outcomes}
     second = {outcome.criterion.name: outcome.status for outcome in b.outcomes}
     return tuple(

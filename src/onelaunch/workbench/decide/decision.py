@@ -333,6 +333,7 @@ def _key(cell: Cell) -> tuple[str, str, Direction]:
 
 
 def _saving_words(saving: Saving, over: str) -> str:
+    """Return a clause on a saving and the parts of it that bytes and launches explain."""
     direction = "" if saving.direction == "forward" else ", forward and backward"
     share = saving.unexplained / saving.saved_microseconds
     return (

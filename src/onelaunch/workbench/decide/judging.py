@@ -41,7 +41,7 @@ def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | N
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
     over = compared(result, criterion, result.study.shape(shape))[-1].cell
-    floor = floor_of(result, criterion, shape)
+    floor = bound_of(result, criterion, shape)
     timing = over.timing("cold") if over else None
     return timing.microseconds.high / floor / share_of_work(result.study, criterion, shape) if timing and floor else None
 
@@ -104,7 +104,7 @@ def share_of_work(study: Study, criterion: Criterion, shape: str) -> float:
     return work[1] / work[0] if work[0] else 1.0
 
 
-def floor_of(result: Result, criterion: Criterion, shape: str) -> float | None:
+def bound_of(result: Result, criterion: Criterion, shape: str) -> float | None:
     """Return the lowest roofline bound of the variants that ``of`` selects at a shape, in microseconds."""
     names = result.study.select(criterion.of)
     cells = (result.cell(shape, name, criterion.direction) for name in names)

@@ -119,6 +119,7 @@ def call_once(study: Study, call: CompileCall, device: str) -> str | None:
 
 
 def _call(study: Study, call: CompileCall, device: str) -> str | None:
+    """Make a call, free its memory, and return the error if it raised."""
     try:
         _make(study, call, torch.device(device))
     except Exception as error:  # noqa: BLE001 - the exception is reported again when the variant is measured
@@ -132,6 +133,7 @@ def _call(study: Study, call: CompileCall, device: str) -> str | None:
 
 
 def _make(study: Study, call: CompileCall, device: torch.device) -> None:
+    """Make one call of a variant, with its backward pass if the direction asks for it."""
     operation = find_operation(study.operation)
     case = study.case(study.shape(call.shape))
     inputs = make_inputs(operation, case, device, 0, call.direction)

@@ -184,6 +184,7 @@ def _profile(
 
 
 def _traffic(found: Counted | None, outcome: dict[str, Any]) -> Traffic | str:
+    """Return the bytes per call of one request, or the reason why there is no number."""
     if error := outcome.get("error"):
         return str(error)
     if found is None or not outcome.get("calls"):
@@ -199,6 +200,7 @@ def _traffic(found: Counted | None, outcome: dict[str, Any]) -> Traffic | str:
 def _specification(
     operation: Operation[..., Any], requests: Sequence[Request], device: torch.device, seed: int, report: Path
 ) -> dict[str, Any]:
+    """Return the JSON description of the requests for the child process."""
     return {
         "operation": operation.name,
         "module": operation.__module__,

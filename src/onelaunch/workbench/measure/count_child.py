@@ -56,6 +56,7 @@ def main(specification: Path) -> None:
 
 
 def _run(operation: Operation[..., Any], request: dict[str, Any], index: int, device: torch.device, seed: int) -> dict[str, Any]:
+    """Run one request, and return the number of profiled calls and of input sets, or the reason why it is not profiled."""
     case = operation.case(request["dtype"], **request["sizes"], **request["options"])
     name = request["name"]
     candidate = (

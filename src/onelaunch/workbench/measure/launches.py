@@ -85,6 +85,7 @@ def _or_why_not(count: Count, operation: Operation[..., Any], request: Request, 
 
 
 def _barriers(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int | str:
+    """Count the grid barriers of one call, or return the reason why they cannot be counted."""
     counter = None if request.control else operation.get(request.variant).capabilities.barriers
     if counter is None:
         return "its kernels count none"
@@ -94,6 +95,7 @@ def _barriers(operation: Operation[..., Any], request: Request, device: torch.de
 
 
 def _launches(operation: Operation[..., Any], request: Request, device: torch.device, seed: int) -> int:
+    """Count the kernels, copies and fills of one call, captured in a CUDA graph after warming up."""
     control = operation.controls[request.variant] if request.control else None
     candidate = Candidate.variant(operation, request.variant) if control is None else Candidate.control(operation, control)
     inputs = make_inputs(operation, request.case, device, seed, request.direction)

@@ -271,6 +271,7 @@ class GpuSampler:
         return Capture(graph, calls, used, capture(self._candidate, used, calls, graph, self._stream))
 
     def _replay_seconds(self, capture: Capture) -> float:
+        """Return the device time of one replay in seconds."""
         with torch.cuda.stream(self._stream):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(int(2e9 * (50e-6 + 2 * capture.launch_seconds)))  # noqa: SLF001 - cycles, at about 2 GHz
@@ -283,6 +284,7 @@ class GpuSampler:
         return start.elapsed_time(end) / 1e3
 
     def _eager_seconds(self) -> float:
+        """Return the device time of one sample of eager calls in seconds."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._stream.synchronize()
         sets = [self._rotation.next() for _ in range(self._eager_calls)]

@@ -38,7 +38,7 @@ LEAST_ROUNDS = 3
 WARM_UP_SECONDS = {"cuda": 1.0, "cpu": 0.2}
 """Seconds by device type for which all candidates run before the first round, so that clocks and temperature settle."""
 
-BELOW_FLOOR = 0.95
+BELOW_BOUND = 0.95
 """Fraction of its roofline bound below which a cold time is invalid. The 5 % allow for errors of the measured peaks."""
 
 Progress = Callable[[str, int, int], None]
@@ -159,7 +159,7 @@ class _Entry:
 
     result: CandidateResult
     candidate: Candidate
-    part: Control | None
+    control: Control | None
     hidden: bool = False
     """True for the second copy of the baseline, which :class:`Measurements` do not list."""
     sampler: Sampler | None = None
@@ -195,14 +195,14 @@ class _Session:
     entries: dict[str, _Entry] = field(default_factory=dict)
     clocks: Clocks = field(init=False)
     notes: list[str] = field(default_factory=list)
-    steady: str | None = None
+    aa_variant: str | None = None
     """Name of the variant of the A/A run; ``None`` before it is chosen, or if no variant can be timed."""
 
     def __post_init__(self) -> None:
         self.clocks = Clocks(self.device)
 
-    def add(self, name: str, candidate: Candidate, part: Control | None) -> None:
-        self.entries[name] = _Entry(CandidateResult(name, control=part is not None), candidate, part)
+    def add(self, name: str, candidate: Candidate, control: Control | None) -> None:
+        self.entries[name] = _Entry(CandidateResult(name, control=control is not None), candidate, control)
 
     def verify(self) -> None:
         """Judge every candidate. One that does not pass is not timed."""
@@ -235,18 +235,18 @@ class _Session:
                 entry.fail(error)
         running = [name for name in self.baselines if name in self.entries and self.entries[name].runs]
         if running:
-            self.steady = running[0]
-            if self.steady != self.baselines[0]:
-                self.notes.append(f"The A/A run is of {self.steady}: {self.baselines[0]} has no time here.")
-            main = self.entries[self.steady]
-            again = _Entry(CandidateResult(self.steady + AGAIN), main.candidate, main.part, hidden=True)
+            self.aa_variant = running[0]
+            if self.aa_variant != self.baselines[0]:
+                self.notes.append(f"The A/A run is of {self.aa_variant}: {self.baselines[0]} has no time here.")
+            main = self.entries[self.aa_variant]
+            again = _Entry(CandidateResult(self.aa_variant + AGAIN), main.candidate, main.control, hidden=True)
             try:
                 self._prepare(again, rotations)
             except Exception as error:  # noqa: BLE001 - a measurement without a noise floor is still of use, and a note says so
                 self.notes.append(f"No A/A run: {status_of(error)[1]}.")
             else:
                 self.entries[again.result.name] = again
-        self.notes += [f"{rotation.note}." for part, rotation in rotations.items() if part is None]
+        self.notes += [f"{rotation.note}." for control, rotation in rotations.items() if control is None]
 
     def take_rounds(self, rounds: int, time_cap_seconds: float) -> None:
         """Take samples of all candidates in all regimes, round by round, until the time cap."""
@@ -326,14 +326,15 @@ class _Session:
         if bounds_again is not None and any(_too_fast(each, floors.get(each.name, 0.0)) for each in results):
             floors = bounds_again()
         for result in results:
-            _believe(result, floors.get(result.name, 0.0), again=bounds_again is not None)
+            _invalidate(result, floors.get(result.name, 0.0), again=bounds_again is not None)
         shown = {name: entry.result for name, entry in self.entries.items() if not entry.hidden}
         return Measurements(shown, self._noise(), self.clocks.medians(), tuple(self.notes))
 
     def _noise(self) -> tuple[Noise, ...]:
-        if self.steady is None or self.steady + AGAIN not in self.entries:
+        """Return the A/A noise of each regime in which both copies of the baseline have times."""
+        if self.aa_variant is None or self.aa_variant + AGAIN not in self.entries:
             return ()
-        again, main = self.entries[self.steady + AGAIN], self.entries[self.steady]
+        again, main = self.entries[self.aa_variant + AGAIN], self.entries[self.aa_variant]
         both = [regime for regime in again.rounds if regime in main.rounds]
         ratios = {regime: stats.ratio(again.rounds[regime], main.rounds[regime]) for regime in both}
         return tuple(
@@ -342,7 +343,8 @@ class _Session:
         )
 
     def _can_run(self, entry: _Entry) -> tuple[Status, str]:
-        if entry.part is not None:
+        """Return the status ``ok``, or the status and the reason why a candidate cannot run here."""
+        if entry.control is not None:
             return "ok", ""
         variant = self.operation.get(entry.result.name)
         if (needed := missing_package(variant)) is not None:
@@ -353,23 +355,24 @@ class _Session:
 
     def _verdict(self, entry: _Entry) -> Verdict:
         options = {"device": self.device, "directions": (self.direction,), "seed": self.seed}
-        if entry.part is not None:
-            return self.judge.judge_control(self.operation, self.case, entry.part.name, **options)
+        if entry.control is not None:
+            return self.judge.judge_control(self.operation, self.case, entry.control.name, **options)
         return self.judge.judge(self.operation, self.case, variant=entry.result.name, **options)
 
     def _reference(self, entry: _Entry) -> Reference:
         return self.judge.reference(
-            self.operation, self.case, device=self.device, direction=self.direction, seed=self.seed, control=entry.part
+            self.operation, self.case, device=self.device, direction=self.direction, seed=self.seed, control=entry.control
         )
 
     def _prepare(self, entry: _Entry, rotations: dict[Control | None, Rotation]) -> None:
-        if entry.part not in rotations:
-            rotations[entry.part] = rotate(self._reference(entry), self.device)
-        entry.sampler = make_sampler(entry.candidate, rotations[entry.part], self.device)
+        """Make the sampler of a candidate and, for variants, the loops of consecutive steps."""
+        if entry.control not in rotations:
+            rotations[entry.control] = rotate(self._reference(entry), self.device)
+        entry.sampler = make_sampler(entry.candidate, rotations[entry.control], self.device)
         entry.sampler.prepare([regime for regime in self.regimes if regime not in LOOPS])
         entry.result.peak_bytes = entry.sampler.peak_bytes
-        if entry.part is None and self.direction == "forward":
-            variant, arguments = self.operation.get(entry.candidate.name), rotations[entry.part].sets[0].arguments
+        if entry.control is None and self.direction == "forward":
+            variant, arguments = self.operation.get(entry.candidate.name), rotations[entry.control].sets[0].arguments
             makers = {regime: self.operation.loops[regime] for regime in self.regimes if regime in LOOPS}
             entry.loops = {regime: make(variant, arguments) for regime, make in makers.items()}
 
@@ -385,6 +388,7 @@ class _Session:
                         return
 
     def _sample(self, entry: _Entry, regime: Regime) -> float | None:
+        """Return one sample in microseconds, or ``None`` if the candidate cannot be timed in this regime."""
         if entry.sampler is None or regime in entry.sampler.refused:
             return None
         try:
@@ -407,7 +411,7 @@ def order(names: Sequence[str], index: int) -> tuple[str, ...]:
 
 def below(timing: Timing | None, bound_microseconds: float) -> bool:
     """Return whether a time is so far below its roofline bound that it must be wrong."""
-    return timing is not None and timing.microseconds.median < BELOW_FLOOR * bound_microseconds
+    return timing is not None and timing.microseconds.median < BELOW_BOUND * bound_microseconds
 
 
 def _cold(result: CandidateResult) -> Timing | None:
@@ -418,7 +422,7 @@ def _too_fast(result: CandidateResult, bound_microseconds: float) -> bool:
     return result.status == "ok" and below(_cold(result), bound_microseconds)
 
 
-def _believe(result: CandidateResult, bound_microseconds: float, *, again: bool) -> None:
+def _invalidate(result: CandidateResult, bound_microseconds: float, *, again: bool) -> None:
     """Set the status ``invalid`` if the cold time is well below its bound; the reason names likely causes and the remedy."""
     cold = _cold(result)
     if cold is None or not _too_fast(result, bound_microseconds):

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from onelaunch.workbench import quantities as q
 from onelaunch.workbench import stats
-from onelaunch.workbench.decide.judging import Finding, floor_of, judge_time, noise_of, possible_gain, scaled, share_of_work
+from onelaunch.workbench.decide.judging import Finding, bound_of, judge_time, noise_of, possible_gain, scaled, share_of_work
 from onelaunch.workbench.decide.measured import JudgedMeasure
 from onelaunch.workbench.decide.selection import asked_of_over, timing_of
 from onelaunch.workbench.decide.words import per
@@ -70,7 +70,7 @@ class TwoTimes(TimeMeasure):
         gain = possible_gain(result, criterion, of.shape)
         if status != "met" and gain is not None and self.out_of_reach(criterion, gain, noise):
             status = "infeasible"
-            floor = floor_of(result, criterion, of.shape) or 0.0
+            floor = bound_of(result, criterion, of.shape) or 0.0
             why = f"{self.reach(gain)} of {over.variant} is possible, as the floor is {q.time(floor)}"
         other = f" {criterion.over_regime}" if criterion.over_regime else ""
         medians = [q.time(timing.microseconds.median) for timing in (of_time, over_time)]

@@ -148,6 +148,7 @@ def _savings(result: Result) -> Section:
 
 
 def _traffic(result: Result, direction: Direction) -> Section:
+    """Return the section with bytes, launches and peak memory in one direction."""
     tables = []
     for shape in shapes(result, direction):
         cells = [cell for cell in cells_at(result, shape.name, direction) if cell.plan and not cell.control]
@@ -198,6 +199,7 @@ def source(name: str) -> str:
 
 
 def _correctness(result: Result) -> Section:
+    """Return the section with the worst error of each output, by variant and direction."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in result.cells:
         if cell.verdict:
@@ -243,6 +245,7 @@ def _share(component: ComponentError) -> float:
 
 
 def _noise(result: Result) -> Section:
+    """Return the section with the A/A runs."""
     rows = tuple(
         (
             noise.shape,
@@ -265,6 +268,7 @@ def _history(result: Result) -> Section:
 
 
 def _provenance(result: Result) -> Section:
+    """Return the section with the provenance and the measured peaks."""
     facts, ceilings = result.provenance, result.ceilings
     run = (
         ("device", f"{facts.device} ({facts.architecture})"),

@@ -219,6 +219,7 @@ def _rivals(result: Result, cells: Mapping[str, Mapping[str, Cell]]) -> list[_Ri
 
 
 def _winners(result: Result, direction: Direction, regime: Regime) -> str:
+    """Return the table with the fastest variant at each shape and its rivals."""
     cells = _cells(result, direction, regime)
     rivals, peers = _rivals(result, cells), peer_names(result)
     rows = []
@@ -236,6 +237,7 @@ def _winners(result: Result, direction: Direction, regime: Regime) -> str:
 
 
 def _rival(rival: _Rival, best: Cell, least: Cell | None, entrants: Mapping[str, Cell], regime: Regime) -> str:
+    """Return the cell of a rival at one shape: its time, and the speed of the fastest variant over it."""
     cell = _fastest((entrants[name] for name in rival.names if name in entrants), regime)
     if cell is None:
         return NONE

@@ -188,6 +188,7 @@ def _size_axis(axes: Axes, members: Sequence[Shape]) -> tuple[dict[str, int], bo
 
 
 def _time_bars(axes: Axes, result: Result, series: Series, shape: Shape, direction: Direction, regime: Regime) -> int:
+    """Draw the times at one shape, one row for each variant. Return the number of rows."""
     cells = _timed(result, shape, direction, regime)
     cells.sort(key=lambda cell: -_median(cell, regime))
     for row, cell in enumerate(cells):
@@ -225,6 +226,7 @@ def _distance(result: Result, series: Series, direction: Direction, regime: Regi
 def _distance_bars(
     axes: Axes, result: Result, series: Series, rows: Sequence[Shape], direction: Direction, regime: Regime
 ) -> int:
+    """Draw the times over the roofline bound, one row for each shape. Return the number of rows."""
     shown, order = series.prominent, series.order
     marks: dict[str, list[tuple[float, int]]] = {variant: [] for variant in order}
     for row, shape in enumerate(reversed(rows)):
@@ -268,6 +270,7 @@ def _bytes(result: Result, series: Series) -> list[Plot]:
 
 
 def _bytes_bars(axes: Axes, cells: Sequence[Cell], series: Series) -> int:
+    """Draw the DRAM bytes at one shape, one row for each variant. Return the number of rows."""
     ordered = sorted(cells, key=lambda cell: -_moved(cell))
     most = max(max(_moved(cell), cell.plan.bytes, cell.plan.least_bytes) for cell in ordered if cell.plan)
     for row, cell in enumerate(ordered):

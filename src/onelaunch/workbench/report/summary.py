@@ -258,6 +258,7 @@ def _instead(result: Result) -> str:
 
 
 def _facts(result: Result) -> tuple[str, ...]:
+    """Return device, scale, rounds, date and version as short phrases."""
     facts = result.provenance
     scale = f"{facts.scale} scale, " if facts.scale else ""
     return (
@@ -274,6 +275,7 @@ def _short(commit: str) -> str:
 
 
 def _alerts(result: Result) -> tuple[str, ...]:
+    """Return warnings about an interrupted run, wrong variants and a changed declaration."""
     alerts = []
     if result.interrupted:
         done = sum(cell.status != "interrupted" for cell in result.cells)
@@ -299,6 +301,7 @@ def _criteria(result: Result) -> Table | None:
 
 
 def _criterion(criterion: Criterion, outcome: Outcome | None, result: Result) -> tuple[str, ...]:
+    """Return the row of a criterion: name, status, demand and evidence."""
     demand = asked(criterion, result.study)
     if outcome is None:
         return (criterion.name, "not measured", demand, "The study ended before this was judged.")
@@ -313,6 +316,7 @@ def _criterion(criterion: Criterion, outcome: Outcome | None, result: Result) ->
 
 
 def _missing(result: Result) -> Table | None:
+    """Return the table of measurements without a valid time. Those with the same reason share a row."""
     groups: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in result.cells:
         if cell.status != "ok":
@@ -376,6 +380,7 @@ def _notes(result: Result) -> list[str]:
 
 
 def _uncounted(result: Result) -> list[str]:
+    """Return a sentence on the shapes at which no DRAM bytes were counted, if any."""
     timed = [cell for cell in result.cells if cell.status == "ok" and not cell.control]
     counted = {cell.shape for cell in timed if cell.traffic and cell.traffic.source == "ncu"}
     everywhere = {cell.shape for cell in timed}
@@ -402,6 +407,7 @@ def _as_good(result: Result, best: Cell, regime: Regime | None) -> list[str]:
 
 
 def _asked_at(criterion: Criterion, study: Study) -> str:
+    """Return the shapes of a criterion in words."""
     at = [shape.name for shape in study.shapes_of(criterion)] if criterion.at is None else criterion.at
     names = [at] if isinstance(at, str) else list(at)
     where = ", ".join(names)

@@ -157,6 +157,7 @@ def most_bytes(study: Study, selector: Selector, shape: Shape, direction: Direct
 
 
 def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
+    """Return the costs and bounds of a variant from its own cost and the least cost of the operation."""
     launching = 1e6 * (cost.launches or 0) * rates.launch_seconds
     return Plan(
         flops=cost.flops,
@@ -171,6 +172,7 @@ def _plan(cost: Cost, least: Cost, dtype: str, rates: Rates) -> Plan:
 
 
 def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str, rates: Rates, device: str) -> PlannedCell:
+    """Plan a variant at a shape, with the reason if it cannot run."""
     operation, case = find_operation(study.operation), study.case(shape)
     variant = operation.get(name)
     plan = _plan(operation.cost(case, variant, direction), least_cost(study, shape, direction), shape.dtype, rates)
@@ -185,6 +187,7 @@ def _planned_variant(study: Study, shape: Shape, direction: Direction, name: str
 
 
 def _planned_control(study: Study, shape: Shape, name: str, rates: Rates) -> PlannedCell:
+    """Plan a control at a shape. It is forward only, and its own cost is its bound."""
     cost = find_operation(study.operation).controls[name].cost(study.case(shape))
     cell = PlannedCell(shape, "forward", name, _plan(cost, cost, shape.dtype, rates), control=True)
     return replace(cell, status="unsupported", reason=LEFT_OUT) if name in shape.skip else cell

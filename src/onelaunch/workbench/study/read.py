@@ -170,6 +170,7 @@ class _Reader:
         raise StudyError(self.path, problem)
 
     def read(self, raw: Mapping[str, Any]) -> Study:
+        """Turn a parsed file into a study, after all checks."""
         self._keys("the study", raw, Study)
         operation = self._operation(raw["operation"])
         self._names(raw)
@@ -192,6 +193,7 @@ class _Reader:
                     self.fail(f"{key}[{index}]: name is {shown(name)}; {NAME_RULE}.")
 
     def _keys(self, where: str, table: Mapping[str, Any], model: type[Declared], more: Sequence[str] = ()) -> None:
+        """Reject unknown and missing keys of a table."""
         known = (*model.model_fields, *more)
         for key in table:
             if key not in known:
@@ -212,6 +214,7 @@ class _Reader:
         return tables
 
     def _shape(self, index: int, table: dict[str, Any], operation: Operation[..., Any]) -> dict[str, Any]:
+        """Check the table of a shape, and return its fields with the sizes and options in tables of their own."""
         where = f"shapes[{index}] ({table.get('name', 'without a name')})"
         own = {key: table[key] for key in SHAPE_KEYS if key in table}
         given = {key: value for key, value in table.items() if key not in own}
@@ -235,6 +238,7 @@ class _Reader:
         return {**own, "sizes": dict(case.sizes), "options": dict(case.options)}
 
     def _check_case(self, where: str, case: Case, operation: Operation[..., Any]) -> None:
+        """Reject sizes that no tensor can have, and options of the wrong type."""
         for key, value in case.sizes.items():
             if value > LARGEST_SIZE:
                 self.fail(f"{where}: {key} is {shown(value)}; it must be at most {LARGEST_SIZE}, the largest size of a tensor.")
@@ -246,6 +250,7 @@ class _Reader:
                 )
 
     def _criterion(self, index: int, table: dict[str, Any]) -> dict[str, Any]:
+        """Check the keys and the bound of a criterion's table, and return the table."""
         where = f"criteria[{index}] ({table.get('name', 'without a name')})"
         self._keys(where, table, Criterion)
         bounds = {key: table[key] for key in ("at_least", "at_most", "equals") if key in table}
@@ -261,6 +266,7 @@ class _Reader:
         return table
 
     def _exact_count(self, where: str, table: Mapping[str, Any]) -> None:
+        """Check the bound ``equals``, which only counted measures can have."""
         value = table["equals"]
         counted = [measure.name for measure in measures() if measure.counted]
         if table["measure"] not in counted:
@@ -269,6 +275,7 @@ class _Reader:
             self.fail(f"{where}: equals is {shown(value)}; it must be an integer of at least 0.")
 
     def _validate(self, prepared: dict[str, Any]) -> Study:
+        """Let pydantic validate the study, and report its first error."""
         try:
             return Study.model_validate(prepared, context=FROM_A_FILE)
         except ValidationError as error:
@@ -279,6 +286,7 @@ class _Reader:
             self.fail(f"{where} is {shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}.")
 
     def _check_names(self, study: Study, operation: Operation[..., Any]) -> None:
+        """Check that names are distinct, and that regimes, directions, variants and controls exist."""
         self._distinct("shapes", (shape.name for shape in study.shapes))
         self._distinct("criteria", (criterion.name for criterion in study.criteria))
         for key in ("variants", "controls", "directions", "regimes"):
@@ -316,6 +324,7 @@ class _Reader:
             self.fail(f"{key}: {owner} has no {kind} {name!r}.{did_you_mean(name, known)} Known: {listing(known)}.")
 
     def _check_criterion(self, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        """Check a criterion against the study: its shapes, direction, regimes, measure and selectors."""
         where = f"criterion {criterion.name!r}"
         names = [shape.name for shape in study.shapes]
         for name in () if criterion.at is None else members(criterion.at):
@@ -343,6 +352,7 @@ class _Reader:
             self._check_selector(f"{where}: over", study, criterion, criterion.over, operation)
 
     def _check_alone(self, where: str, criterion: Criterion, words: Alone) -> None:
+        """Check a criterion whose measure is of ``of`` alone."""
         if criterion.over is not None:
             self.fail(f"{where}: {words.held}; leave over out.")
         if criterion.quantity.better == "lower" and criterion.at_least is not None:
@@ -351,6 +361,7 @@ class _Reader:
             self.fail(f"{where}: {words.bounded} bounded from below; use at_least.")
 
     def _check_direction(self, where: str, study: Study, criterion: Criterion) -> None:
+        """Check that the criterion's direction runs at all of its shapes."""
         if criterion.direction not in study.directions:
             self.fail(f"{where}: direction is {criterion.direction!r}, which is not among the study's directions; add it there.")
         held = [*study.shapes_of(criterion), *(shape for shape in study.shapes if shape.name == criterion.over_at)]
@@ -358,6 +369,7 @@ class _Reader:
             self.fail(f"{where}: direction is {criterion.direction!r}, which does not run at {listing(missing)}; add it there.")
 
     def _check_mean(self, where: str, criterion: Criterion, shapes: Sequence[str]) -> None:
+        """Check a criterion on the geometric mean."""
         if criterion.combine == "each":
             return
         if criterion.in_at_least is not None:
@@ -368,6 +380,7 @@ class _Reader:
             self.fail(f"{where}: a geometric mean needs two shapes or more; leave combine out.")
 
     def _check_other_shape(self, where: str, study: Study, criterion: Criterion, operation: Operation[..., Any]) -> None:
+        """Check ``over_at`` and ``per``."""
         if criterion.over_at is None:
             if criterion.per:
                 self.fail(f"{where}: per is for times at two shapes; name the other one by over_at, or leave per out.")
@@ -386,6 +399,7 @@ class _Reader:
                 self.fail(f"{where}: per names no size {name!r}.{hint} Known: {listing(operation.dimensions)}.")
 
     def _check_other_regime(self, where: str, study: Study, criterion: Criterion) -> None:
+        """Check ``over_regime``."""
         if criterion.measure not in (paired := _measures_of_two_times()):
             self.fail(f"{where}: over_regime is for times; leave it out, or use one of {listing(paired)} as the measure.")
         if criterion.over_regime not in study.regimes:
@@ -394,6 +408,7 @@ class _Reader:
     def _check_selector(
         self, where: str, study: Study, criterion: Criterion, selector: Selector, operation: Operation[..., Any]
     ) -> None:
+        """Check that a selector stands for a variant or control of the study."""
         taking_part = study.variant_names()
         if isinstance(selector, str):
             if selector in operation.controls and selector not in taking_part:

@@ -117,6 +117,7 @@ class Judge:
         directions: Sequence[Direction],
         seed: int,
     ) -> Verdict:
+        """Judge a candidate in each direction, and merge the verdicts with the worst error of each output."""
         device = torch.device(device)
         components: dict[str, ComponentError] = {}
         problems: list[str] = []

@@ -80,6 +80,7 @@ class Reference:
         return tuple(errors), tuple(problems)
 
     def _mismatch(self, name: str, given: torch.Tensor, expected: torch.Tensor) -> str | None:
+        """Return the problem if shape, dtype or device of an output are wrong."""
         if given.shape != expected.shape:
             return f"{name} has shape {tuple(given.shape)}; it must be {tuple(expected.shape)}."
         if given.dtype != self.dtypes.get(name, given.dtype):
@@ -100,6 +101,7 @@ class Reference:
         )
 
     def _by_position(self, exact: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> tuple[float, ...]:
+        """Return the errors of successive parts of the sequence, or nothing for an output without a time dimension."""
         length = self.case.sizes.get("T", 0)
         # The first dimension of every output is the batch, whose size may equal T by chance. It is therefore tried last.
         along = next((axis for axis in (*range(1, exact.ndim), 0) if exact.ndim and exact.shape[axis] == length), None)
@@ -192,6 +194,7 @@ def _dtype(plain: OutputTensors | None, name: str, case: Case) -> torch.dtype:
 
 
 def _allowed(name: str, expected: torch.Tensor | None, plain: torch.Tensor | None, dtype: torch.dtype, stages: int) -> float:
+    """Return the largest allowed norm-wise error of an output or gradient."""
     cap = math.sqrt(stages) * CAPS.get(dtype, CAPS[torch.float32])[name.startswith("grad ")]
     if expected is None or plain is None or plain.shape != expected.shape:
         return cap
