@@ -41,9 +41,9 @@ def possible_gain(result: Result, criterion: Criterion, shape: str) -> float | N
     if criterion.regime != "cold" or criterion.over_regime is not None:
         return None
     over = compared(result, criterion, result.study.shape(shape))[-1].cell
-    floor = bound_of(result, criterion, shape)
+    roofline = bound_of(result, criterion, shape)
     timing = over.timing("cold") if over else None
-    return timing.microseconds.high / floor / share_of_work(result.study, criterion, shape) if timing and floor else None
+    return timing.microseconds.high / roofline / share_of_work(result.study, criterion, shape) if timing and roofline else None
 
 
 def noise_of(result: Result, criterion: Criterion, shapes: Sequence[str]) -> float | None:

@@ -1,4 +1,8 @@
-"""Measures of time. They are compared round by round, with an interval and the A/A noise."""
+"""Measures of time. They are compared round by round, with an interval and the A/A noise.
+
+Evidence is stored in results, which must give the same bytes when they are judged again. Its sentences therefore still call the
+roofline bound *floor*.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +74,8 @@ class TwoTimes(TimeMeasure):
         gain = possible_gain(result, criterion, of.shape)
         if status != "met" and gain is not None and self.out_of_reach(criterion, gain, noise):
             status = "infeasible"
-            floor = bound_of(result, criterion, of.shape) or 0.0
-            why = f"{self.reach(gain)} of {over.variant} is possible, as the floor is {q.time(floor)}"
+            roofline = bound_of(result, criterion, of.shape) or 0.0
+            why = f"{self.reach(gain)} of {over.variant} is possible, as the floor is {q.time(roofline)}"
         other = f" {criterion.over_regime}" if criterion.over_regime else ""
         medians = [q.time(timing.microseconds.median) for timing in (of_time, over_time)]
         details = [

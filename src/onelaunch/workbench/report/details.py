@@ -94,9 +94,9 @@ def times_table(result: Result, shape: Shape, direction: Direction) -> Table:
             )
         )
     heads = [f"{'?' if name == 'warm' else ''}>{name}" for name in regimes(result)]
-    floor = next((q.time(cell.plan.floor_microseconds) for cell in cells if cell.plan and not cell.control), "not known")
+    bound = next((q.time(cell.plan.floor_microseconds) for cell in cells if cell.plan and not cell.control), "not known")
     return Table(
-        f"{shape.name}: {sizes(shape)}, {direction_words(direction)}; roofline bound {floor}",
+        f"{shape.name}: {sizes(shape)}, {direction_words(direction)}; roofline bound {bound}",
         columns("variant", "status", *heads, f">speed ({regime or 'not timed'})", ">/ bound", "?>rounds"),
         tuple(rows),
     )
