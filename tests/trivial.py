@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.workbench.verify.truth import Truth
+from onelaunch.workbench.verify.reference import Reference
 
 
-def trivial_answers(truth: Truth) -> dict[str, tuple[str, ...]]:
+def trivial_answers(truth: Reference) -> dict[str, tuple[str, ...]]:
     """Return the thoughtless answers that would pass the gate, per component: a test of the case, not of a variant.
 
     Tried are zeros, the right values one place further on, and every input of the right shape. A component with an entry tells
